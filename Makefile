@@ -1,0 +1,55 @@
+# The environment is .venv in the checkout; it is made on first use and again when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+RANKS ?= 5
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+export OMP_NUM_THREADS ?= 1
+BENCHMARKS = $(filter-out common,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+
+.PHONY: help setup demo test lint format bench clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: .venv/.full  ## make .venv with everything the tests need
+
+demo: .venv/.light  ## train the quick start on this machine: one coordinator, four clients (RANKS=5 CONFIG=... ARGS=...)
+	@echo "[raafl] $(RANKS) ranks train $(CONFIG): rank 0 coordinates, the others are the clients"
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m raafl fit --config $(CONFIG) $(ARGS)
+
+test: .venv/.full  ## run the tests (ARGS="-k journal" to choose)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: .venv/.full  ## ruff check, ruff format --check, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.full  ## let ruff rewrite the tree
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.full  ## run every benchmark; results go to build/bench/NAME.json
+	@mkdir -p build/bench
+	@set -e; for name in $(BENCHMARKS); do \
+	    echo "[raafl] benchmark $$name"; $(BIN)/python -m benchmarks.$$name --out build/bench/$$name.json; done
+
+clean:  ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@echo "[raafl] making .venv with $(PYTHON)"
+	$(PYTHON) -m venv .venv
+
+# Two stamps: what a run needs, and on top of it what the tests and checks need.
+.venv/.light: pyproject.toml | $(BIN)/python
+	@echo "[raafl] installing raafl and its dependencies (one to two minutes the first time; torch is large)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.venv/.full: .venv/.light
+	@echo "[raafl] installing what tests and checks need"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,vision,hf]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Speed against limits and peers, each row dated and naming the hardware."""

@@ -1,0 +1,91 @@
+"""What every benchmark prints: where and when it ran, with which versions, and its rows."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def hardware() -> dict[str, Any]:
+    """Return the CPU model, cores this process may use, RAM in bytes, and the names of the GPUs."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that a figure may depend on; None for what is not installed."""
+    import raafl
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "raafl": raafl.__version__}
+    for name in ("torch", "lightning"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def report(rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+    """Return the object that a benchmark prints."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"hardware": hardware(), "date": date, "versions": versions(), "rows": list(rows), **more}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return rows as aligned text columns, numbers to four significant digits."""
+    if not rows:
+        return "(no rows)"
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None) -> None:
+    """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
+    options = parser.parse_args(argv)
+    result = report(rows_fn())
+    text = json.dumps(result, indent=2)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+    if options.json:
+        print(text)
+        return
+    machine = result["hardware"]
+    ram = f"{machine['ram_bytes'] / 2**30:.0f} GiB"
+    print(f"{name}: {machine['cpu']}, {machine['cores']} cores, {ram}, {', '.join(machine['gpus']) or 'no GPU'}")
+    print(f"{result['date']}  " + "  ".join(f"{k} {v}" for k, v in result["versions"].items()))
+    print(table(result["rows"]))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

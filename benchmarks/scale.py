@@ -1,0 +1,238 @@
+"""Whether the cost of an event grows with the run: 10,000 simulated clients, 20,000 updates of a small MLP.
+
+Every case is a whole simulated run (coordinator, journal, clients.csv, checks of every update) in a process of its own,
+on one thread. An event is an arrival, a join, a loss or a timer. What events cost is the process's CPU time from the end
+of one client's training to the beginning of the next, everything that is not training, over the events that the journal
+has between the two. It is averaged over windows of 100 updates; a row holds the medians over the windows of the first
+and of the last thousand updates, and their ratio. `wall_ratio` is the same on the wall clock, which whatever else the
+machine is doing disturbs. `joined_s` is the time of all clients' arrival at time 0 with the first assignments, up to the
+first training. Memory is the process's peak, and its growth from the moment when the model, the data and its share for
+each client were there.
+In the cases that come and go, every client is there for three quarters of its time only, each in its own rhythm.
+
+    python -m benchmarks.scale [--json] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.common import Row, main
+from raafl import Experiment, fed_async, fed_buff, fed_raa
+from raafl._lean import import_lightning
+from raafl.core.algorithm import Algorithm, Training
+from raafl.core.types import Assignment, Update
+from raafl.data import Iid
+from raafl.devices import Device
+from raafl.run import Run, build, make_executor
+from raafl.runtime.journal import read_events
+from raafl.runtime.pool import Executor
+from raafl.runtime.simulated import Simulation
+from raafl.submodel import FlatTensors
+
+WINDOW = 100
+EDGE = 1000
+FEATURES, HIDDEN, CLASSES = 64, 32, 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    algorithm: str
+    concurrency: int | None
+    clients: int = 10_000
+    updates: int = 20_000
+    samples: int = 4
+    come_and_go: bool = False
+
+
+NAMES = ("fed_async", "fed_buff", "fed_raa")
+CASES = [*(Case(name, cap) for name in NAMES for cap in (1000, None)), Case("fed_raa", 1000, come_and_go=True)]
+
+
+class SmallData:
+    """A few random samples for each client: a data module, but for the base class, whose import weighs more than it."""
+
+    def __init__(self, num: int) -> None:
+        """Draw all samples."""
+        torch.manual_seed(0)
+        self.samples = TensorDataset(torch.randn(num, FEATURES), torch.randint(0, CLASSES, (num,)))
+
+    def prepare_data(self) -> None:
+        """Do nothing: all is there."""
+
+    def setup(self, stage: str) -> None:
+        """Do nothing: all is there."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return all samples."""
+        return DataLoader(self.samples, batch_size=4, shuffle=True)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return a few samples: evaluation is not what is measured."""
+        return DataLoader(TensorDataset(*self.samples[:32]), batch_size=32)
+
+
+class Stopwatch(Executor):
+    """Trains in this process and notes when each training began and ended, on two clocks."""
+
+    def __init__(self, inner: Executor) -> None:
+        """Time ``inner``."""
+        self._inner = inner
+        self.began: list[tuple[float, float]] = []
+        self.ended: list[tuple[float, float]] = []
+
+    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
+        """Hand the task on."""
+        self._inner.submit(assignment, snapshot, needed_at)
+
+    def result(self, assignment_id: int) -> Update:
+        """Train, between two looks at the clocks."""
+        self.began.append((time.perf_counter(), time.process_time()))
+        update = self._inner.result(assignment_id)
+        self.ended.append((time.perf_counter(), time.process_time()))
+        return update
+
+    def cancel(self, assignment_id: int) -> None:
+        """Hand the cancellation on."""
+        self._inner.cancel(assignment_id)
+
+
+def make_algorithm(case: Case) -> Algorithm:
+    """Return the algorithm of a case."""
+    if case.algorithm == "fed_async":
+        return fed_async(concurrency=case.concurrency)
+    if case.algorithm == "fed_buff":
+        return fed_buff(buffer_size=10, concurrency=case.concurrency)
+    return fed_raa(fragments=3, concurrency=case.concurrency)
+
+
+def make_devices(case: Case) -> list[Device]:
+    """Return three speeds, on which the whole model takes 0.8, 1.6 and 4 virtual seconds, in ten rhythms each."""
+    devices = []
+    for kind in range(30):
+        windows = None
+        if case.come_and_go:  # there for 15 s of every 20 s, from 0 s, 2 s, ... 18 s on
+            start = float(2 * (kind // 3))
+            windows = ((start, start + 15.0),) if start <= 5 else ((0.0, start - 5.0), (start, 20.0))
+        devices.append(Device(flops_per_s=(5e4, 2.5e4, 1e4)[kind % 3], availability=windows, period_s=windows and 20.0))
+    return devices
+
+
+def make_experiment(case: Case, folder: Path) -> Experiment:
+    """Return the run of a case."""
+    import_lightning()
+    from model_zoo import MLP
+
+    data: Any = SmallData(case.clients * case.samples)
+    return Experiment(
+        model=lambda: MLP(FEATURES, (HIDDEN,), CLASSES, lr=0.01, momentum=0.5), data=lambda: data,
+        algorithm=make_algorithm(case), partition=Iid(), clients=case.clients, devices=make_devices(case),
+        train=Training(num_epochs=None, num_steps=1, batch_size=4), max_updates=case.updates, eval_every=10**9,
+        output=str(folder / "run"), progress="quiet",
+    )  # fmt: skip
+
+
+def measure(case: Case, folder: Path) -> Row:
+    """Do one run in this process and return its row."""
+    torch.set_num_threads(1)
+    parts = build(make_experiment(case, folder), pace=False)
+    run = Run(parts, "", "simulated")
+    executor = Stopwatch(make_executor(parts, workers=1))
+    before_bytes = resident_bytes()
+    began = time.perf_counter()
+    try:
+        run.start()
+        simulation = Simulation(parts.coordinator, parts.clients, executor, run.record, None, progress=run.progress)
+        summary = run.finish(simulation.run(), simulation.now)
+    finally:
+        run.close()
+    run_s = time.perf_counter() - began
+    if summary["updates_merged"] != case.updates:
+        raise RuntimeError(f"{case} merged {summary['updates_merged']} updates: {summary['finished']}")
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    events = events_between(folder / "run")
+    edge, window = min(EDGE, case.updates // 3), min(WINDOW, max(case.updates // 30, 1))
+    wall, cpu = (edges_us(executor, clock, events, edge, window) for clock in (0, 1))
+    return {
+        "algorithm": case.algorithm,
+        "concurrency": case.concurrency,
+        "come_and_go": case.come_and_go,
+        "clients": case.clients,
+        "updates": case.updates,
+        "events": sum(events),
+        "us_per_event_first": cpu[0],
+        "us_per_event_last": cpu[1],
+        "ratio": cpu[1] / cpu[0],
+        "wall_ratio": wall[1] / wall[0],
+        "training_us": 1e6 * statistics.median(map(_length, executor.began, executor.ended)),
+        "joined_s": executor.began[0][0] - began,
+        "run_s": run_s,
+        "peak_bytes": peak_bytes,
+        "beside_data_bytes": peak_bytes - before_bytes,
+    }
+
+
+def _length(begin: tuple[float, float], end: tuple[float, float]) -> float:
+    return end[0] - begin[0]
+
+
+def events_between(folder: Path) -> list[int]:
+    """Return how many events the coordinator saw from each update's arrival on, up to the next one's."""
+    counts: list[int] = []
+    for event in read_events(folder):
+        if event["event"] == "arrived":
+            counts.append(1)
+        elif counts and event["event"] in ("joined", "lost", "timer"):
+            counts[-1] += 1
+    return counts
+
+
+def edges_us(watch: Stopwatch, clock: int, events: list[int], edge: int, window: int) -> tuple[float, float]:
+    """Return the microseconds per event among the first and the last ``edge`` updates: medians over windows."""
+    gaps_us = [1e6 * (begin[clock] - end[clock]) for end, begin in zip(watch.ended, watch.began[1:], strict=False)]
+
+    def median(start: int) -> float:
+        windows = (slice(i, i + window) for i in range(start, start + edge - window + 1, window))
+        return statistics.median(sum(gaps_us[w]) / sum(events[w]) for w in windows)
+
+    return median(0), median(len(gaps_us) - edge)
+
+
+def resident_bytes() -> int:
+    """Return the memory this process holds now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmRSS in /proc/self/status")
+
+
+def rows(cases: list[Case] | None = None, timeout_s: float = 600.0) -> list[Row]:
+    """Run every case in a process of its own, one after the other."""
+    found = []
+    for case in CASES if cases is None else cases:
+        command = [sys.executable, "-m", "benchmarks.scale", "case", json.dumps(asdict(case))]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True)
+        found.append(json.loads(done.stdout))
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["case"]:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(json.dumps(measure(Case(**json.loads(sys.argv[2])), Path(scratch))))
+    else:
+        main("scale", rows)

@@ -1,0 +1,60 @@
+"""raafl trains one model over many unequal machines: asynchronous aggregation of physically smaller submodels.
+
+>>> import raafl
+>>> raafl.fed_raa(fragments=3, alpha=0.6).describe()["trigger"]
+'each arrival'
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
+    from raafl.core.algorithm import Algorithm
+    from raafl.errors import BadInput
+    from raafl.experiment import Experiment
+    from raafl.run import fit, simulate
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Algorithm": "raafl.core.algorithm",
+    "BadInput": "raafl.errors",
+    "Experiment": "raafl.experiment",
+    "fed_async": "raafl.algorithms",
+    "fed_avg": "raafl.algorithms",
+    "fed_buff": "raafl.algorithms",
+    "fed_opt": "raafl.algorithms",
+    "fed_prox": "raafl.algorithms",
+    "fed_raa": "raafl.algorithms",
+    "fit": "raafl.run",
+    "simulate": "raafl.run",
+}
+
+__all__ = [
+    "Algorithm",
+    "BadInput",
+    "Experiment",
+    "__version__",
+    "fed_async",
+    "fed_avg",
+    "fed_buff",
+    "fed_opt",
+    "fed_prox",
+    "fed_raa",
+    "fit",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, so that `import raafl` stays cheap."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'raafl' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,151 @@
+"""Import lightning without everything that torchmetrics would pull in.
+
+lightning needs two classes of torchmetrics (`Metric` and `MetricCollection`), but the package's `__init__` imports
+every metric, and with them torchvision, transformers, scipy and matplotlib where they are installed: about two seconds
+of start-up for each client rank. Here the package is entered by its two modules, and its `__init__` runs later,
+unchanged and in full, when somebody imports torchmetrics for its own sake.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_HOME = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.collections"}
+_PLOTTING = ("matplotlib", "matplotlib.axes", "matplotlib.pyplot", "matplotlib.colors")
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Within this context nothing is garbage-collected; what is there at its end not before the process ends.
+
+    Imports leave half a million objects that stay. To look through them again and again for garbage takes more than a
+    quarter of the time of importing torch and lightning, 0.8 s for each rank; later collections leave them out too.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules complain of whatever is still there when the process ends
+        if was_enabled:
+            gc.enable()
+
+
+def import_lightning() -> ModuleType:
+    """Import and return `lightning`; call it before the first `import lightning` of a process.
+
+    Does nothing special when lightning or torchmetrics is imported already, when torchmetrics is not installed, or when
+    this version of lightning asks torchmetrics for more than the two classes: then the import is the ordinary one.
+    Afterwards every package imports as if nothing had happened. Not safe while another thread imports them too.
+    """
+    if "lightning" not in sys.modules and "torchmetrics" not in sys.modules:
+        before = set(sys.modules)
+        try:
+            _import_beside_lean_torchmetrics()
+        except ImportError:
+            for name in set(sys.modules) - before:
+                if name.partition(".")[0] in ("lightning", "torchmetrics"):
+                    del sys.modules[name]
+    return importlib.import_module("lightning")
+
+
+def _import_beside_lean_torchmetrics() -> None:
+    spec = importlib.machinery.PathFinder.find_spec("torchmetrics")
+    if spec is None:
+        return
+    package = importlib.util.module_from_spec(spec)
+    vars(package)["__getattr__"] = _lean_attribute
+    vars(package)["_logger"] = logging.getLogger("torchmetrics")
+    sys.modules["torchmetrics"] = package
+    plotting = _hide_plotting()
+    try:
+        importlib.import_module("torchmetrics.utilities")  # imports metric; the other way round is a circle
+        importlib.import_module("lightning")
+    finally:
+        for name in plotting:
+            sys.modules.pop(name, None)
+        sys.modules.pop("torchmetrics", None)
+        del vars(package)["__getattr__"]
+    if plotting:
+        _plot_on_demand()
+    sys.meta_path.insert(0, _Resume(package))
+
+
+def _lean_attribute(name: str) -> Any:
+    """The package's `__getattr__` while lightning is imported: the classes that have a module of their own."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchmetrics' has no attribute {name!r} before its __init__ has run")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+class _Resume(importlib.abc.MetaPathFinder):
+    """Gives the next `import torchmetrics` the package that holds the modules imported so far, to run `__init__` in."""
+
+    def __init__(self, package: ModuleType) -> None:
+        self.package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torchmetrics":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            vars(spec.loader)["create_module"] = self._take
+        return spec
+
+    def _take(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        # Only an import gets here, so a mere find_spec("torchmetrics") leaves the finder in place.
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        return self.package
+
+
+class _StandIn(ModuleType):
+    """Takes the place of matplotlib while torchmetrics defines its type aliases: each class is `object`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object if name[0].isupper() else _StandIn(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> Callable[[Any], Any]:
+        return lambda function: function  # a decorator that changes nothing, for pyplot.style.context
+
+
+class _OnDemand(ModuleType):
+    """A module that is imported when something is first read from it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _hide_plotting() -> list[str]:
+    """Put stand-ins where matplotlib would be imported; returns the names to take away again."""
+    if "matplotlib" in sys.modules or importlib.machinery.PathFinder.find_spec("matplotlib") is None:
+        return []
+    for name in _PLOTTING:
+        sys.modules[name] = _StandIn(name)
+    return list(_PLOTTING)
+
+
+def _plot_on_demand() -> None:
+    """Let the plot functions of torchmetrics find the real matplotlib when they are called."""
+    plot = sys.modules.get("torchmetrics.utilities.plot")
+    for name, value in list(vars(plot).items()) if plot is not None else []:
+        if isinstance(value, _StandIn):
+            setattr(plot, name, _OnDemand(value.__name__))

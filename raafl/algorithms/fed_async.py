@@ -1,0 +1,49 @@
+"""FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019); called FedSync in Fed-RAA's tables.
+
+Every update of the full model is mixed in as it arrives: ``theta_t = (1 - alpha_t) theta_{t-1} + alpha_t theta_new``
+with ``alpha_t = alpha * s(t - tau)`` (Algorithm 1, section 5.2). Clients may pull towards what they received
+(the regularised objective of Algorithm 1, rho); 0 by default.
+"""
+
+from __future__ import annotations
+
+from raafl.core.algorithm import Algorithm, Local
+from raafl.errors import BadInput
+from raafl.parts.merge import Mean
+from raafl.parts.sample import Sample
+from raafl.parts.select import Full
+from raafl.parts.staleness import Kind, Staleness
+from raafl.parts.trigger import EachArrival
+
+
+def fed_async(
+    alpha: float = 0.75,
+    staleness: Kind = "constant",
+    staleness_a: float = 0.5,
+    staleness_b: float = 4.0,
+    prox: float = 0.0,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+) -> Algorithm:
+    """Make FedAsync.
+
+    Args:
+        alpha: mixing weight (alpha), in (0, 1].
+        staleness: s(.): constant, polynomial or hinge.
+        staleness_a: a of polynomial and hinge.
+        staleness_b: b of hinge.
+        prox: weight of the pull towards the received values (rho).
+        cohort: clients kept at work, drawn uniformly; None = all.
+        concurrency: cap on clients at work; None = no cap.
+    """
+    if prox < 0:
+        raise BadInput(f"prox is {prox}: give 0 or more")
+    return Algorithm(
+        name="fed_async",
+        paper="Xie et al. 2019",
+        sample=Sample(cohort, concurrency),
+        select=Full(),
+        local=Local(prox=prox),
+        trigger=EachArrival(),
+        merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),
+    )

@@ -1,0 +1,32 @@
+"""FedAvg (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017).
+
+Each round a cohort trains the full model; when all have reported, ``theta = sum_n |D_n| theta_n / sum_n |D_n|``
+(Algorithm 1). With a cohort smaller than the fleet this is the papers' SyncFL.
+"""
+
+from __future__ import annotations
+
+from raafl.core.algorithm import Algorithm, Local
+from raafl.parts.merge import Mean
+from raafl.parts.sample import Sample
+from raafl.parts.select import Full
+from raafl.parts.trigger import AllReported
+
+
+def fed_avg(cohort: int | None = None, concurrency: int | None = None, by_samples: bool = True) -> Algorithm:
+    """Make FedAvg.
+
+    Args:
+        cohort: clients in a round, drawn uniformly (C*K in Algorithm 1); None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
+    """
+    return Algorithm(
+        name="fed_avg",
+        paper="McMahan et al. 2017",
+        sample=Sample(cohort, concurrency),
+        select=Full(),
+        local=Local(),
+        trigger=AllReported(),
+        merge=Mean(by_samples=by_samples),
+    )

@@ -1,0 +1,44 @@
+"""FedOpt: FedAdam, FedYogi, FedAdagrad (Reddi et al., "Adaptive Federated Optimization", ICLR 2021).
+
+FedAvg's rounds, but the mean of the clients' deltas is the pseudo-gradient of an adaptive server optimiser
+(Algorithm 2).
+"""
+
+from __future__ import annotations
+
+from raafl.core.algorithm import Algorithm, Local
+from raafl.parts.merge import ServerKind, ServerOptimizer
+from raafl.parts.sample import Sample
+from raafl.parts.select import Full
+from raafl.parts.trigger import AllReported
+
+
+def fed_opt(
+    optimizer: ServerKind = "adam",
+    server_lr: float = 0.01,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    tau: float = 1e-3,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+) -> Algorithm:
+    """Make FedOpt.
+
+    Args:
+        optimizer: adam, yogi or adagrad.
+        server_lr: server learning rate (eta).
+        beta1: decay of the first moment (beta_1).
+        beta2: decay of the second moment (beta_2); adagrad has none.
+        tau: adaptivity (tau).
+        cohort: clients in a round, drawn uniformly; None = all.
+        concurrency: how many of them work at a time; None = no cap.
+    """
+    return Algorithm(
+        name="fed_opt",
+        paper="Reddi et al. 2021",
+        sample=Sample(cohort, concurrency),
+        select=Full(),
+        local=Local(),
+        trigger=AllReported(),
+        merge=ServerOptimizer(optimizer, server_lr, beta1, beta2, tau),
+    )

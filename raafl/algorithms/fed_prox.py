@@ -1,0 +1,37 @@
+"""FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020).
+
+FedAvg whose clients minimise ``F_n(theta) + mu/2 ||theta - theta_t||^2`` (eq. 2). mu = 0 is FedAvg.
+"""
+
+from __future__ import annotations
+
+from raafl.core.algorithm import Algorithm, Local
+from raafl.errors import BadInput
+from raafl.parts.merge import Mean
+from raafl.parts.sample import Sample
+from raafl.parts.select import Full
+from raafl.parts.trigger import AllReported
+
+
+def fed_prox(
+    prox: float = 0.01, cohort: int | None = None, concurrency: int | None = None, by_samples: bool = True
+) -> Algorithm:
+    """Make FedProx.
+
+    Args:
+        prox: weight of the proximal term (mu), 0 or more.
+        cohort: clients in a round, drawn uniformly (K in Algorithm 2); None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        by_samples: weigh by |D_n|; False = every client alike.
+    """
+    if prox < 0:
+        raise BadInput(f"prox is {prox}: give 0 or more")
+    return Algorithm(
+        name="fed_prox",
+        paper="Li et al. 2020",
+        sample=Sample(cohort, concurrency),
+        select=Full(),
+        local=Local(prox=prox),
+        trigger=AllReported(),
+        merge=Mean(by_samples=by_samples),
+    )

@@ -1,0 +1,80 @@
+"""Fed-RAA (Zhang et al., "A Resource-Adaptive Approach for Federated Learning under Resource-Constrained Environments").
+
+The model's neurons are split into M disjoint fragments (Table 4). An idle client gets one fragment by Gre-RAA
+(Algorithm 2), trains it alone as a physically smaller model, minimising
+``f_n(theta_j) + rho/2 ||theta_j - theta_j_received||^2`` (eq. 2), and pushes it back. The server merges at every
+arrival: ``q(j) += 1; theta_j <- (1 - alpha_t) theta_j + alpha_t theta_j_new``, ``alpha_t = alpha * s(t - tau)``
+(Algorithm 1).
+
+The paper leaves open, and this does:
+- alpha, rho and the fragments' scale: see docs/fed-raa.md for the search behind the defaults.
+- Parameters of no fragment (output bias, norms over an uncut width) go with every fragment and are mixed in like the
+  rest, with the same alpha_t.
+- A fragment is trained alone, yet the full network sums all M: `rescale` multiplies a cut layer's activation by
+  1/keep-fraction while training, so that the sum has the scale each fragment was trained for. It makes a fragment's
+  gradients larger too, like a higher learning rate (docs/fed-raa.md has both, measured).
+- trigger "all" (Table 3's Sync): the updates of a round are mixed in at once, each element with the mean of the
+  updates that cover it, every client alike.
+- K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.offline_bound`.
+
+Table 3's rows: Gre-RAA (the default); Random ``select="random"``; MP ``select="fewest_updates"``; Sync ``trigger="all"``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from raafl.core.algorithm import Algorithm, Local
+from raafl.errors import BadInput, nearest
+from raafl.parts.merge import Mean
+from raafl.parts.sample import Sample
+from raafl.parts.select import Choice, Fragments, fragment_ratios
+from raafl.parts.staleness import Kind, Staleness
+from raafl.parts.trigger import AllReported, EachArrival
+
+TRIGGERS = {"each": EachArrival, "all": AllReported}
+
+
+def fed_raa(
+    fragments: int | list[float] = 3,
+    select: Choice = "gre_raa",
+    trigger: Literal["each", "all"] = "each",
+    alpha: float = 0.9,
+    staleness: Kind = "constant",
+    staleness_a: float = 0.5,
+    staleness_b: float = 4.0,
+    prox: float = 0.0,
+    rescale: bool = True,
+    K: float | None = None,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+) -> Algorithm:
+    """Make Fed-RAA.
+
+    Args:
+        fragments: M, a row of Table 4 (1 to 5), or the ratios themselves.
+        select: gre_raa, random or fewest_updates (MP).
+        trigger: each (asynchronous) or all (Sync Fed-RAA).
+        alpha: mixing weight (alpha), in (0, 1].
+        staleness: s(.): constant, polynomial or hinge.
+        staleness_a: a of polynomial and hinge.
+        staleness_b: b of hinge.
+        prox: weight of the pull towards the received fragment (rho).
+        rescale: scale a cut layer's activation by 1/keep-fraction while training.
+        K: bound on a task's time, in seconds (K); None = that of the offline assignment.
+        cohort: clients kept at work (or in a round), drawn uniformly; None = all.
+        concurrency: cap on clients at work; None = no cap.
+    """
+    if prox < 0:
+        raise BadInput(f"prox is {prox}: give 0 or more")
+    if trigger not in TRIGGERS:
+        raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
+    return Algorithm(
+        name="fed_raa",
+        paper="Zhang et al. 2024, Fed-RAA",
+        sample=Sample(cohort, concurrency),
+        select=Fragments(fragment_ratios(fragments), select, K),
+        local=Local(prox=prox, rescale=rescale),
+        trigger=TRIGGERS[trigger](),
+        merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),
+    )

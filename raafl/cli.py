@@ -1,0 +1,295 @@
+"""The command line: raafl fit | simulate | replay | algorithms."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+from raafl._lean import quick_imports
+from raafl.errors import BadInput, RunFailed, nearest
+
+_WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
+_REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "target": "target reached"}
+_WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
+
+USAGE = """\
+raafl trains one model over many unequal machines.
+
+usage: raafl COMMAND [options]
+
+  simulate     train on a virtual clock, in this process:
+                 raafl simulate --config configs/quickstart.yaml
+  fit          train on real ranks, started by torchrun; rank 0 coordinates, the others are the clients:
+                 torchrun --standalone --nproc-per-node 5 -m raafl fit --config configs/quickstart.yaml
+  replay       re-execute a recorded run from its journal, to the last bit:
+                 raafl replay RUN [--until EVENT] [--workers N] [--json]
+  algorithms   list the algorithms and what each does; raafl algorithms NAME says what one takes
+
+Every field of a config is an option too: raafl simulate --config C --algorithm fed_avg --seed 1
+raafl COMMAND --help lists them, --print_config prints a config whole, --json prints the summary alone.
+Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "fit": _fit, "simulate": _simulate, "replay": _replay, "algorithms": _algorithms,
+    }  # fmt: skip
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from raafl import __version__
+
+        print(f"raafl {__version__}")
+        return 0
+    try:
+        if argv[0] not in commands:
+            raise BadInput(f"unknown command '{argv[0]}': {nearest(argv[0], commands)}")
+        return commands[argv[0]](argv[1:])
+    except (BadInput, FileNotFoundError) as error:
+        _complain(str(error), known_to_all=True)
+        return 2
+    except RunFailed as error:
+        _complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _complain(text: str, *, known_to_all: bool = False) -> None:
+    """Say on standard error what is wrong; of what every rank finds, only rank 0 speaks, unless it has not found it."""
+    rank = os.environ.get("RANK", "0")
+    if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    for line in text.splitlines():
+        print(f"raafl: {line}" if rank == "0" else f"raafl, rank {rank}: {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _fit(argv: list[str]) -> int:
+    with quick_imports():
+        from raafl.config import parse
+        from raafl.run import fit
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # before libraries read them too
+        value = os.environ.get(name, "0")
+        if not value.isdecimal() or int(value) > 65535:
+            raise BadInput(f"{name} is '{value}': give a whole number up to 65535, or let torchrun set it")
+    with _json_alone(argv) as progress:
+        with quick_imports():
+            parsed = parse("fit", argv)
+        result = fit(parsed.experiment, parsed.config_yaml, progress)
+    return 0 if result is None else _report(*result, as_json=parsed.as_json)
+
+
+def _simulate(argv: list[str]) -> int:
+    with quick_imports():
+        from raafl.config import parse
+        from raafl.run import simulate
+
+    with _json_alone(argv) as progress:
+        with quick_imports():
+            parsed = parse("simulate", argv)
+        result = simulate(parsed.experiment, parsed.config_yaml, progress)
+    return _report(*result, as_json=parsed.as_json)
+
+
+def _replay(argv: list[str]) -> int:
+    """Replay a run folder; exit code 0 when the same model came out, 1 when not."""
+    from argparse import ArgumentError, ArgumentParser
+
+    from raafl.rerun import replay
+
+    parser = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
+    parser.add_argument("--workers", type=int, default=1, help="processes that train")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
+    )
+    try:
+        options, unknown = parser.parse_known_args(argv)
+    except ArgumentError as error:
+        raise BadInput(f"raafl replay: {error}") from None
+    if unknown:
+        raise BadInput(f"unknown option '{unknown[0]}': raafl replay takes RUN, --until, --workers and --json")
+    if options.workers < 1:
+        raise BadInput(f"workers is {options.workers}: give 1 or more")
+    with _json_alone(argv):
+        result = replay(options.run, until=options.until, workers=options.workers)
+    print(json.dumps(result) if options.json else "\n".join(_replay_lines(result)))
+    return 1 if result["equal"] is False else 0
+
+
+def _replay_lines(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
+    ]
+    lines += [f"warning: {line}; the same bits are not promised" for line in result["differences"]]
+    if result["equal"]:
+        lines.append("equal to the recorded run, to the last bit")
+    elif result["equal"] is False:
+        lines.append(f"NOT equal: the run recorded {result['recorded_digest']}")
+    if parted := result["parted_at"]:
+        lines.append(
+            f"they part at event {parted['event']}, {parted['what']}: recorded {parted['recorded']}, now {parted['replayed']}"
+        )
+    if distance := result.get("distance"):
+        lines.append(
+            f"from the checkpoint of version {distance['version']}: largest difference {distance['max']:.3g}, "
+            f"root mean square {distance['rms']:.3g}"
+        )
+    if "checkpoint" in result:
+        lines.append(f"state after event {result['events']} written to {result['checkpoint']}")
+    return lines
+
+
+@contextmanager
+def _json_alone(argv: list[str]) -> Iterator[TextIO | None]:
+    """With `--json`, send to standard error whatever a run or a user's module prints; yield where progress goes."""
+    if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
+        yield None
+        return
+    with redirect_stdout(sys.stderr):
+        yield sys.stderr
+
+
+def _algorithms(argv: list[str]) -> int:
+    from raafl.algorithms import ALGORITHMS
+
+    if argv in (["--help"], ["-h"]):
+        print(
+            "usage: raafl algorithms [NAME ...] [--json]\n\nThe algorithms and their five answers; of one named, all it takes."
+        )
+        return 0
+    names = [arg for arg in argv if arg != "--json"]
+    for name in names:
+        if name.startswith("-"):
+            raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
+        if name not in ALGORITHMS:
+            raise BadInput(f"algorithm is '{name}': {nearest(name, ALGORITHMS)}")
+    rows = [ALGORITHMS[name]().describe() for name in names or ALGORITHMS]
+    if "--json" in argv:
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = shutil.get_terminal_size((_WIDE, 24)).columns
+    if names:
+        print("\n\n".join(_whole(ALGORITHMS[row["name"]], row, width) for row in rows))
+        return 0
+    print(_table(rows, width) if width >= _TABLE_FROM else _paragraphs(rows, width))
+    return 0
+
+
+def _table(rows: list[dict[str, str]], width: int) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0), show_edge=False)
+    for column in rows[0]:
+        table.add_column(column, no_wrap=column == "name")
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as text:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in text.get().rstrip().splitlines())
+
+
+def _whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
+    """Return an algorithm's answers and what its factory takes."""
+    texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
+    parameters = inspect.signature(factory).parameters
+    lines = [_paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]
+    for name, text in texts:
+        default = parameters[name].default
+        shown = (
+            "" if default is None else f" (default: {str(default).lower() if default in (True, False) else default})"
+        )
+        lines += textwrap.wrap(
+            " ".join(text.split()) + shown, max(width, 40), initial_indent=f"    {name:13}", subsequent_indent=" " * 17
+        )
+    return "\n".join(lines)
+
+
+def _paragraphs(rows: list[dict[str, str]], width: int) -> str:
+    lines = []
+    for row in rows:
+        lines.append(f"{row['name']}  ({row['paper']})")
+        for part in ("sample", "select", "local", "trigger", "merge"):
+            lines += textwrap.wrap(row[part], max(width, 40), initial_indent=f"  {part:9}", subsequent_indent=" " * 11)
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
+    """Print the end of a run; return its exit code."""
+    from raafl.runtime.journal import to_json
+
+    try:
+        print(to_json(summary) if as_json else "\n".join(_lines(summary, folder)), flush=True)
+    except BrokenPipeError:  # whoever read the output has gone; the run ended as it ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if summary["finished"] == "interrupted":
+        return 130
+    return 1 if summary["finished"].startswith("failed") else 0
+
+
+def _lines(summary: dict[str, Any], folder: Path) -> list[str]:
+    final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
+    clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
+    real = f" ({summary['wall_s']:.1f} s real)" if summary["runtime"] == "simulated" else ""
+    lines = [
+        "",
+        f"finished: {_REASONS.get(summary['finished'], summary['finished'])} after "
+        f"{_num(summary['updates_merged'], 'update')}, {_num(summary['versions'], 'version')}, "
+        f"{summary['time_s']:.1f} {clock} seconds{real}",
+        f"global model on the held-out data: {final}",
+    ]
+    for target, at in summary["time_to"].items():
+        lines.append(f"time to {target}: " + (f"{at:.2f} s" if at is not None else "not reached"))
+    lines += _participation(summary["participation"])
+    staleness = summary["staleness"]
+    lines.append(
+        f"staleness mean {staleness['mean']:.2f}, max {staleness['max']}; "
+        f"clients at work {summary['utilisation']:.0%} of the time; "
+        f"{summary['bytes_down'] / 1e6:.1f} MB down, {summary['bytes_up'] / 1e6:.1f} MB up"
+    )
+    bad = {f"refused as {reason}": n for reason, n in summary["updates_refused"].items()}
+    if summary["updates_lost"]:
+        bad["lost"] = summary["updates_lost"]
+    if bad:
+        lines.append("not merged: " + ", ".join(f"{n} {reason}" for reason, n in bad.items()))
+    lines += [f"model digest {summary['model_digest'][:16]}", f"run folder: {folder}"]
+    return lines
+
+
+def _participation(participation: dict[str, int]) -> list[str]:
+    """Return a bar for each of the first clients."""
+    total = max(sum(participation.values()), 1)
+    shown = list(participation.items())[:16]
+    widest = max((n for _, n in shown), default=1) or 1
+    lines = ["who worked how much (merged updates of each client):"]
+    lines += [f"  client {c:>3}  {n:5d}  {n / total:6.1%}  {'#' * round(30 * n / widest)}".rstrip() for c, n in shown]
+    if len(participation) > len(shown):
+        lines.append(f"  ... and {len(participation) - len(shown)} more, in summary.json")
+    return lines
+
+
+def _num(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

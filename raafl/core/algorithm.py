@@ -1,0 +1,208 @@
+"""The five parts of a federated algorithm, and the record that joins them.
+
+A toy algorithm, whole: clients train the full model one at a time, and the newest result replaces the model.
+
+>>> from raafl.parts.merge import Mean
+>>> from raafl.parts.sample import Sample
+>>> from raafl.parts.select import Full
+>>> from raafl.parts.trigger import EachArrival
+>>> def relay() -> Algorithm:
+...     return Algorithm(name="relay", paper="none", sample=Sample(concurrency=1), select=Full(),
+...                      local=Local(), trigger=EachArrival(), merge=Mean(alpha=1.0))
+>>> relay().describe()["trigger"]
+'each arrival'
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo, Update, Work
+from raafl.devices.profiles import TaskTime
+from raafl.submodel.spec import Spec
+
+Restart = Literal["arrival", "merge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How much every client trains unless its assignment says otherwise: the run's own setting.
+
+    Attributes:
+        num_epochs: local epochs E over the client's data.
+        num_steps: local steps T instead of epochs.
+        batch_size: None = the datamodule's.
+    """
+
+    num_epochs: int | None = 1
+    num_steps: int | None = None
+    batch_size: int | None = None
+
+    def samples(self, work: Work, num_samples: int, batch_size: int) -> int:
+        """Return how many samples ``work`` processes on a client with ``num_samples``."""
+        steps = work.num_steps if work.num_steps is not None else self.num_steps
+        if steps is not None and work.num_epochs is None:
+            return steps * min(batch_size, num_samples)
+        epochs = work.num_epochs if work.num_epochs is not None else self.num_epochs
+        return (epochs or 1) * num_samples
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a `select` part may know when it chooses.
+
+    Attributes:
+        state: global values, version t and merge counts q(j); to be read, not written.
+        clients: all that have joined and are not lost.
+        rng: the run's own generator.
+        training: the run's own setting of local work.
+        batch_size: local batch size, for memory.
+        cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
+    """
+
+    state: GlobalState
+    clients: Mapping[int, ClientInfo]
+    rng: random.Random
+    training: Training
+    batch_size: int
+    cache: MutableMapping[Any, Any] = field(default_factory=dict)
+
+    def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
+        """Return the predicted seconds of ``work`` on ``client``: download, compute and upload."""
+        cost = self.state.submodels.cost(work.spec, self.batch_size)
+        flops = cost.flops_per_sample * self.training.samples(work, client.num_samples, self.batch_size)
+        return client.profile.task_time(flops, cost.down_bytes, cost.up_bytes)
+
+    def cost_s(self, client: ClientInfo, work: Work) -> float:
+        """Return the sum of `task_time`, the papers' c(n, j)."""
+        return self.task_time(client, work).total_s
+
+    def fits(self, client: ClientInfo, spec: Spec) -> bool:
+        """Return whether the predicted peak memory of ``spec`` stays within the client's budget."""
+        budget = client.profile.memory_bytes
+        return budget == float("inf") or self.state.submodels.cost(spec, self.batch_size).peak_bytes <= budget
+
+
+class Select(ABC):
+    """Which submodel, and how much work, does this client get?"""
+
+    @abstractmethod
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Note that ``client`` is in the fleet now: empty the cache, or bring it up to date."""
+        fleet.cache.clear()
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Note that ``client`` is no longer in the fleet: empty the cache, or bring it up to date."""
+        fleet.cache.clear()
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Return every problem found before training starts, one line each."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What does the client do with it? Hooks around the user's own training step.
+
+    Attributes:
+        prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
+            mu in FedProx); 0 = none.
+        rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
+    """
+
+    prox: float = 0.0
+    rescale: bool = False
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = "SGD on the loss"
+        if self.prox:
+            words += f" + proximal term {self.prox:g}"
+        return words + (", activations rescaled" if self.rescale else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a `trigger` part may know.
+
+    Attributes:
+        arrived_s: arrival times of the updates waiting, in order.
+        num_active: tasks still out (or drawn and not yet started) that may still report.
+        num_clients: clients present.
+        opened_s: when work last started for this merge.
+        now_s: the time.
+    """
+
+    arrived_s: Sequence[float]
+    num_active: int
+    num_clients: int
+    opened_s: float
+    now_s: float
+
+
+class Trigger(ABC):
+    """When are waiting updates folded in?
+
+    Attributes:
+        restart: when a client that has reported may work again: at its own arrival, or after the merge.
+        folds_rest: whether what still waits when the run ends is folded in.
+    """
+
+    restart: ClassVar[Restart] = "arrival"
+    folds_rest: ClassVar[bool] = False
+
+    @abstractmethod
+    def due(self, waiting: Waiting) -> bool:
+        """Return whether to merge now; asked after every event while at least one update waits."""
+
+    def wake_at(self, waiting: Waiting) -> float | None:
+        """Return when to ask again even if nothing happens, or None."""
+        return None
+
+
+class Merge(ABC):
+    """How are waiting updates folded in? Its memory lives in `GlobalState.memory`, so that it can be saved.
+
+    Attributes:
+        sends: what a client sends: its trained values, or their difference from what it received.
+    """
+
+    sends: Literal["values", "delta"] = "values"
+
+    @abstractmethod
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Take in one update; its tensors may be gone once this returns."""
+
+    def keep(self, state: GlobalState) -> None:
+        """Make what was received independent of the updates' own tensors; called when no merge follows at once."""
+        return
+
+    @abstractmethod
+    def apply(self, state: GlobalState) -> None:
+        """Fold all that was received since the last call into ``state.values``, in place."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A federated algorithm: five answers. Made by a factory in `raafl.algorithms`, one file for each method."""
+
+    name: str
+    paper: str
+    sample: Any
+    select: Select
+    local: Local
+    trigger: Trigger
+    merge: Merge
+
+    def describe(self) -> dict[str, str]:
+        """Return name, paper and the five answers in words, read from the parts."""
+        parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
+        return {"name": self.name, "paper": self.paper, **parts}

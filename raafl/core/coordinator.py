@@ -1,0 +1,236 @@
+"""THE LOOP: events in, actions out. It has no socket, thread, file, sleep or clock; two runtimes drive it.
+
+Given the same events at the same times it asks for the same actions and leaves the same model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from raafl.core.algorithm import Algorithm, Fleet, Training, Waiting
+from raafl.core.roster import Roster
+from raafl.core.state import GlobalState
+from raafl.core.types import (
+    Action,
+    Arrived,
+    Assign,
+    Assignment,
+    Checkpoint,
+    ClientInfo,
+    Evaluate,
+    Event,
+    Finish,
+    Joined,
+    Limits,
+    Lost,
+    SetTimer,
+    Settled,
+    Stop,
+    Timer,
+    Update,
+    derive_seed,
+)  # fmt: skip
+
+TIME_UP = 0  # id of the timer that ends the run
+
+
+class Coordinator:
+    """Decides who trains what and when it is merged; owns the global state."""
+
+    def __init__(
+        self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
+        seed: int = 0, pace: bool = False,
+    ) -> None:  # fmt: skip
+        """Start with nobody there. ``pace`` makes a wall-clock client take its profile's time for each task."""
+        self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
+        self.roster = Roster()
+        self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
+        self.arrived_s: list[float] = []
+        self.merged = self.refused_in_a_row = self.evaluated = 0
+        self.refused: Counter[str] = Counter()
+        self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
+        self.finished: str | None = None
+        self.rng = random.Random(derive_seed(seed, "coordinator"))
+        self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size)
+        self._absent: set[int] = set()  # lost before the start, and not waited for
+        self._actions: list[Action] = []
+        self._handlers: dict[type, Callable[..., None]] = {
+            Joined: self._joined, Arrived: self._arrived, Lost: self._lost, Timer: self._timer, Stop: self._stop,
+        }  # fmt: skip
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in one event that happened at ``now`` (seconds) and return what is to be done, in order."""
+        self._actions = []
+        if self.finished is None:
+            self._handlers[type(event)](event, now)
+        if self.finished is None:
+            self._go_on(now)
+        return self._actions
+
+    # ---- events ----
+
+    def _joined(self, event: Joined, now: float) -> None:
+        if event.client.id in self.roster.clients:
+            self._drop(event.client.id, "replaced")
+        self.roster.join(event.client)
+        self._absent.discard(event.client.id)
+        self.algorithm.select.joined(event.client, self.fleet)
+
+    def _arrived(self, event: Arrived, now: float) -> None:
+        update = event.update
+        assignment = self.roster.active.get(update.assignment)
+        problem = self._problem(update, assignment)
+        if problem is not None or assignment is None:
+            self._refuse(update, assignment, problem or "")
+            return
+        self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
+        staleness = self.state.version - assignment.version
+        self.algorithm.merge.receive(self.state, update, assignment.spec, staleness)
+        self.waiting.append((assignment, update, staleness))
+        self.arrived_s.append(now)
+
+    def _problem(self, update: Update, assignment: Assignment | None) -> str | None:
+        """Return why ``update`` may not be merged, or None."""
+        if assignment is None:
+            return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
+        if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
+            return "wrong-client"
+        if update.refusal is not None:
+            return update.refusal
+        expected = self.state.submodels.layout(assignment.spec, "trained")
+        return None if update.tensors.layout is expected or update.tensors.layout == expected else "wrong-layout"
+
+    def _refuse(self, update: Update, assignment: Assignment | None, problem: str) -> None:
+        self.refused[problem] += 1
+        self.refused_in_a_row += 1
+        if assignment is not None and problem == "wrong-client":
+            assignment = None  # the one that was asked may still answer
+        if assignment is not None:
+            self.roster.release(assignment, back=True)
+        self._settle(assignment, update.client, f"refused:{problem}", 0, update)
+        if self.refused_in_a_row >= self.limits.max_refused:
+            self._finish(f"failed: {self.refused_in_a_row} updates in a row were refused, the last as {problem}")
+
+    def _lost(self, event: Lost, now: float) -> None:
+        client = self.roster.clients.get(event.client)
+        if client is not None and event.incarnation not in (None, client.incarnation):
+            return
+        if client is not None:
+            self._drop(event.client, event.reason)
+        if not self.started:
+            self._absent.add(event.client)
+
+    def _timer(self, event: Timer, now: float) -> None:
+        if event.id == TIME_UP:
+            self._finish("max_time")
+
+    def _stop(self, event: Stop, now: float) -> None:
+        self._finish(event.reason)
+
+    # ---- what follows from an event ----
+
+    def _go_on(self, now: float) -> None:
+        """Merge if it is time, then hand out work."""
+        if not self.started:
+            there = len(self.roster.clients)
+            if not there or there + len(self._absent) < self.limits.min_clients:
+                return
+            self.started, self.opened_s = True, now
+            if self.limits.max_time_s is not None:
+                self._actions.append(SetTimer(TIME_UP, self.limits.max_time_s))
+        if self.waiting:
+            trigger = self.algorithm.trigger
+            waiting = Waiting(self.arrived_s, self.roster.num_out, len(self.roster.clients), self.opened_s, now)
+            if trigger.due(waiting):
+                self._merge()
+                self.opened_s = now
+                self._after_merge()
+            else:
+                self.algorithm.merge.keep(self.state)
+                self._set_timer(trigger.wake_at(waiting))
+        if self.finished is None:
+            self._hand_out(now)
+
+    def _set_timer(self, at: float | None) -> None:
+        if at is not None and at != self.wake[1]:
+            self.wake = (self.wake[0] + 1, at)
+            self._actions.append(SetTimer(*self.wake))
+
+    def _merge(self) -> None:
+        """Fold in what waits, as the next version."""
+        self.algorithm.merge.apply(self.state)
+        self.state.version += 1
+        for assignment, update, staleness in self.waiting:
+            self.state.counts[assignment.region] = self.state.counts.get(assignment.region, 0) + 1
+            self._settle(assignment, assignment.client, "merged", staleness, update)
+            self.roster.readmit(assignment.client)
+        self.merged += len(self.waiting)
+        self.refused_in_a_row = 0
+        self.waiting.clear()
+        self.arrived_s.clear()
+
+    def _after_merge(self) -> None:
+        limits, version = self.limits, self.state.version
+        if limits.max_updates is not None and self.merged >= limits.max_updates:
+            self._finish("max_updates")
+            return
+        if version % limits.eval_every == 0:
+            self._evaluate()
+        if limits.checkpoint_every is not None and version % limits.checkpoint_every == 0:
+            self._actions.append(Checkpoint(version))
+
+    def _hand_out(self, now: float) -> None:
+        """Draw clients where work may start, and start as many as may work at a time."""
+        sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
+        if len(self.roster.idle) and (rolling or not self.waiting):
+            if not (self.roster.num_out or self.waiting):
+                self.opened_s = now
+            self.roster.draw(sample, self.rng, rolling=rolling)
+        while (client := self.roster.next_to_start(sample.concurrency)) is not None:
+            self._assign(client, now)
+
+    def _assign(self, client: ClientInfo, now: float) -> None:
+        work = self.algorithm.select(client, self.fleet)
+        number, task = self.roster.number(client.id)
+        assignment = Assignment(
+            id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
+            spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
+            seed=derive_seed(self.seed, client.id, task), assigned_s=now,
+            pace_s=self.fleet.cost_s(client, work) if self.pace else 0.0,
+        )  # fmt: skip
+        self.roster.start(assignment)
+        self._actions.append(Assign(assignment))
+
+    def _drop(self, client: int, reason: str) -> None:
+        """Forget a client; what it was working on is lost, what it has sent stays."""
+        gone = self.roster.clients[client]
+        assignment = self.roster.drop(client)
+        self.algorithm.select.lost(gone, self.fleet)
+        if assignment is not None:
+            self._settle(assignment, client, f"lost:{reason}", 0, None)
+
+    def _settle(
+        self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
+    ) -> None:
+        self._actions.append(Settled(assignment, client, outcome, self.state.version, staleness, update))
+
+    def _evaluate(self) -> None:
+        if self.evaluated != self.state.version:
+            self.evaluated = self.state.version
+            self._actions.append(Evaluate(self.state.version))
+
+    def _finish(self, reason: str) -> None:
+        """End the run: fold in or give up what waits, give up what is out, measure and save once more."""
+        if self.waiting and self.algorithm.trigger.folds_rest:
+            self._merge()
+        for assignment, update, staleness in self.waiting:
+            self._settle(assignment, assignment.client, "unused", staleness, update)
+        for assignment in self.roster.active.values():
+            self._settle(assignment, assignment.client, "unused", 0, None)
+        self.waiting.clear()
+        self.roster.active.clear()
+        self._evaluate()
+        self.finished = reason
+        self._actions += [Checkpoint(self.state.version), Finish(reason)]

@@ -1,0 +1,94 @@
+"""Who is there, who works on what, who may work next: the coordinator's books on clients and assignments."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+from raafl.core.types import Assignment, ClientInfo
+from raafl.parts.sample import IdlePool, Sample
+
+
+class Roster:
+    """Clients and their assignments. A client is idle, drawn (to start as soon as it may), at work, or reported.
+
+    Attributes:
+        clients: all that have joined and are not lost, by id.
+        active: assignments that are out, by id.
+        idle: who could be drawn.
+        drawn: who has been drawn to start as soon as concurrency allows, in order.
+        busy: what each client works on, by assignment id.
+        tasks: how many tasks each client has had.
+        last_id: the newest assignment's id; ids count from 1.
+    """
+
+    def __init__(self) -> None:
+        """Start with nobody."""
+        self.clients: dict[int, ClientInfo] = {}
+        self.active: dict[int, Assignment] = {}
+        self.last_id = 0
+        self.idle = IdlePool()
+        self.drawn: deque[int] = deque()
+        self.busy: dict[int, int] = {}  # client -> assignment id
+        self.tasks: Counter[int] = Counter()
+
+    @property
+    def num_out(self) -> int:
+        """Tasks that may still report: those out, and those drawn to start."""
+        return len(self.active) + len(self.drawn)
+
+    def join(self, client: ClientInfo) -> None:
+        """Add an idle client."""
+        self.clients[client.id] = client
+        self.idle.add(client.id)
+
+    def lives(self, client: int) -> int:
+        """Return how often ``client`` has joined so far: the incarnation of its next life."""
+        return self.clients[client].incarnation + 1 if client in self.clients else 0
+
+    def drop(self, client: int) -> Assignment | None:
+        """Forget a client and return what it was working on, now off the books."""
+        del self.clients[client]
+        self.idle.discard(client)
+        if client in self.drawn:
+            self.drawn.remove(client)
+        if client not in self.busy:
+            return None
+        assignment = self.active[self.busy[client]]
+        self.release(assignment, back=False)
+        return assignment
+
+    def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> None:
+        """Let ``sample`` choose among the idle."""
+        num_busy = len(self.busy) + len(self.drawn)
+        self.drawn.extend(sample.draw(self.idle, num_busy, rng, rolling=rolling))
+
+    def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
+        """Remove and return the next client drawn, if one more may work."""
+        if not self.drawn or (concurrency is not None and len(self.active) >= concurrency):
+            return None
+        return self.clients[self.drawn.popleft()]
+
+    def number(self, client: int) -> tuple[int, int]:
+        """Return the id and the task number of the next assignment, to ``client``."""
+        self.last_id += 1
+        task = self.tasks[client]
+        self.tasks[client] += 1
+        return self.last_id, task
+
+    def start(self, assignment: Assignment) -> None:
+        """Put an assignment on the books."""
+        self.active[assignment.id] = assignment
+        self.busy[assignment.client] = assignment.id
+
+    def release(self, assignment: Assignment, *, back: bool) -> None:
+        """Take an assignment off the books; ``back`` makes its client idle at once."""
+        del self.active[assignment.id]
+        self.busy.pop(assignment.client, None)
+        if back:
+            self.idle.add(assignment.client)
+
+    def readmit(self, client: int) -> None:
+        """Make a client that has reported idle, if it is still there and not at work again."""
+        if client in self.clients and client not in self.busy:
+            self.idle.add(client)

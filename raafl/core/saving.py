@@ -1,0 +1,142 @@
+"""The coordinator's memory as plain data and tensors, for checkpoints, and back.
+
+What is saved is all that decides what happens next: clients, assignments, counters, buffers, the merge's memory, the
+generator. Restored into a fresh coordinator of the same config, the same events give the same actions and model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+from torch import Tensor
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.types import (
+    Assignment,
+    Update,
+    assignment_from_json,
+    assignment_to_json,
+    client_from_json,
+    client_to_json,
+)
+from raafl.submodel import FlatTensors, Layout, Spec
+
+
+def to_plain(value: Any) -> Any:
+    """Return ``value`` as dicts, lists, numbers, text and tensors; tensors are copied.
+
+    Raises:
+        TypeError: it holds something that has no such form.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            return value.clone()
+        case FlatTensors():
+            return {"__flat__": value.layout.to_json(), "buffers": [b.clone() for b in value.buffers.values()]}
+        case Spec():
+            return {"__spec__": value.to_json()}
+        case dict():
+            return {"__pairs__": [[to_plain(k), to_plain(v)] for k, v in value.items()]}
+        case tuple():
+            return {"__tuple__": [to_plain(item) for item in value]}
+        case list():
+            return [to_plain(item) for item in value]
+    raise TypeError(f"a {type(value).__name__} cannot be saved")
+
+
+def from_plain(data: Any) -> Any:
+    """Return what `to_plain` was given."""
+    if isinstance(data, list):
+        return [from_plain(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if "__flat__" in data:
+        layout = Layout.from_json(data["__flat__"])
+        return FlatTensors(layout, dict(zip(layout.dtypes, data["buffers"], strict=True)))
+    if "__spec__" in data:
+        return Spec.from_json(data["__spec__"])
+    if "__tuple__" in data:
+        return tuple(from_plain(item) for item in data["__tuple__"])
+    return {from_plain(key): from_plain(value) for key, value in data["__pairs__"]}
+
+
+def save(coordinator: Coordinator) -> dict[str, Any]:
+    """Return all but the model's values, which are saved beside it."""
+    roster, state = coordinator.roster, coordinator.state
+    version, internal, gauss = coordinator.rng.getstate()
+    return {
+        "version": state.version,
+        "counts": [[region, n] for region, n in state.counts.items()],
+        "memory": to_plain(state.memory),
+        "clients": [client_to_json(client) for client in roster.clients.values()],
+        "active": [assignment_to_json(assignment) for assignment in roster.active.values()],
+        "idle": list(roster.idle),
+        "drawn": list(roster.drawn),
+        "busy": [[client, number] for client, number in roster.busy.items()],
+        "tasks": [[client, n] for client, n in roster.tasks.items()],
+        "last_id": roster.last_id,
+        "waiting": [[assignment_to_json(a), _update_to_plain(u), staleness] for a, u, staleness in coordinator.waiting],
+        "arrived_s": list(coordinator.arrived_s),
+        "merged": coordinator.merged,
+        "refused": [[reason, n] for reason, n in coordinator.refused.items()],
+        "refused_in_a_row": coordinator.refused_in_a_row,
+        "evaluated": coordinator.evaluated,
+        "opened_s": coordinator.opened_s,
+        "started": coordinator.started,
+        "wake": list(coordinator.wake),
+        "rng": [version, list(internal), gauss],
+    }
+
+
+def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
+    """Put what `save` returned into a fresh coordinator, in place; its values are restored apart."""
+    roster, state = coordinator.roster, coordinator.state
+    state.version = data["version"]
+    state.counts.update(dict(data["counts"]))
+    state.memory.update(from_plain(data["memory"]))
+    for item in data["clients"]:
+        client = client_from_json(item)
+        roster.clients[client.id] = client
+    assignments = [assignment_from_json(item) for item in data["active"]]
+    roster.active.update({assignment.id: assignment for assignment in assignments})
+    for client_id in data["idle"]:
+        roster.idle.add(client_id)
+    roster.drawn = deque(data["drawn"])
+    roster.busy = dict(data["busy"])
+    roster.tasks = Counter(dict(data["tasks"]))
+    roster.last_id = data["last_id"]
+    coordinator.waiting[:] = [_waiting_from_plain(coordinator, item) for item in data["waiting"]]
+    coordinator.arrived_s[:] = data["arrived_s"]
+    coordinator.merged, coordinator.evaluated = data["merged"], data["evaluated"]
+    coordinator.refused.update(dict(data["refused"]))
+    coordinator.refused_in_a_row = data["refused_in_a_row"]
+    coordinator.opened_s, coordinator.started = data["opened_s"], data["started"]
+    coordinator.wake = (data["wake"][0], data["wake"][1])
+    version, internal, gauss = data["rng"]
+    coordinator.rng.setstate((version, tuple(internal), gauss))
+
+
+def _update_to_plain(update: Update) -> dict[str, Any]:
+    """Return an update without its tensors, which the merge has taken in."""
+    return {
+        "assignment": update.assignment,
+        "client": update.client,
+        "incarnation": update.incarnation,
+        "num_samples": update.num_samples,
+        "num_steps": update.num_steps,
+        "metrics": [[name, value] for name, value in update.metrics.items()],
+        "train_s": update.train_s,
+        "bytes_down": update.bytes_down,
+        "bytes_up": update.bytes_up,
+        "fingerprint": update.fingerprint,
+    }
+
+
+def _waiting_from_plain(coordinator: Coordinator, item: list[Any]) -> tuple[Assignment, Update, int]:
+    assignment, data, staleness = assignment_from_json(item[0]), dict(item[1]), item[2]
+    data["metrics"] = dict(data["metrics"])
+    nothing = FlatTensors.empty(Layout(()))
+    return assignment, Update(tensors=nothing, **data), staleness

@@ -1,0 +1,315 @@
+"""Records that cross a boundary: what clients are, what they are asked, what they answer, what happens when.
+
+Times are seconds on the runtime's clock since the run began: virtual when simulated, else the wall clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raafl.devices.profiles import Profile
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.spec import FULL, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """What the server knows of one client.
+
+    Attributes:
+        id: 1..N; the rank under torchrun.
+        num_samples: size of the client's training data, |D_n|.
+        profile: what its device and link can do.
+        incarnation: how often it has joined before; separates a client that came back from the one that was lost.
+    """
+
+    id: int
+    num_samples: int
+    profile: Profile = field(default_factory=Profile)
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A `select` part's answer: which submodel, and how much work on it.
+
+    Attributes:
+        spec: the submodel.
+        region: index j of the region whose merges q(j) this work counts towards (0 for a whole model).
+        num_epochs: local epochs; None = the run's own setting.
+        num_steps: local steps; None = the run's own setting.
+    """
+
+    spec: Spec = FULL
+    region: int = 0
+    num_epochs: int | None = None
+    num_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One task: train this submodel of that version for so long, from this seed.
+
+    Attributes:
+        id: unique in the run, counted from 1.
+        client: who; incarnation: in which of its lives.
+        task: how many tasks this client had before.
+        version: global version tau the submodel is cut from.
+        seed: decides data order, dropout and every other draw of the task.
+        pace_s: in a wall-clock run, the least time the task may take (an emulated slow device); 0 = as fast as it goes.
+    """
+
+    id: int
+    client: int
+    incarnation: int
+    task: int
+    version: int
+    spec: Spec
+    region: int
+    num_epochs: int | None
+    num_steps: int | None
+    seed: int
+    assigned_s: float
+    pace_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Update:
+    """A client's answer. The tensors are only lent: they may be overwritten once `Coordinator.handle` has returned.
+
+    Attributes:
+        assignment: id of the assignment answered.
+        tensors: trained values, or trained minus received ones, as the algorithm's merge asks (`Merge.sends`).
+        num_samples: training samples processed per epoch, |D_n|; the weight of the update in a mean.
+        metrics: means over the task of the training loss and of what the module logged.
+        train_s: seconds the client spent in the task, on the runtime's clock.
+        fingerprint: hex digest of the tensors' bytes, for the journal.
+    """
+
+    assignment: int
+    client: int
+    incarnation: int
+    tensors: FlatTensors
+    num_samples: int
+    num_steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    train_s: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    fingerprint: str = ""
+    refusal: str | None = None  # set by the transport when the content may not be merged (non-finite, wrong layout)
+
+
+# ---- events: what the coordinator is told ----
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A client is there and idle."""
+
+    client: ClientInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An update has come in whole."""
+
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A client is gone, with whatever it was working on."""
+
+    client: int
+    reason: str
+    incarnation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """A timer set by `SetTimer` is due."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The runtime wants the run to end: a target was met, time is up, the user asked."""
+
+    reason: str
+
+
+Event = Joined | Arrived | Lost | Timer | Stop
+
+
+# ---- actions: what the coordinator asks for ----
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Send this assignment with its submodel, cut from the state as it is now."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Send `Timer(id)` at this time."""
+
+    id: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Measure the global model as it is now."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Save the state as it is now."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An assignment has met its end; said exactly once for each.
+
+    Attributes:
+        outcome: merged, refused:REASON, lost:REASON or unused.
+        version: global version after the merge, or at the time.
+        staleness: merges between the assignment's version and its own merge, t - tau.
+    """
+
+    assignment: Assignment | None
+    client: int
+    outcome: str
+    version: int
+    staleness: int
+    update: Update | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over; nothing more will be asked."""
+
+    reason: str
+
+
+Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When the run starts, measures, saves and ends.
+
+    Attributes:
+        min_clients: work starts once this many have joined.
+        max_updates: end after this many merged updates.
+        max_time_s: end at this time.
+        eval_every: versions between evaluations.
+        checkpoint_every: versions between checkpoints; None = only at the end.
+        max_refused: end, as failed, after this many refused updates with none merged between them.
+    """
+
+    min_clients: int = 1
+    max_updates: int | None = None
+    max_time_s: float | None = None
+    eval_every: int = 1
+    checkpoint_every: int | None = None
+    max_refused: int = 100
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed that depends on every part, e.g. (run seed, client, task number)."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def client_to_json(client: ClientInfo) -> dict[str, Any]:
+    """Return what is known of a client as plain data; an infinite rate becomes None, which JSON can say."""
+    profile = {name: None if value == math.inf else value for name, value in asdict(client.profile).items()}
+    return {
+        "client": client.id,
+        "incarnation": client.incarnation,
+        "num_samples": client.num_samples,
+        "profile": profile,
+    }
+
+
+def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
+    """Return the client that `client_to_json` described, ignoring anything beside it."""
+    rates = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
+    profile: dict[str, Any] = {
+        name: math.inf if value is None and name in rates else value for name, value in data["profile"].items()
+    }
+    return ClientInfo(data["client"], data["num_samples"], Profile(**profile), data["incarnation"])
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """Return an event as plain data, as it stands in the journal; of an update, what is known of it and no tensors."""
+    match event:
+        case Joined(client):
+            return {"event": "joined", **client_to_json(client)}
+        case Arrived(update):
+            return {
+                "event": "arrived", "assignment": update.assignment, "client": update.client,
+                "incarnation": update.incarnation, "num_samples": update.num_samples,
+                "refusal": update.refusal, "fingerprint": update.fingerprint,
+            }  # fmt: skip
+        case Lost(client, reason, incarnation):
+            return {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation}
+        case Timer(id):
+            return {"event": "timer", "id": id}
+        case Stop(reason):
+            return {"event": "stop", "reason": reason}
+
+
+def event_from_json(data: Mapping[str, Any]) -> Event:
+    """Return the event that `event_to_json` described; not for an arrival, whose tensors are elsewhere.
+
+    Raises:
+        ValueError: there is no such event.
+        KeyError: a field is missing.
+    """
+    match data["event"]:
+        case "joined":
+            return Joined(client_from_json(data))
+        case "lost":
+            return Lost(data["client"], data["reason"], data["incarnation"])
+        case "timer":
+            return Timer(data["id"])
+        case "stop":
+            return Stop(data["reason"])
+    raise ValueError(f"{data['event']} is not an event that can be read back")
+
+
+def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
+    """Return the assignment as plain data, for the wire and the journal."""
+    return {
+        "id": assignment.id,
+        "client": assignment.client,
+        "incarnation": assignment.incarnation,
+        "task": assignment.task,
+        "version": assignment.version,
+        "spec": assignment.spec.to_json(),
+        "region": assignment.region,
+        "num_epochs": assignment.num_epochs,
+        "num_steps": assignment.num_steps,
+        "seed": assignment.seed,
+        "assigned_s": assignment.assigned_s,
+        "pace_s": assignment.pace_s,
+    }
+
+
+def assignment_from_json(data: dict[str, Any]) -> Assignment:
+    """Return the assignment that `assignment_to_json` described."""
+    return Assignment(**{**data, "spec": Spec.from_json(data["spec"])})

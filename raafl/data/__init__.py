@@ -1,0 +1,60 @@
+"""Data for many clients: data modules to start from, ways to share a data set out, and fast batches of each share.
+
+Importing this package costs nothing: a name is imported when it is first asked for, and only the data modules need
+lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raafl.data.federated import ClientData, FederatedData
+    from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
+    from raafl.data.sources import CIFAR10, MNIST, Digits, HuggingFace
+    from raafl.data.tensors import TensorImages
+
+_HOME = {
+    "ByColumn": "partition",
+    "CIFAR10": "sources",
+    "ClassesPerClient": "partition",
+    "ClientData": "federated",
+    "Digits": "sources",
+    "Dirichlet": "partition",
+    "FederatedData": "federated",
+    "HuggingFace": "sources",
+    "Iid": "partition",
+    "MNIST": "sources",
+    "Partition": "partition",
+    "QuantitySkew": "partition",
+    "TensorImages": "tensors",
+}
+
+__all__ = [
+    "CIFAR10",
+    "MNIST",
+    "ByColumn",
+    "ClassesPerClient",
+    "ClientData",
+    "Digits",
+    "Dirichlet",
+    "FederatedData",
+    "HuggingFace",
+    "Iid",
+    "Partition",
+    "QuantitySkew",
+    "TensorImages",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return __all__

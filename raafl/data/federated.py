@@ -1,0 +1,262 @@
+"""Data of a federation: any LightningDataModule, shared out among clients, and each client's batches.
+
+`FederatedData` asks the data module for its training data set once and partitions it; `ClientData` is one client's
+part. The sampler of the module's own loader is not used: the order of a client's batches depends on the generator it
+is given and on nothing else, so that a task can be repeated anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from raafl.data.labels import Columns, labels_of
+from raafl.data.tensors import Collate, Fetch, fetcher, select_from
+from raafl.errors import BadInput
+
+if TYPE_CHECKING:
+    from lightning import LightningDataModule
+
+    from raafl.data.partition import Partition
+
+
+class ClientData:
+    """The samples of one client.
+
+    Tensors and `GatherDataset`s with the default collate function take a fast path: a batch is one `index_select` per
+    tensor, a list like the default collate function's. Everything else goes sample by sample through the data set
+    (and its transforms) and the loader's collate function, in this process.
+
+    Args:
+        dataset: what the training loader iterates over.
+        indices: `(num_samples,)` int64, this client's rows of it.
+        batch_size: used when `batches` is given none.
+        collate: the loader's collate function.
+        cache: whether the fast path may copy the client's samples to one place, which saves time in each batch.
+
+    Raises:
+        BadInput: `indices` is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        indices: torch.Tensor,
+        batch_size: int | None = None,
+        collate: Collate = default_collate,
+        cache: bool = True,
+    ) -> None:
+        """Gather the client's samples, if they are to be cached."""
+        if len(indices) == 0:
+            raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
+        self.num_samples = len(indices)
+        self.batch_size = batch_size
+        self._fetch, is_fast = fetcher(dataset, collate)
+        self._indices: torch.Tensor | None = indices
+        if is_fast and cache:
+            # From here on this client keeps its own samples only, not the data set.
+            self._fetch, self._indices = select_from(self._fetch(indices)), None
+
+    def num_batches(self, batch_size: int | None = None) -> int:
+        """Number of batches in one epoch."""
+        return math.ceil(self.num_samples / self._size(batch_size))
+
+    def batches(
+        self,
+        generator: torch.Generator,
+        batch_size: int | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+    ) -> Iterator[Any]:
+        """Batches for so many epochs or so many steps; each epoch is one fresh permutation of all samples.
+
+        The last batch of an epoch may be smaller, and is the only one where `batch_size` exceeds the samples. Draws one
+        `torch.randperm` from the generator at the start of each epoch, and nothing from the global generators.
+
+        Args:
+            generator: a CPU generator, the only source of the order.
+            batch_size: samples in a batch; None is the data module's.
+            num_epochs: passes over the samples; give this or `num_steps`.
+            num_steps: number of batches, through as many epochs as it takes.
+
+        Raises:
+            BadInput: a count is below 1, or not exactly one of the two is given.
+        """
+        if (num_epochs is None) == (num_steps is None):
+            raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
+        for name, number in (("num_epochs", num_epochs), ("num_steps", num_steps)):
+            if number is not None and number < 1:
+                raise BadInput(f"{name} is {number}: give at least 1")
+        epochs = count() if num_epochs is None else range(num_epochs)
+        batches = self._epochs(generator, self._size(batch_size), epochs)
+        return batches if num_steps is None else islice(batches, num_steps)
+
+    def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[Any]:
+        fetch, indices = self._fetch, self._indices
+        for _ in epochs:
+            order = torch.randperm(self.num_samples, generator=generator)
+            if indices is not None:
+                order = indices.index_select(0, order)
+            for rows in torch.split(order, batch_size):
+                yield fetch(rows)
+
+    def _size(self, batch_size: int | None) -> int:
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None:
+            raise BadInput("batch_size is not given, and the training loader has none of its own: give a number")
+        if size < 1:
+            raise BadInput(f"batch_size is {size}: give at least 1")
+        return size
+
+
+class FederatedData:
+    """A data module's training set shared out among clients 1..N, and its test set.
+
+    Calls `prepare_data` and `setup("fit")`, takes the data set, batch size and collate function of
+    `train_dataloader()` and partitions the data set. The loader's sampler, `drop_last` and workers are not used.
+
+    Args:
+        datamodule: any LightningDataModule whose training loader iterates over one map-style data set.
+        partition: which client owns which samples.
+        num_clients: N.
+        seed: of the partition.
+        cache_bytes: how much memory the clients' own copies of their samples may take in this process together; clients
+            beyond it gather each batch from the whole data set, which gives the same batches more slowly.
+
+    Raises:
+        BadInput: the training loader is not of that kind, or the partition cannot be made.
+    """
+
+    def __init__(
+        self,
+        datamodule: LightningDataModule,
+        partition: Partition,
+        num_clients: int,
+        seed: int = 0,
+        cache_bytes: float = 1e9,
+    ) -> None:
+        """Set the data module up and partition its training set."""
+        self.num_clients = num_clients
+        self._datamodule = datamodule
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader = _single_loader(datamodule.train_dataloader(), "train_dataloader")
+        self._dataset, self._collate = loader.dataset, loader.collate_fn
+        self._fetch, self._is_fast = fetcher(self._dataset, self._collate)
+        self.batch_size: int | None = loader.batch_size
+        labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
+        self._parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
+        self._cache_left_bytes = cache_bytes
+        self._clients: dict[int, ClientData] = {}
+        self._test: _InOrder | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of samples of each client; entry `i - 1` is client i's."""
+        return [len(part) for part in self._parts]
+
+    def indices(self, client: int) -> torch.Tensor:
+        """The rows of the training set that client 1..N owns, ascending."""
+        if not 1 <= client <= self.num_clients:
+            raise BadInput(f"client is {client}: clients are numbered 1 to {self.num_clients}")
+        return self._parts[client - 1]
+
+    def client(self, client: int) -> ClientData:
+        """The data of client 1..N; built on first use and kept."""
+        if client not in self._clients:
+            indices = self.indices(client)
+            cache = self._is_fast and self._take_cache(self._fetch, len(indices))
+            self._clients[client] = ClientData(self._dataset, indices, self.batch_size, self._collate, cache)
+        return self._clients[client]
+
+    def example_batch(self, n: int = 2) -> Any:
+        """The first n samples of the training set as one batch."""
+        return self._fetch(torch.arange(min(n, _length(self._dataset))))
+
+    def test_batches(self, batch_size: int | None = None) -> Iterator[Any]:
+        """The test set (without one, the validation set) in order; the last batch may be smaller.
+
+        Args:
+            batch_size: samples in a batch; None is the data module's.
+
+        Raises:
+            BadInput: the data module has neither loader.
+        """
+        if self._test is None:
+            self._test = self._read_test()
+        size = self._test.batch_size if batch_size is None else batch_size
+        if size is None or size < 1:
+            raise BadInput(f"batch_size is {size}: give at least 1")
+        return self._test.batches(size)
+
+    def _read_test(self) -> _InOrder:
+        module = self._datamodule
+        if _overrides(module, "test_dataloader"):
+            module.setup("test")
+            name = "test_dataloader"
+        elif _overrides(module, "val_dataloader"):
+            name = "val_dataloader"
+        else:
+            raise BadInput(f"{type(module).__name__} has no test_dataloader and no val_dataloader: define one of them")
+        loader = _single_loader(getattr(module, name)(), name)
+        fetch, is_fast = fetcher(loader.dataset, loader.collate_fn)
+        num_samples = _length(loader.dataset)
+        tensors = None
+        if is_fast and self._take_cache(fetch, num_samples):
+            tensors = fetch(torch.arange(num_samples))
+        return _InOrder(fetch, num_samples, loader.batch_size, tensors)
+
+    def _take_cache(self, fetch: Fetch, num_samples: int) -> bool:
+        """Whether so many samples still fit in the cache; if so, they count as there."""
+        sample = fetch(torch.zeros(1, dtype=torch.int64))
+        size_bytes = num_samples * sum(tensor.nbytes for tensor in sample)
+        fits = size_bytes <= self._cache_left_bytes
+        self._cache_left_bytes -= size_bytes if fits else 0
+        return bool(fits)
+
+
+@dataclass(frozen=True, slots=True)
+class _InOrder:
+    """A data set to be read from front to back, from `tensors` where they are kept."""
+
+    fetch: Fetch
+    num_samples: int
+    batch_size: int | None
+    tensors: list[torch.Tensor] | None
+
+    def batches(self, batch_size: int) -> Iterator[Any]:
+        if self.tensors is not None:
+            yield from map(list, zip(*(torch.split(tensor, batch_size) for tensor in self.tensors), strict=True))
+            return
+        for rows in torch.split(torch.arange(self.num_samples), batch_size):
+            yield self.fetch(rows)
+
+
+def _single_loader(loader: Any, name: str) -> DataLoader[Any]:
+    if isinstance(loader, (list, tuple)) and len(loader) == 1:
+        loader = loader[0]
+    if not isinstance(loader, DataLoader):
+        raise BadInput(f"{name}() returned {type(loader).__name__}: return one torch DataLoader")
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise BadInput(
+            f"{name}() iterates over {type(loader.dataset).__name__}, whose samples cannot be picked by number: "
+            "use a data set with __len__ and __getitem__"
+        )
+    return loader
+
+
+def _overrides(module: LightningDataModule, name: str) -> bool:
+    """Whether the module has this hook of its own; Lightning's, in DataHooks, only raises."""
+    hook = getattr(module, name, None)
+    return hook is not None and not getattr(hook, "__qualname__", "").startswith("DataHooks.")
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)

@@ -1,0 +1,100 @@
+"""Facts about the samples of any data set, for partitions: the class of each sample, and named columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raafl.data.tensors import is_tensors, unwrap
+from raafl.errors import BadInput
+
+_KEYS = ("label", "labels", "target", "targets", "y")
+
+
+def labels_of(dataset: Any) -> npt.NDArray[Any]:
+    """The class of each sample, `(len(dataset),)` whole numbers, in the order of the data set.
+
+    Taken without touching the samples from the last tensor of a `TensorDataset`, from an attribute `labels` or
+    `targets`, or from the label column of a Hugging Face data set, also under `Subset`s; else by one pass over all
+    samples, where the label is the last element of a tuple or the entry "label", "labels", "target", "targets" or "y"
+    of a mapping.
+
+    Raises:
+        BadInput: the samples have no such label.
+    """
+    base, rows = unwrap(dataset)
+    labels = _stored_labels(base)
+    if labels is not None:
+        return labels if rows is None else labels[rows.numpy()]
+    return np.array([_label_of(dataset[i], i) for i in range(len(dataset))])
+
+
+class Columns(Mapping[str, Sequence[Any]]):
+    """The named columns of a data set: those of a Hugging Face data set, or attributes with one entry for each sample.
+
+    Args:
+        dataset: a map-style data set, perhaps under `Subset`s.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Look nothing up yet."""
+        self._base, self._rows = unwrap(dataset)
+
+    def __getitem__(self, name: str) -> Sequence[Any]:
+        """One entry for each sample; KeyError when there is no such column."""
+        has_columns = name in _column_names(self._base)
+        column = self._base.with_format(None)[name][:] if has_columns else getattr(self._base, name, None)
+        if (
+            column is None
+            or isinstance(column, str)
+            or not hasattr(column, "__len__")
+            or len(column) != len(self._base)
+        ):
+            raise KeyError(name)
+        return column if self._rows is None else [column[row] for row in self._rows.tolist()]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the columns that the data set declares."""
+        return iter(_column_names(self._base))
+
+    def __len__(self) -> int:
+        """Number of columns that the data set declares."""
+        return len(_column_names(self._base))
+
+
+def _column_names(dataset: Any) -> list[str]:
+    names = getattr(dataset, "column_names", None)
+    return names if isinstance(names, list) and hasattr(dataset, "with_format") else []
+
+
+def _stored_labels(dataset: Any) -> npt.NDArray[Any] | None:
+    if is_tensors(dataset):
+        found = dataset.tensors[-1]
+    elif names := [name for name in _KEYS if name in _column_names(dataset)]:
+        found = dataset.with_format("numpy")[names[0]][:]
+    else:
+        found = getattr(dataset, "labels", None)
+        found = getattr(dataset, "targets", None) if found is None else found
+    if found is None or not hasattr(found, "__len__") or len(found) != len(dataset):
+        return None
+    return found.cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
+
+
+def _label_of(sample: Any, index: int) -> Any:
+    label = None
+    if isinstance(sample, Mapping):
+        label = next((sample[key] for key in _KEYS if key in sample), None)
+    elif isinstance(sample, (tuple, list)) and len(sample) > 1:
+        label = sample[-1]
+    if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) and label.ndim == 0:
+        label = label.item()
+    if not isinstance(label, int):
+        raise BadInput(
+            f"sample {index} of the training data has no whole-number label ({type(sample).__name__}): give samples as "
+            "(input, label) or with an entry 'label', or use a partition that needs no labels, such as Iid"
+        )
+    return label

@@ -1,0 +1,316 @@
+"""Partitions: which client owns which training samples.
+
+A partition is a frozen description; `split` turns it into one sorted index tensor per client. The parts are disjoint
+and together hold every sample. Randomness is numpy's PCG64 from the seed alone, so that every rank of a run and every
+platform computes the same parts (for one version of numpy) and no indices need to travel.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raafl.errors import BadInput
+
+_log = logging.getLogger(__name__)
+_MAX_TRIES = 100
+
+Ints = npt.NDArray[np.int64]
+
+
+class Partition(ABC):
+    """A way to share samples out among clients."""
+
+    # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
+
+    # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
+
+    needs_labels: ClassVar[bool] = True
+    """Whether `split` looks at the labels' values; if not, their number is enough."""
+
+    def split(
+        self,
+        labels: torch.Tensor | npt.ArrayLike,
+        num_clients: int,
+        seed: int,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[torch.Tensor]:
+        """Share the samples out.
+
+        Args:
+            labels: `(num_samples,)` whole numbers, the class of each sample.
+            num_clients: number of parts.
+            seed: 0 or more; the same seed gives the same parts.
+            columns: other facts about each sample, by name, for partitions that group by one.
+
+        Returns:
+            One int64 tensor of ascending sample indices for each client, none empty.
+
+        Raises:
+            BadInput: there are more clients than data, or this partition cannot be made of these labels.
+        """
+        labels_n = _labels(labels)
+        if num_clients < 1:
+            raise BadInput(f"num_clients is {num_clients}: give at least 1")
+        if seed < 0:
+            raise BadInput(f"seed is {seed}: give 0 or more")
+        _check_enough(len(labels_n), num_clients, max(1, getattr(self, "min_samples", 1)))
+        rng = np.random.Generator(np.random.PCG64(seed))
+        parts = self._split(labels_n, num_clients, rng, {} if columns is None else columns)
+        return [torch.from_numpy(np.sort(part)) for part in parts]
+
+    @abstractmethod
+    def _split(
+        self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
+    ) -> list[Ints]:
+        """Share out the samples of checked `labels`; the parts may be in any order."""
+
+
+@dataclass(frozen=True)
+class Iid(Partition):
+    """Every client draws from the same distribution: a random deal, sizes differing by one at most."""
+
+    needs_labels: ClassVar[bool] = False
+
+    def _split(
+        self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
+    ) -> list[Ints]:
+        return np.array_split(rng.permutation(len(labels)), num_clients)
+
+
+@dataclass(frozen=True)
+class Dirichlet(Partition):
+    """Label skew: each class is cut among the clients in proportions drawn from a symmetric Dirichlet.
+
+    Hsu, Qi and Brown 2019 (arXiv:1909.06335) introduced the Dirichlet to set label skew by one number; drawing one
+    vector of client proportions per class follows Li et al. 2022 (arXiv:2102.02079, section 4.1). Large `alpha`
+    approaches `Iid`; at small `alpha` a client has few classes, and sizes differ widely too.
+
+    The draw is repeated until every client has `min_samples`, at most 100 times. If none of the draws will do, which
+    is to be expected when alpha times the number of clients and classes is small, the last one is repaired: random
+    samples move one by one from the client with most to a client with too few. A warning says how many moved.
+
+    Args:
+        alpha: concentration, above 0 (alpha or beta in the papers).
+        min_samples: least number of samples of a client.
+    """
+
+    alpha: float
+    min_samples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check_alpha("Dirichlet", self.alpha)
+        _check_min_samples("Dirichlet", self.min_samples)
+
+    def _split(
+        self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
+    ) -> list[Ints]:
+        classes = [np.flatnonzero(labels == value) for value in np.unique(labels)]
+        for _ in range(_MAX_TRIES):
+            cuts_cn = [self._cuts(len(members), num_clients, rng) for members in classes]
+            sizes = sum(np.diff(cuts, prepend=0, append=len(c)) for c, cuts in zip(classes, cuts_cn, strict=True))
+            if np.min(sizes) >= self.min_samples:
+                break
+        pieces = [np.split(rng.permutation(c), cuts) for c, cuts in zip(classes, cuts_cn, strict=True)]
+        parts = [np.concatenate(mine) for mine in zip(*pieces, strict=True)]
+        num_moved = _rebalance(parts, self.min_samples, rng)
+        if num_moved:
+            _log.warning(
+                "Dirichlet(alpha=%g): none of %d draws gave each of %d clients at least %d sample(s): moved %d samples",
+                *(self.alpha, _MAX_TRIES, num_clients, self.min_samples, num_moved),
+            )
+        return parts
+
+    def _cuts(self, num_members: int, num_clients: int, rng: np.random.Generator) -> Ints:
+        """Where a class of so many samples is cut: `(num_clients - 1,)` ascending positions."""
+        return np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_members).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class ClassesPerClient(Partition):
+    """Label skew: every client holds samples of exactly `num_classes` classes.
+
+    The setting "#C = k" of Li et al. 2022 (arXiv:2102.02079). Each client takes the classes that have fewest owners
+    so far, chance deciding ties, so that the classes have equally many owners, give or take one; then each class is
+    dealt evenly among its owners.
+
+    Args:
+        num_classes: k, classes of each client.
+    """
+
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.num_classes < 1:
+            raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes}: give at least 1")
+
+    def _split(
+        self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
+    ) -> list[Ints]:
+        values = np.unique(labels)
+        owners = self._owners(len(values), num_clients, rng)
+        pieces: list[list[Ints]] = [[] for _ in range(num_clients)]
+        for value, clients in zip(values, owners, strict=True):
+            members = np.flatnonzero(labels == value)
+            if len(members) < len(clients):
+                raise BadInput(
+                    f"ClassesPerClient: class {value} has {len(members)} samples for its {len(clients)} clients: "
+                    "use fewer clients or a smaller num_classes"
+                )
+            for client, piece in zip(clients, np.array_split(rng.permutation(members), len(clients)), strict=True):
+                pieces[client].append(piece)
+        return [np.concatenate(mine) for mine in pieces]
+
+    def _owners(self, num_values: int, num_clients: int, rng: np.random.Generator) -> list[list[int]]:
+        """The clients of each class."""
+        if self.num_classes > num_values:
+            raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes} but the data has {num_values} classes")
+        if num_clients * self.num_classes < num_values:
+            raise BadInput(
+                f"ClassesPerClient: {num_clients} clients with {self.num_classes} classes each leave some of the "
+                f"{num_values} classes to nobody: set num_classes to {math.ceil(num_values / num_clients)} or more, "
+                "or use more clients"
+            )
+        owners: list[list[int]] = [[] for _ in range(num_values)]
+        for client in range(num_clients):
+            ties = rng.permutation(num_values)
+            fewest_first = sorted(range(num_values), key=lambda value: (len(owners[value]), ties[value]))
+            for value in fewest_first[: self.num_classes]:
+                owners[value].append(client)
+        return owners
+
+
+@dataclass(frozen=True)
+class QuantitySkew(Partition):
+    """Unequal sizes, equal distributions: sizes in proportions drawn from a symmetric Dirichlet.
+
+    "Quantity skew" of Li et al. 2022 (arXiv:2102.02079, section 4.3). Each client first gets `min_samples`; what is
+    left is shared out in the drawn proportions.
+
+    Args:
+        alpha: concentration, above 0; large means equal sizes.
+        min_samples: least number of samples of a client.
+    """
+
+    alpha: float
+    min_samples: int = 1
+
+    needs_labels: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check_alpha("QuantitySkew", self.alpha)
+        _check_min_samples("QuantitySkew", self.min_samples)
+
+    def _split(
+        self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
+    ) -> list[Ints]:
+        num_free = len(labels) - num_clients * self.min_samples
+        free_cuts = np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_free).astype(np.int64)
+        cuts = free_cuts + self.min_samples * np.arange(1, num_clients)
+        return np.split(rng.permutation(len(labels)), cuts)
+
+
+@dataclass(frozen=True)
+class ByColumn(Partition):
+    """Natural clients: samples with the same value in a column (a writer, a speaker, a hospital) stay together.
+
+    With as many values as clients, client i has the i-th value in sorted order. With more values, whole values are
+    dealt to the clients at random, their numbers of values differing by one at most.
+
+    Args:
+        column: name of the column.
+    """
+
+    column: str
+
+    needs_labels: ClassVar[bool] = False
+
+    def _split(
+        self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
+    ) -> list[Ints]:
+        if self.column not in columns:
+            known = ", ".join(sorted(columns)) or "none"
+            raise BadInput(f"ByColumn: the training data has no column {self.column!r} (columns: {known})")
+        values, group = np.unique(np.asarray(columns[self.column]), return_inverse=True)
+        if len(group) != len(labels):
+            raise BadInput(f"ByColumn: column {self.column!r} has {len(group)} entries for {len(labels)} samples")
+        if len(values) < num_clients:
+            raise BadInput(
+                f"ByColumn: column {self.column!r} has {len(values)} different values for {num_clients} clients: "
+                f"set the number of clients to {len(values)} or fewer"
+            )
+        members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
+        if len(values) == num_clients:
+            return members
+        hands = np.array_split(rng.permutation(len(values)), num_clients)
+        return [np.concatenate([members[value] for value in hand]) for hand in hands]
+
+
+def _labels(labels: torch.Tensor | npt.ArrayLike) -> Ints:
+    array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise BadInput(
+            f"labels have shape {array.shape} and type {array.dtype}; a partition by class needs one whole number "
+            "for each sample: use Iid, QuantitySkew or ByColumn for other targets"
+        )
+    return array.astype(np.int64)
+
+
+def _proportions(alpha: float, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    shares = rng.dirichlet(np.full(num_clients, alpha))
+    # A tiny alpha underflows to no share at all: in the limit, one client has everything.
+    return (
+        shares if np.isfinite(shares).all() and shares.sum() > 0.5 else np.eye(num_clients)[rng.integers(num_clients)]
+    )
+
+
+def _rebalance(parts: list[Ints], min_samples: int, rng: np.random.Generator) -> int:
+    """Fill every part up to `min_samples`, in place, each time with a random sample of the largest part."""
+    donors = [(-len(part), client) for client, part in enumerate(parts) if len(part) > min_samples]
+    heapq.heapify(donors)
+    pools = {client: rng.permutation(parts[client]).tolist() for _, client in sorted(donors)}
+    num_moved = 0
+    for client, part in enumerate(parts):
+        num_missing = max(0, min_samples - len(part))
+        gained = []
+        for _ in range(num_missing):
+            size, donor = donors[0]
+            gained.append(pools[donor].pop())
+            heapq.heapreplace(donors, (size + 1, donor))
+        parts[client] = np.concatenate([part, np.array(gained, dtype=np.int64)])
+        num_moved += num_missing
+    if num_moved:
+        for client, pool in pools.items():
+            parts[client] = np.array(pool, dtype=np.int64)
+    return num_moved
+
+
+def _check_enough(num_samples: int, num_clients: int, min_samples: int) -> None:
+    if num_samples < num_clients * min_samples:
+        each = "one each" if min_samples == 1 else f"{min_samples} each"
+        raise BadInput(
+            f"more clients than data: {num_clients} clients need {num_clients * min_samples} samples ({each}) "
+            f"but there are {num_samples}: use at most {num_samples // min_samples} clients"
+        )
+
+
+def _check_alpha(name: str, alpha: float) -> None:
+    if not 0 < alpha < math.inf:
+        raise BadInput(f"{name}: alpha is {alpha}: give a finite number above 0, such as 0.5 (use Iid for no skew)")
+
+
+def _check_min_samples(name: str, min_samples: int) -> None:
+    if min_samples < 1:
+        raise BadInput(f"{name}: min_samples is {min_samples}: give at least 1, an empty client cannot train")

@@ -1,0 +1,305 @@
+"""Data modules to start from: scikit-learn's digits, MNIST, CIFAR-10, and image sets from the Hugging Face hub.
+
+They are ordinary LightningDataModules. Images stay bytes, mapped from files where possible, and become normalised
+float32 when a batch (or a client's whole part) is gathered: the ranks of one machine share the bytes, and each holds as
+floats only the samples it owns.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from raafl._lean import import_lightning
+from raafl.data import readers
+from raafl.data.tensors import TensorImages
+from raafl.errors import BadInput
+
+import_lightning()
+from lightning import LightningDataModule  # noqa: E402
+
+_DOWNLOAD_TIMEOUT_S = 20.0
+
+
+class _Classes(LightningDataModule):
+    """Train and test sets of labelled images with their loaders; validation uses the test set."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise BadInput(f"{type(self).__name__}: batch_size is {batch_size}: give at least 1")
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches of the training set."""
+        return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """The test set: none of these sets has a validation split of its own."""
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Batches of the test set, in order."""
+        return DataLoader(self.test, self.batch_size)
+
+
+class Digits(_Classes):
+    """scikit-learn's bundled digits: 1,797 images `(1, 8, 8)` in [0, 1], 10 classes; needs no download.
+
+    Args:
+        batch_size: samples in a batch.
+        test_share: share of each class that is held out, between 0 and 1.
+        seed: of the split, which is stratified by class.
+    """
+
+    num_classes: ClassVar[int] = 10
+    image_shape: ClassVar[tuple[int, int, int]] = (1, 8, 8)
+
+    def __init__(self, batch_size: int = 32, test_share: float = 0.2, seed: int = 0) -> None:
+        """Check the arguments; `setup` reads the file."""
+        super().__init__(batch_size)
+        if not 0 < test_share < 1:
+            raise BadInput(f"Digits: test_share is {test_share}: give a share between 0 and 1, such as 0.2")
+        self.test_share, self.seed = test_share, seed
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and split the digits."""
+        if hasattr(self, "train"):
+            return
+        images, labels = readers.read_digits()
+        rng = np.random.Generator(np.random.PCG64(self.seed))
+        is_test = torch.zeros(len(labels), dtype=torch.bool)
+        for value in range(self.num_classes):
+            members = rng.permutation(torch.nonzero(labels == value).flatten().numpy())
+            is_test[members[: round(self.test_share * len(members))]] = True
+        self.train = TensorDataset(images[~is_test], labels[~is_test])
+        self.test = TensorDataset(images[is_test], labels[is_test])
+
+
+class _FromFolder(_Classes):
+    """A data set of bytes in a folder, fetched by torchvision where it is missing."""
+
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+
+    def __init__(self, root: str | Path | None, batch_size: int, download: bool) -> None:
+        super().__init__(batch_size)
+        self.root, self.download = readers.data_root(root), download
+
+    @abstractmethod
+    def _find(self) -> Path | None: ...
+
+    @abstractmethod
+    def _places(self) -> list[Path]: ...
+
+    @abstractmethod
+    def _read(self, folder: Path, split: str) -> readers.Tensors: ...
+
+    def prepare_data(self) -> None:
+        """Download what is missing, if allowed.
+
+        Raises:
+            BadInput: the data is missing and cannot be fetched; says where it was looked for and what to do.
+        """
+        if self._find() is None:
+            self._fetch()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the files into memory.
+
+        Raises:
+            BadInput: the data is missing.
+        """
+        if hasattr(self, "train"):
+            return
+        folder = self._find()
+        if folder is None:
+            raise self._missing("")
+        self.train, self.test = (
+            TensorImages(*self._read(folder, split), self.mean, self.std) for split in ("train", "test")
+        )
+
+    def _fetch(self) -> None:
+        if not self.download:
+            raise self._missing("download is off")
+        try:
+            import torchvision.datasets
+
+            self.root.mkdir(parents=True, exist_ok=True)
+            with readers.locked(self.root / f".{type(self).__name__}.lock"):
+                if self._find() is None:
+                    _download(getattr(torchvision.datasets, type(self).__name__), self.root)
+        except ImportError as error:
+            raise self._missing("a download needs torchvision: pip install 'raafl[vision]'") from error
+        except (OSError, RuntimeError) as error:
+            raise self._missing(f"the download failed: {error}") from error
+
+    def _missing(self, reason: str) -> BadInput:
+        places = " or ".join(str(place) for place in self._places())
+        why = f" ({reason})" if reason else ""
+        return BadInput(
+            f"{type(self).__name__} is not in {places}{why}: set root or the environment variable RAAFL_DATA to the "
+            "folder that has it, or use download=True where there is a network"
+        )
+
+
+class MNIST(_FromFolder):
+    """MNIST: 60,000 + 10,000 images `(1, 28, 28)`, normalised, 10 classes.
+
+    Args:
+        root: folder with `torchvision/MNIST/raw` or `MNIST/raw`; by default the environment variable RAAFL_DATA,
+            then ~/.cache/raafl.
+        batch_size: samples in a batch.
+        download: fetch it into `root` with torchvision when it is not there.
+    """
+
+    num_classes: ClassVar[int] = 10
+    image_shape: ClassVar[tuple[int, int, int]] = (1, 28, 28)
+    mean, std = (0.1307,), (0.3081,)
+
+    def __init__(self, root: str | Path | None = None, batch_size: int = 64, download: bool = True) -> None:
+        """Remember where to look; nothing is read yet."""
+        super().__init__(root, batch_size, download)
+
+    def _find(self) -> Path | None:
+        return readers.find_mnist(self.root)
+
+    def _places(self) -> list[Path]:
+        return readers.mnist_places(self.root)
+
+    def _read(self, folder: Path, split: str) -> readers.Tensors:
+        return readers.read_mnist(folder, split)
+
+
+class CIFAR10(_FromFolder):
+    """CIFAR-10: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 10 classes.
+
+    The images are decoded once per machine and kept as bytes beside the data (in `.raafl`), which takes 184 MB.
+
+    Args:
+        root: folder with `cifar10/*.parquet` or `cifar-10-batches-py`; by default the environment variable RAAFL_DATA,
+            then ~/.cache/raafl.
+        batch_size: samples in a batch.
+        download: fetch it into `root` with torchvision when it is not there.
+    """
+
+    num_classes: ClassVar[int] = 10
+    image_shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, root: str | Path | None = None, batch_size: int = 64, download: bool = True) -> None:
+        """Remember where to look; nothing is read yet."""
+        super().__init__(root, batch_size, download)
+
+    def _find(self) -> Path | None:
+        return readers.find_cifar10(self.root)
+
+    def _places(self) -> list[Path]:
+        return readers.cifar10_places(self.root)
+
+    def _read(self, folder: Path, split: str) -> readers.Tensors:
+        return readers.read_cifar10(folder, split)
+
+
+class HuggingFace(_Classes):
+    """Images and labels from the Hugging Face hub or a local folder of parquet files, by `datasets`.
+
+    All images must have one size; grey ones get 1 channel, others 3. They are decoded once per machine.
+
+    Args:
+        path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
+        name: configuration of the data set, where it has several.
+        image_column: column with the images.
+        label_column: column with whole-number labels.
+        train_split: name of the split to train on.
+        test_split: name of the split to evaluate on.
+        batch_size: samples in a batch.
+        mean: subtracted from every channel, on the scale from 0 to 1.
+        std: divides every channel, on the same scale.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        image_column: str = "image",
+        label_column: str = "label",
+        train_split: str = "train",
+        test_split: str = "test",
+        batch_size: int = 64,
+        mean: float = 0.5,
+        std: float = 0.5,
+    ) -> None:
+        """Remember what to load; nothing is read yet."""
+        super().__init__(batch_size)
+        self.path, self.name = path, name
+        self.image_column, self.label_column = image_column, label_column
+        self.train_split, self.test_split = train_split, test_split
+        self.mean, self.std = mean, std
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and decode both splits.
+
+        Raises:
+            BadInput: `datasets` is not installed, or there is no such data set, split or column.
+        """
+        if hasattr(self, "train"):
+            return
+        try:
+            import datasets
+        except ImportError as error:
+            raise BadInput("HuggingFace needs the package datasets: pip install 'raafl[hf]'") from error
+        try:
+            if Path(self.path, "dataset_dict.json").is_file():
+                splits = datasets.load_from_disk(self.path)
+            else:
+                splits = datasets.load_dataset(self.path, self.name)
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                f"HuggingFace: cannot load {self.path!r} ({error}): give a folder of parquet files or a name on the hub"
+            ) from error
+        self.train, self.test = self._images(splits, self.train_split), self._images(splits, self.test_split)
+
+    def _images(self, splits: Any, split: str) -> TensorImages:
+        if split not in splits:
+            raise BadInput(f"HuggingFace: {self.path!r} has no split {split!r}: it has {', '.join(splits)}")
+        rows = splits[split]
+        for column in (self.image_column, self.label_column):
+            if column not in rows.column_names:
+                raise BadInput(
+                    f"HuggingFace: {self.path!r} has no column {column!r}: it has {', '.join(rows.column_names)}"
+                )
+
+        def build() -> readers.Arrays:
+            labels = np.asarray(rows.with_format("numpy")[self.label_column][:])
+            return readers.stack_images(rows[self.image_column][:]), labels.astype(np.int64)
+
+        facts = [self.path, rows._fingerprint, self.image_column, self.label_column]
+        images, labels = readers.cached(facts, readers.data_root(None), f"hf-{split}", build)
+        num_channels = images.shape[1]
+        return TensorImages(images, labels, [self.mean] * num_channels, [self.std] * num_channels)
+
+
+class _Downloads(Protocol):
+    """The constructor of a torchvision data set."""
+
+    def __call__(self, root: str, train: bool, download: bool) -> object: ...
+
+
+def _download(dataset: _Downloads, root: Path) -> None:
+    before_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # without one, a network that swallows packets would hang the run
+    try:
+        for train in (True, False):
+            dataset(str(root), train=train, download=True)
+    finally:
+        socket.setdefaulttimeout(before_s)

@@ -1,0 +1,137 @@
+"""Data sets that give many samples at once, and the search for one under the wrappers of a data loader."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from raafl.errors import BadInput
+
+Collate = Callable[[list[Any]], Any]
+Fetch = Callable[[torch.Tensor], Any]
+
+
+class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
+    """A data set that collects many samples in one operation, without collating them one by one.
+
+    Subclass it to give your own data the fast path of `ClientData`. `gather` must give what the default collate
+    function would make of the single samples, bit for bit.
+    """
+
+    labels: torch.Tensor
+    """`(num_samples,)` int64, the class of each sample."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The samples at `indices` (`(n,)` int64) as tensors whose first dimension is n, newly allocated."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        """One sample."""
+        return tuple(tensor[0] for tensor in self.gather(torch.tensor([range(len(self))[index]])))
+
+
+class TensorImages(GatherDataset):
+    """Labelled images kept as bytes and normalised when they are gathered.
+
+    The bytes may lie in a memory-mapped file, which all ranks of a machine then share; as float32 each rank would
+    hold four times as much for itself.
+
+    Args:
+        images: `(n, channels, height, width)` uint8.
+        labels: `(n,)` whole numbers.
+        mean: per channel, on the scale from 0 to 1.
+        std: per channel, on the scale from 0 to 1.
+
+    Raises:
+        BadInput: shapes or types do not fit each other.
+    """
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Keep the tensors as they are."""
+        if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels):
+            raise BadInput(
+                f"images are {tuple(images.shape)} {images.dtype} with {len(labels)} labels: "
+                "give uint8 images (n, channels, height, width) and one label each"
+            )
+        if not len(mean) == len(std) == images.shape[1]:
+            raise BadInput(f"mean is {mean} and std {std}: give one number for each of the {images.shape[1]} channels")
+        self.images = images
+        self.labels = labels.to(torch.int64)
+        self._mean_c11 = (torch.tensor(mean, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
+        self._std_c11 = (torch.tensor(std, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)`."""
+        pixels = self.images.index_select(0, indices).to(torch.float32)
+        # Two exactly rounded operations, so that one image and many give the same bits.
+        return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
+
+
+def unwrap(dataset: Any) -> tuple[Any, torch.Tensor | None]:
+    """The data set under nested `Subset`s and its rows, `(len(dataset),)` int64; None stands for all rows in order."""
+    rows: torch.Tensor | None = None
+    while isinstance(dataset, Subset) and _plain(dataset, Subset):
+        inner = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        rows = inner if rows is None else inner[rows]
+        dataset = dataset.dataset
+    return dataset, rows
+
+
+def is_tensors(dataset: object) -> bool:
+    """Whether this is a `TensorDataset` whose samples are plainly its rows (a subclass may change them on the way)."""
+    return isinstance(dataset, TensorDataset) and _plain(dataset, TensorDataset)
+
+
+def _plain(dataset: object, kind: type) -> bool:
+    """Whether a subclass of `kind` gives samples as `kind` does."""
+    names = ("__getitem__", "__getitems__")
+    return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
+
+
+def fetcher(dataset: Any, collate: Collate) -> tuple[Fetch, bool]:
+    """How to get the batch of some rows of a data set, and whether that is fast (tensors in, a list of tensors out).
+
+    The batch is what a `DataLoader` with this collate function makes of the rows. A `TensorDataset` or
+    `GatherDataset`, or `Subset`s of one, are fast with the default collate function.
+    """
+    if collate is not default_collate:
+        return _one_by_one(dataset, collate), False
+    base, rows = unwrap(dataset)
+    if is_tensors(base):
+        fetch = select_from(base.tensors)
+    elif isinstance(base, GatherDataset):
+        fetch = _gather_from(base)
+    else:
+        return _one_by_one(dataset, collate), False
+    return fetch if rows is None else _through(rows, fetch), True
+
+
+def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
+    """Batches of rows of the same tensors."""
+    return lambda rows: [tensor.index_select(0, rows) for tensor in tensors]
+
+
+def _gather_from(dataset: GatherDataset) -> Fetch:
+    return lambda rows: list(dataset.gather(rows))
+
+
+def _through(rows: torch.Tensor, fetch: Fetch) -> Fetch:
+    return lambda wanted: fetch(rows.index_select(0, wanted))
+
+
+def _one_by_one(dataset: Any, collate: Collate) -> Fetch:
+    if hasattr(dataset, "__getitems__"):
+        return lambda rows: collate(dataset.__getitems__(rows.tolist()))
+    return lambda rows: collate([dataset[row] for row in rows.tolist()])

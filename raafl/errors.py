@@ -1,0 +1,35 @@
+"""The errors raafl raises for bad input, each naming the field, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BadInput(ValueError):
+    """Input found wrong before training starts; the message is one line for the user."""
+
+
+class RunFailed(RuntimeError):
+    """A run that had begun cannot go on; the message is one line for the user."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or the list of known names."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+
+
+def positive(field: str, value: float | None, *, optional: bool = False) -> None:
+    """Raise `BadInput` unless ``value`` is a number above zero (or None where ``optional``)."""
+    if value is None and optional:
+        return
+    if value is None or not value > 0:
+        raise BadInput(f"{field} is {value}: give a number above 0")
+
+
+def fraction(field: str, value: float, *, zero: bool = False) -> None:
+    """Raise `BadInput` unless ``value`` lies in (0, 1], or [0, 1] where ``zero``."""
+    if not (0 <= value <= 1) or (value == 0 and not zero):
+        raise BadInput(f"{field} is {value}: give a number {'from 0' if zero else 'above 0'} to 1")

@@ -1,0 +1,195 @@
+"""The typed config of a run: what a YAML file or the command line says, validated once."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raafl.core.algorithm import Algorithm, Training
+from raafl.core.types import Limits
+from raafl.data.partition import Iid, Partition
+from raafl.devices.profiles import Device, Profile, assign, load_devices
+from raafl.errors import BadInput, nearest
+from raafl.local.train import FabricOptions
+from raafl.progress import MODES
+from raafl.runtime.record import Target
+from raafl.runtime.session import Waits
+
+if TYPE_CHECKING:
+    from lightning import LightningDataModule, LightningModule
+
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(field_name: str, value: float | str | None) -> float | None:
+    """Return a duration in seconds from a number, or from text such as 90s, 5m, 2h or 1d.
+
+    Raises:
+        BadInput: not a duration above 0.
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9+-]+)?)\s*([smhd]?)\s*", str(value).lower())
+    number = float(match[1]) * _UNITS_S[match[2] or "s"] if match and match[1].count(".") < 2 else math.nan
+    if not 0 < number < math.inf:
+        raise BadInput(f"{field_name} is {value}: give seconds above 0, or text such as 90s, 5m, 2h")
+    return number
+
+
+@dataclass
+class Experiment:
+    """One federated run, whole.
+
+    Attributes:
+        model: the model to train: makes a LightningModule.
+        data: the data: makes a LightningDataModule, whose training set is shared out among the clients.
+        algorithm: how it is trained: the five parts, from a factory in `raafl.algorithms`.
+        partition: how the training set is shared out; evenly at random (raafl.data.Iid) unless given.
+        clients: number of clients N; under torchrun one fewer than its ranks.
+        name: name of the run, for its folder.
+        seed: seed of everything that is drawn.
+        devices: what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike.
+        train: how much a task trains.
+        fabric: how local steps run (accelerator, precision, clipping).
+        max_updates: end after so many merged updates (a round that is begun is merged whole).
+        max_time: end after so many seconds of the run's own clock (or 90s, 5m, 2h).
+        target: a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached.
+        eval_every: versions between evaluations; null = about one for each N updates.
+        checkpoint_every: versions between checkpoints; null = only at the end.
+        keep_checkpoints: how many checkpoints to keep.
+        emulate: in a wall-clock run, make each rank take as long as its device would.
+        server_device: where the global model lies and is merged and measured: cpu, or cuda:0.
+        workers: processes that train in a simulated run, this one included.
+        threads: threads that compute a task; the same everywhere, since results depend on it.
+        resume: folder of an interrupted run to go on with, from its last checkpoint; its config is taken too.
+        output: the run's folder, new or empty; null = runs/NAME-TIME.
+        progress: how the run is shown: auto, live, plain or quiet.
+        waits: deadlines of a wall-clock run.
+    """
+
+    model: Callable[[], LightningModule]
+    data: Callable[[], LightningDataModule]
+    algorithm: Algorithm
+    partition: Partition = field(default_factory=Iid)
+    clients: int = 10
+    name: str = "run"
+    seed: int = 0
+    devices: list[Device] | str | None = None
+    train: Training = field(default_factory=Training)
+    fabric: FabricOptions = field(default_factory=FabricOptions)
+    max_updates: int | None = None
+    max_time: float | str | None = None
+    target: str | list[str] | None = None
+    eval_every: int | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 3
+    emulate: bool = True
+    server_device: str = "cpu"
+    workers: int = 1
+    threads: int = 1
+    output: str | None = None
+    resume: str | None = None
+    progress: str = "auto"
+    waits: Waits = field(default_factory=Waits)
+
+    def check(self) -> None:
+        """Raise `BadInput` that names every field out of range, one line each."""
+        problems = list(dict.fromkeys(self._problems()))
+        if problems:
+            raise BadInput("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        own = ("clients", "max_updates", "eval_every", "checkpoint_every", "keep_checkpoints", "workers", "threads")
+        counts = {name: getattr(self, name) for name in own}
+        counts |= {f"train.{n}": getattr(self.train, n) for n in ("num_epochs", "num_steps", "batch_size")}
+        counts["fabric.accumulate_grad_batches"] = self.fabric.accumulate_grad_batches
+        yield from (f"{name} is {n}: give 1 or more" for name, n in counts.items() if n is not None and n < 1)
+        if self.seed < 0:
+            yield f"seed is {self.seed}: give 0 or more"
+        if self.train.num_epochs is None and self.train.num_steps is None:
+            yield "train.num_epochs and train.num_steps are both null: give one of them"
+        if self.max_updates is None and self.max_time is None and self.target is None:
+            yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
+        if self.progress not in MODES:
+            yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
+        for name in ("join_s", "task_s", "idle_s", "stop_s"):
+            if not getattr(self.waits, name) > 0:
+                yield f"waits.{name} is {getattr(self.waits, name)}: give seconds above 0"
+        cohort = getattr(self.algorithm.sample, "cohort", None)
+        if cohort is not None and cohort > self.clients > 0:
+            yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
+        yield from self._machine_problems()
+        for check in (lambda: seconds("max_time", self.max_time), self.targets, self.profiles, self._output):
+            try:
+                check()
+            except (ValueError, OSError) as error:
+                yield from str(error).splitlines()
+
+    def _machine_problems(self) -> Iterator[str]:
+        clip, accelerator = self.fabric.gradient_clip_val, self.fabric.accelerator
+        if clip is not None and not clip > 0:
+            yield f"fabric.gradient_clip_val is {clip}: give a number above 0, or null for no clipping"
+        if accelerator not in ACCELERATORS:
+            yield f"fabric.accelerator is '{accelerator}': {nearest(accelerator, ACCELERATORS)}"
+        if self.workers > 1 and accelerator in ("cuda", "gpu"):
+            yield f"workers is {self.workers}, which is for the CPU: use 1 with fabric.accelerator {accelerator}"
+        try:
+            device = torch.device(self.server_device)
+        except RuntimeError:
+            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
+            return
+        num_gpus = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= num_gpus:
+            seen = f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
+            yield f"server_device is '{self.server_device}', but torch sees {seen} here: give cpu, or one that is there"
+        elif device.type not in ("cpu", "cuda"):
+            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
+
+    def targets(self) -> list[Target]:
+        """Return the targets."""
+        texts = [self.target] if isinstance(self.target, str) else self.target or []
+        return [Target.parse(text) for text in texts]
+
+    def profiles(self) -> list[Profile]:
+        """Return each client's device profile; entry i - 1 is client i's."""
+        if self.devices is None or self.clients < 1:
+            return [Profile()] * max(self.clients, 0)
+        devices = load_devices(self.devices) if isinstance(self.devices, str) else self.devices
+        return [d.profile if isinstance(d, Device) else d for d in assign(devices, self.clients)]
+
+    def _output(self) -> None:
+        if self.output is None or self.resume is not None:
+            return
+        path = Path(self.output)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadInput(
+                f"output is '{self.output}', which is not an empty folder: name a new folder, or remove that one"
+            )
+        parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise BadInput(f"output is '{self.output}', but nothing may be written in {parent}: name another folder")
+
+    def limits(self, min_clients: int) -> Limits:
+        """Return what the coordinator needs to know of beginning and end."""
+        return Limits(
+            min_clients=min_clients,
+            max_updates=self.max_updates,
+            max_time_s=seconds("max_time", self.max_time),
+            eval_every=self.eval_every or self._round(),
+            checkpoint_every=self.checkpoint_every,
+        )
+
+    def _round(self) -> int:
+        """Return how many versions there are to about N updates."""
+        trigger: Any = self.algorithm.trigger
+        if trigger.restart == "merge":
+            return 1
+        return max(1, self.clients // int(getattr(trigger, "size", 1)))

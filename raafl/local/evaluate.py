@@ -1,0 +1,60 @@
+"""Measuring the global model on the server's test data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from raafl.errors import BadInput
+from raafl.local.buffers import Buffers
+from raafl.local.record import Recorder, batch_length, to_device
+from raafl.submodel import FULL, FlatTensors, Submodels
+
+
+class Evaluator:
+    """Runs the module's own ``validation_step`` over the test batches with given values."""
+
+    def __init__(
+        self, submodels: Submodels, batches: Callable[[], Iterable[Any]], device: torch.device | str = "cpu"
+    ) -> None:
+        """Build the full module once; ``batches`` is called for each evaluation.
+
+        Raises:
+            BadInput: the module has no ``validation_step``.
+        """
+        shrunk = submodels.shrink(FULL, device=device)
+        self.module, self._present = shrunk.module, shrunk.present
+        self._buffers = Buffers(self.module, self._present)
+        self._batches, self._device = batches, torch.device(device)
+        self._recorder = Recorder()
+        self._recorder.attach(self.module)
+        if not overrides(self.module, "validation_step"):
+            raise BadInput(
+                f"{type(self.module).__name__} has no validation_step: define one that logs or returns its metrics, so "
+                "that the global model can be measured"
+            )
+
+    @torch.no_grad()
+    def __call__(self, values: FlatTensors) -> dict[str, float]:
+        """Return the metrics that ``validation_step`` returns, or else logs, averaged over the samples."""
+        self._buffers.restore()
+        self._present.copy_(values)
+        self.module.eval()
+        returned = Recorder()
+        for index, batch in enumerate(self._batches()):
+            self._recorder.weight = float(batch_length(batch))
+            answer = self.module.validation_step(to_device(batch, self._device), index)  # type: ignore[operator]
+            if isinstance(answer, Mapping):
+                returned.log_dict(answer, batch_size=batch_length(batch))
+        logged = self._recorder.means()
+        return returned.means() or logged
+
+
+def overrides(module: Any, name: str) -> bool:
+    """Return whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
+    method = getattr(type(module), name, None)
+    return method is not None and not str(getattr(method, "__module__", "")).startswith(
+        ("lightning.", "pytorch_lightning.")
+    )

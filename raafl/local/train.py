@@ -1,0 +1,257 @@
+"""One task on a client: a pure function of (assignment, received tensors, the client's data)."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raafl.core.algorithm import Local, Training
+from raafl.core.types import Assignment, Update
+from raafl.data.federated import ClientData
+from raafl.errors import BadInput
+from raafl.local.buffers import Buffers
+from raafl.local.record import Recorder, to_device
+from raafl.submodel import FlatTensors, Spec, Submodels
+
+
+@dataclass(frozen=True, slots=True)
+class FabricOptions:
+    """How local steps run; the meaning of each field is Lightning's.
+
+    Attributes:
+        accelerator: cpu, cuda or auto.
+        device: index of the GPU a rank uses; None = by local rank.
+        precision: 32-true, bf16-mixed, ...
+        gradient_clip_val: largest gradient norm; None = no clipping.
+        accumulate_grad_batches: batches to one optimiser step.
+    """
+
+    accelerator: str = "cpu"
+    device: int | None = None
+    precision: str = "32-true"
+    gradient_clip_val: float | None = None
+    accumulate_grad_batches: int = 1
+
+
+class Stopped(Exception):
+    """A task was given up because its result is no longer wanted."""
+
+
+class _Built:
+    """A small module that lives on between tasks while only its values change, with its optimiser."""
+
+    def __init__(self, submodels: Submodels, spec: Spec, local: Local, device: torch.device, fabric: Any) -> None:
+        shrunk = submodels.shrink(spec, rescale=local.rescale, device=device)
+        self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
+        self.module._fabric = fabric
+        self.recorder = Recorder()
+        self.recorder.attach(self.module)
+        self.optimizer, self.schedulers = configure(self.module)
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.buffers = Buffers(self.module, self.present)
+
+    def reset(self, received: FlatTensors) -> None:
+        """Load the values of a new task and forget the last one."""
+        self.present.copy_(received)
+        self.module.train()
+        if self.schedulers:
+            self.optimizer, self.schedulers = configure(self.module)
+            return
+        self.optimizer.state.clear()
+        for group, fresh in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group.update(fresh)
+
+
+def configure(module: nn.Module) -> tuple[Optimizer, list[tuple[Any, str]]]:
+    """Return the module's one optimiser and its schedulers with their interval (step or epoch).
+
+    Raises:
+        BadInput: the module has several optimisers, or optimises by hand.
+    """
+    answer: Any = module.configure_optimizers()  # type: ignore[operator]
+    schedulers: list[Any] = []
+    if isinstance(answer, dict):
+        schedulers = [answer["lr_scheduler"]] if answer.get("lr_scheduler") is not None else []
+        answer = answer["optimizer"]
+    elif isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):
+        answer, schedulers = answer
+    if isinstance(answer, list | tuple):
+        answer = answer[0] if len(answer) == 1 else None
+    if not isinstance(answer, Optimizer) or not getattr(module, "automatic_optimization", True):
+        raise BadInput(
+            f"{type(module).__name__}.configure_optimizers must give exactly one optimizer, stepped automatically: "
+            "a federated task runs training_step, backward, step"
+        )
+    found = []
+    for scheduler in schedulers:
+        config = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+        found.append((config["scheduler"], config.get("interval", "epoch")))
+    return answer, found
+
+
+class LocalTrainer:
+    """Runs tasks for any client; keeps the modules it has built, never a result."""
+
+    def __init__(
+        self,
+        submodels: Submodels,
+        local: Local,
+        sends: Literal["values", "delta"],
+        training: Training,
+        options: FabricOptions | None = None,
+        *,
+        max_built: int = 1,
+    ) -> None:
+        """Set up Fabric with a single device.
+
+        Args:
+            submodels: of the full model's skeleton.
+            local: the algorithm's hooks around the step.
+            sends: what the merge wants back.
+            training: how much a task trains unless its assignment says so.
+            options: Fabric's.
+            max_built: how many built submodules to keep; a rank that must hold only its fragment keeps one.
+        """
+        from lightning.fabric import Fabric
+
+        self.submodels, self.local, self.sends, self.training = submodels, local, sends, training
+        self.options = options or FabricOptions()
+        devices = 1 if self.options.device is None else [self.options.device]
+        self.fabric = Fabric(
+            accelerator=self.options.accelerator,
+            devices=devices,
+            precision=self.options.precision,  # type: ignore[arg-type]
+        )
+        self._strategy = self.fabric.strategy
+        self._mixed = self.options.precision not in ("32-true", "32")
+        self._built: OrderedDict[Spec, _Built] = OrderedDict()
+        self._max_built = max_built
+        self._generator = torch.Generator()
+        self.stop: threading.Event | None = None  # once set, a task ends before its next batch, with `Stopped`
+
+    def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
+        """Train and return the update; its tensors are this trainer's own storage, good until the next `run`.
+
+        Args:
+            assignment: what to do.
+            received: the submodel's values, layout ``submodels.layout(spec, "present")``; left as they are.
+            data: the client's.
+        """
+        built = self._get(assignment.spec)
+        built.reset(received)
+        self._seed(assignment.seed)
+        self._generator.manual_seed(assignment.seed)
+        num_steps, loss = self._steps(built, assignment, received, data)
+        built.buffers.gather()
+        metrics = {"loss": loss, **built.recorder.means()}
+        if self.sends == "delta":
+            for dtype, buffer in built.trained.buffers.items():
+                buffer.sub_(received.buffers[dtype][: buffer.numel()].to(buffer.device))
+        update = Update(
+            assignment.id,
+            assignment.client,
+            assignment.incarnation,
+            built.trained,
+            data.num_samples,
+            num_steps,
+            metrics,
+        )
+        update.refusal = None if built.trained.is_finite() else "non-finite"
+        return update
+
+    def _seed(self, seed: int) -> None:
+        """Seed all that a module or a data set may draw from.
+
+        Of torch only the generators in use: `torch.manual_seed` walks the stack for each absent accelerator.
+        """
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        if self.fabric.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _get(self, spec: Spec) -> _Built:
+        built = self._built.get(spec)
+        if built is None:
+            while len(self._built) >= self._max_built:
+                self._built.popitem(last=False)
+            built = _Built(self.submodels, spec, self.local, self.fabric.device, self.fabric)
+            self._built[spec] = built
+        self._built.move_to_end(spec)
+        return built
+
+    def _steps(
+        self, built: _Built, assignment: Assignment, received: FlatTensors, data: ClientData
+    ) -> tuple[int, float]:
+        """Do the local steps; return how many optimiser steps there were and the mean loss."""
+        epochs, steps = assignment.num_epochs, assignment.num_steps
+        if epochs is None and steps is None:
+            epochs, steps = self.training.num_epochs, self.training.num_steps
+        if steps is not None:
+            epochs = None
+        pull = self._pull(built, received) if self.local.prox else None
+        module, optimizer, accumulate = built.module, built.optimizer, self.options.accumulate_grad_batches
+        device, num_batches, num_steps = self.fabric.device, 0, 0
+        per_epoch = data.num_batches(self.training.batch_size)
+        total: Tensor | float = 0.0
+        for batch in data.batches(self._generator, self.training.batch_size, num_epochs=epochs, num_steps=steps):
+            if self.stop is not None and self.stop.is_set():
+                raise Stopped
+            loss = self._loss(module, to_device(batch, device), num_batches)
+            total = total + loss.detach()
+            self._strategy.backward(loss / accumulate if accumulate > 1 else loss, None)
+            num_batches += 1
+            in_epoch = num_batches % per_epoch
+            ends_epoch = in_epoch == 0
+            if ends_epoch or in_epoch % accumulate == 0 or num_batches == steps:
+                num_steps += 1
+                self._update(module, optimizer, pull)
+                for scheduler, interval in built.schedulers:
+                    if interval == "step" or ends_epoch:
+                        scheduler.step()
+        return num_steps, float(total) / max(num_batches, 1)
+
+    def _loss(self, module: nn.Module, batch: Any, index: int) -> Tensor:
+        if self._mixed:
+            with self._strategy.precision.forward_context():
+                answer = module.training_step(batch, index)  # type: ignore[operator]
+        else:
+            answer = module.training_step(batch, index)  # type: ignore[operator]
+        loss: Tensor = answer["loss"] if isinstance(answer, dict) else answer
+        return loss
+
+    def _update(self, module: nn.Module, optimizer: Optimizer, pull: _Pull | None) -> None:
+        if pull is not None:
+            pull.add_to_gradients(self.local.prox)
+        if self.options.gradient_clip_val is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), self.options.gradient_clip_val)
+        self._strategy.optimizer_step(optimizer)
+        optimizer.zero_grad()
+
+    def _pull(self, built: _Built, received: FlatTensors) -> _Pull:
+        names = [name for name, parameter in built.module.named_parameters() if parameter.requires_grad]
+        parameters = [built.module.get_parameter(name) for name in names]
+        return _Pull(parameters, [received[name].to(self.fabric.device) for name in names])
+
+
+class _Pull:
+    """The gradient of ``prox/2 * ||theta - theta_received||^2``, added after the loss's own."""
+
+    def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
+        self.parameters, self.anchors = parameters, anchors
+
+    @torch.no_grad()
+    def add_to_gradients(self, prox: float) -> None:
+        """Add ``prox * (theta - theta_received)`` to every gradient."""
+        used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
+        torch._foreach_add_(grads, [p for p, _ in used], alpha=prox)
+        torch._foreach_sub_(grads, [a for _, a in used], alpha=prox)

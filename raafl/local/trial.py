@@ -1,0 +1,131 @@
+"""Trying a model on the data before a run starts: what would fail on a client, or late, fails here with one line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.errors import BadInput
+from raafl.local.record import Recorder, to_device
+from raafl.local.train import configure
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cpu") -> None:
+    """Run ``module``'s training step, backward pass and `configure_optimizers` once.
+
+    Values and the random state stay as they are, buffers may change: give a copy that is filled anew.
+
+    Raises:
+        BadInput: one of them fails, or the step gives no scalar loss that depends on the parameters.
+    """
+    from lightning.fabric import Fabric
+
+    name, batch = type(module).__name__, to_device(batch, torch.device(device))
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    logs = module.log, module.log_dict
+    Recorder().attach(module)
+    module._fabric = Fabric(accelerator="cpu", devices=1)  # type: ignore[assignment]  # as on a client, where `self.fabric` is there
+    try:
+        with torch.random.fork_rng(devices):
+            module.train()
+            with explained(module, "configure_optimizers"):
+                configure(module)
+            with explained(module, "training_step", batch):
+                answer = module.training_step(batch, 0)  # type: ignore[operator]
+            loss = answer.get("loss") if isinstance(answer, Mapping) else answer
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise BadInput(
+                    f"{name}.training_step gives {_shown(loss)}: return the loss, one number that depends on the "
+                    "parameters, or a dict with it under 'loss'"
+                )
+            with explained(module, "training_step, backward", batch):
+                loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        module.zero_grad(set_to_none=True)
+        module.log, module.log_dict = logs
+        module._fabric = None  # type: ignore[assignment]
+
+
+@contextmanager
+def explained(module: nn.Module, method: str, batch: Any = None) -> Iterator[None]:
+    """Turn whatever fails inside into a `BadInput` that names the layer, the shapes and the line of code."""
+    entered: list[tuple[str, nn.Module, Any]] = []
+    handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(_line(module, method, batch, entered, error)) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
+    """Keep in ``entered`` the layers whose forward has begun and not ended, innermost last."""
+
+    def begin(layer: nn.Module, args: Any) -> None:
+        entered.append((name, layer, args))
+
+    def end(layer: nn.Module, args: Any, output: Any) -> None:
+        entered.pop()
+
+    yield layer.register_forward_pre_hook(begin)
+    yield layer.register_forward_hook(end)
+
+
+def _line(
+    module: nn.Module, method: str, batch: Any, entered: list[tuple[str, nn.Module, Any]], error: Exception
+) -> str:
+    text = f"{type(module).__name__}.{method} fails"
+    if batch is not None:
+        text += f" on a batch of {shapes(batch)}"
+    if entered and entered[-1][1] is not module:
+        name, layer, args = entered[-1]
+        text += f", where {name}, {' '.join(repr(layer).split())[:120]}, is given {shapes(args)}"
+    reason = (str(error).splitlines() or [""])[0]
+    text += f": {type(error).__name__}: {reason}{_place(error)}"
+    return text + (": make the model's arguments and the data fit" if batch is not None else "")
+
+
+def _place(error: Exception) -> str:
+    """Return file and line of the innermost code that is the user's rather than a library's."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith((str(_ROOT / "raafl"), "<"))
+    ]
+    if not frames:
+        return ""
+    path = Path(frames[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}:{frames[-1].lineno})"
+
+
+def shapes(value: Any) -> str:
+    """Return the types and shapes of the tensors in ``value``, as in ``float32 (2, 64), int64 (2,)``."""
+    return ", ".join(_tensors(value)) or _shown(value)
+
+
+def _tensors(value: Any) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    elif isinstance(value, Mapping):
+        yield from (f"{key} {text}" for key, item in value.items() for text in _tensors(item))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in _tensors(item))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{'' if value.requires_grad else 'detached '}{shapes(value)}"
+    return "nothing" if value is None else type(value).__name__

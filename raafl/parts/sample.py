@@ -1,0 +1,103 @@
+"""Which idle clients work now?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raafl.errors import positive
+
+
+class IdlePool:
+    """Clients without work: adding, removing and drawing at random each cost the same however many there are."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._order: list[int] = []
+        self._place: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Return how many are idle."""
+        return len(self._order)
+
+    def __contains__(self, client: int) -> bool:
+        """Return whether ``client`` is idle."""
+        return client in self._place
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the idle clients."""
+        return iter(self._order)
+
+    def add(self, client: int) -> None:
+        """Add ``client``; adding it twice changes nothing."""
+        if client not in self._place:
+            self._place[client] = len(self._order)
+            self._order.append(client)
+
+    def discard(self, client: int) -> None:
+        """Remove ``client`` if it is there."""
+        place = self._place.pop(client, None)
+        if place is None:
+            return
+        last = self._order.pop()
+        if last != client:
+            self._order[place] = last
+            self._place[last] = place
+
+    def draw(self, num: int, rng: random.Random) -> list[int]:
+        """Remove and return ``num`` clients drawn uniformly without replacement, in the order drawn."""
+        drawn = []
+        for _ in range(min(num, len(self._order))):
+            client = self._order[rng.randrange(len(self._order))]
+            self.discard(client)
+            drawn.append(client)
+        return drawn
+
+    def take_all(self) -> list[int]:
+        """Remove and return everyone, in the order of their ids."""
+        everyone = sorted(self._order)
+        self._order.clear()
+        self._place.clear()
+        return everyone
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All idle clients, or a cohort drawn uniformly; so many at work at a time.
+
+    Attributes:
+        cohort: clients drawn whenever work starts, those still at work included; None = everyone idle. Where clients
+            start again at each arrival this many are kept at work.
+        concurrency: how many may be at work at a time; the rest of a cohort waits its turn. None = no cap.
+    """
+
+    cohort: int | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a count below one."""
+        positive("cohort", self.cohort, optional=True)
+        positive("concurrency", self.concurrency, optional=True)
+
+    def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:
+        """Remove from ``idle`` and return the clients to start.
+
+        Args:
+            idle: who could work.
+            num_busy: clients at work or already drawn.
+            rng: the run's generator.
+            rolling: clients start again at each arrival, so only as many are drawn as may start at once: each free
+                place is filled by a uniform draw.
+        """
+        limit = self.cohort
+        if rolling and self.concurrency is not None:
+            limit = self.concurrency if limit is None else min(limit, self.concurrency)
+        if limit is None:
+            return idle.take_all()
+        return idle.draw(max(0, limit - num_busy), rng)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = "all" if self.cohort is None else f"{self.cohort} at random"
+        return words if self.concurrency is None else f"{words}, at most {self.concurrency} at a time"

@@ -1,0 +1,46 @@
+"""Staleness functions s(t - tau): how much less a late update counts (Xie et al. 2019, section 5.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raafl.errors import BadInput, nearest
+
+Kind = Literal["constant", "polynomial", "hinge"]
+KINDS: tuple[Kind, ...] = ("constant", "polynomial", "hinge")
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """s(x) of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b else 1/(a(x-b)+1).
+
+    Attributes:
+        kind: which of the three.
+        a: exponent (polynomial) or slope (hinge).
+        b: staleness up to which hinge leaves an update whole.
+    """
+
+    kind: Kind = "constant"
+    a: float = 0.5
+    b: float = 4.0
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for an unknown kind or a negative coefficient."""
+        if self.kind not in KINDS:
+            raise BadInput(f"staleness is '{self.kind}': {nearest(self.kind, KINDS)}")
+        if self.a < 0 or self.b < 0:
+            raise BadInput(f"staleness_a is {self.a}, staleness_b is {self.b}: give numbers of 0 or more")
+
+    def __call__(self, staleness: int) -> float:
+        """Return the factor for an update ``staleness`` merges late; 1 for a fresh one."""
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "polynomial":
+            return float((staleness + 1.0) ** -self.a)
+        return 1.0 if staleness <= self.b else 1.0 / (self.a * (staleness - self.b) + 1.0)
+
+    def __str__(self) -> str:
+        """Return the function in words."""
+        words = {"constant": "", "polynomial": f"(s+1)^-{self.a:g}", "hinge": f"hinge({self.a:g}, {self.b:g})"}
+        return words[self.kind]

@@ -1,0 +1,126 @@
+"""When are waiting updates folded in?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raafl.core.algorithm import Restart, Trigger, Waiting
+from raafl.errors import fraction, positive
+
+
+@dataclass(frozen=True, slots=True)
+class EachArrival(Trigger):
+    """Fully asynchronous: every update is merged as it arrives."""
+
+    def due(self, waiting: Waiting) -> bool:
+        """Return True: whatever waits is merged."""
+        return True
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return "each arrival"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered(Trigger):
+    """Buffered asynchronous aggregation: merge once K updates wait; clients never do (FedBuff, Nguyen et al. 2022).
+
+    Attributes:
+        size: K, updates in one merge.
+    """
+
+    size: int = 10
+    folds_rest: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a buffer below one."""
+        positive("buffer_size", self.size)
+
+    def due(self, waiting: Waiting) -> bool:
+        """Return whether K updates wait."""
+        return len(waiting.arrived_s) >= self.size
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{self.size} in the buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReported(Trigger):
+    """Synchronous: merge when every task handed out has reported or was lost; then everyone starts again."""
+
+    restart: ClassVar[Restart] = "merge"
+
+    def due(self, waiting: Waiting) -> bool:
+        """Return whether nothing is out any more."""
+        return waiting.num_active == 0
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline(Trigger):
+    """Merge what has arrived ``seconds`` after work started, or earlier when nothing is out any more.
+
+    An update that comes later waits for the next merge. Attributes: seconds: the deadline.
+    """
+
+    seconds: float = 60.0
+    restart: ClassVar[Restart] = "merge"
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a deadline of zero or less."""
+        positive("deadline seconds", self.seconds)
+
+    def due(self, waiting: Waiting) -> bool:
+        """Return whether the deadline has passed or everyone has reported."""
+        return waiting.num_active == 0 or waiting.now_s >= waiting.opened_s + self.seconds
+
+    def wake_at(self, waiting: Waiting) -> float | None:
+        """Return the deadline."""
+        return waiting.opened_s + self.seconds
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"deadline of {self.seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class MinRatio(Trigger):
+    """Semi-asynchronous: once ``min_ratio`` of the clients at work have reported, wait ``wait_s`` more, then merge.
+
+    min_ratio 0 and wait 0 merges each arrival; min_ratio 1 is synchronous. (Co-S2P, Algorithm 2.)
+    """
+
+    min_ratio: float = 0.5
+    wait_s: float = 0.0
+    restart: ClassVar[Restart] = "merge"
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a ratio outside [0, 1] or a negative wait."""
+        fraction("min_ratio", self.min_ratio, zero=True)
+        if self.wait_s < 0:
+            positive("wait_s", self.wait_s)
+
+    def due(self, waiting: Waiting) -> bool:
+        """Return whether enough have reported for long enough, or everyone has."""
+        if waiting.num_active == 0:
+            return True
+        at = self.wake_at(waiting)
+        return at is not None and waiting.now_s >= at
+
+    def wake_at(self, waiting: Waiting) -> float | None:
+        """Return when the wait ends, or None while too few have reported."""
+        total = len(waiting.arrived_s) + waiting.num_active
+        needed = max(1, math.ceil(self.min_ratio * total))
+        if len(waiting.arrived_s) < needed:
+            return None
+        return waiting.arrived_s[needed - 1] + self.wait_s
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{self.min_ratio:.0%} reported, then {self.wait_s:g} s"

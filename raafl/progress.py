@@ -1,0 +1,211 @@
+"""What a person sees while a run goes on: a live table in a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+Mode = Literal["auto", "live", "plain", "quiet"]
+MODES: tuple[Mode, ...] = ("auto", "live", "plain", "quiet")
+_PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
+_EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
+_MAX_CLIENT_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ClientProgress:
+    """One client's line: what it trains now (empty when idle) and how many of its tasks are done."""
+
+    client: int
+    doing: str = ""
+    num_tasks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """A snapshot of a run.
+
+    Attributes:
+        version: Of the global model.
+        num_updates: Updates merged so far.
+        time_s: The run's own time: wall time, or the virtual clock of a simulation.
+        metrics: The newest evaluation.
+        clients: One entry a client that is to be shown.
+        num_updates_goal: How many updates the run is for, where that is what ends it.
+    """
+
+    version: int
+    num_updates: int
+    time_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    clients: tuple[ClientProgress, ...] = ()
+    num_updates_goal: int | None = None
+
+
+class Progress:
+    """Shows snapshots of a run, as often as the mode allows.
+
+    `live` redraws a table four times a second and at each evaluation; `plain` writes a line every two seconds, and at
+    an evaluation when the last line is a second old; `quiet` writes nothing; `auto` is `live` on a terminal and `plain`
+    elsewhere. What the last evaluation found is always shown, at the latest by `stop`. A file that can no longer be
+    written (a closed pipe) makes the rest quiet: no run fails because nobody watches it.
+
+    Args:
+        mode: One of the four.
+        file: Where to; standard output when None. Give standard error where standard output carries something else.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, mode: Mode = "auto", file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._file = sys.stdout if file is None else file
+        if mode == "auto":
+            watched = self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+            mode = "live" if watched else "plain"
+        if mode not in _PERIOD_S:
+            raise ValueError(f"progress is {mode!r}: give auto, live, plain or quiet")
+        self.mode: Mode = mode
+        self._clock = clock
+        self._period_s, self._evaluation_period_s = _PERIOD_S[mode], _EVALUATION_PERIOD_S[mode]
+        self._due_at = float("inf")
+        self._shown_at = float("-inf")
+        self._unseen: ProgressState | Callable[[], ProgressState] | None = None
+        self._rate = _Rate()
+        self._live: Live | None = None
+        self._title = ""
+        self._state: ProgressState | None = None
+
+    def start(self, title: str) -> None:
+        """Begin; `title` says what runs. Updates before this show nothing."""
+        self._title = title
+        now = self._clock()
+        self._rate = _Rate(now)
+        self._due_at = now if self.mode == "live" else now + self._period_s
+        if self.mode == "live":
+            self._live = _make_live(self._file)
+            self._live.start()
+        self._line(title)
+
+    def update(self, snapshot: ProgressState | Callable[[], ProgressState], evaluated: bool = False) -> None:
+        """Show `snapshot` if it is time to, or if `evaluated` says that an evaluation has just ended.
+
+        A function is called only when something is shown; otherwise a call costs one look at the clock.
+        """
+        now = self._clock()
+        if now < self._due_at and not evaluated:
+            return
+        if self._due_at == float("inf"):
+            return
+        if evaluated and now < min(self._due_at, self._shown_at + self._evaluation_period_s):
+            self._unseen = snapshot
+            return
+        self._show(snapshot, now)
+
+    def _show(self, snapshot: ProgressState | Callable[[], ProgressState], now: float) -> None:
+        self._due_at, self._shown_at, self._unseen = now + self._period_s, now, None
+        state = self._state = snapshot() if callable(snapshot) else snapshot
+        self._rate.add(now, state.num_updates)
+        if self._live is not None:
+            self._guard(lambda live: live.update(self._table(state), refresh=True), self._live)
+        else:
+            self._line(self._sentence(state))
+
+    def note(self, text: str) -> None:
+        """Say something once: above the table, or as a line of its own."""
+        if self._live is not None:
+            self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
+        else:
+            self._line(text)
+
+    def stop(self) -> None:
+        """Show what the last evaluation found, end, and give the terminal back; a second call does nothing."""
+        if self._unseen is not None and self._due_at != float("inf"):
+            self._show(self._unseen, self._clock())
+        live, self._live, self._due_at = self._live, None, float("inf")
+        if live is not None:
+            self._guard(lambda live: live.stop(), live)
+
+    def _line(self, text: str) -> None:
+        if self.mode == "plain":
+            self._guard(lambda file: (file.write(f"{text}\n"), file.flush()), self._file)
+
+    def _guard(self, write: Callable[[Any], object], target: object) -> None:
+        try:
+            write(target)
+        except (OSError, ValueError):  # ValueError is what a closed file raises
+            live, self._live, self._due_at, self.mode = self._live, None, float("inf"), "quiet"
+            if live is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()
+
+    def _sentence(self, state: ProgressState) -> str:
+        parts = [f"{state.time_s:9.1f} s", f"version {state.version}", _updates(state)]
+        parts += [f"{name} {value:.4g}" for name, value in state.metrics.items()]
+        parts.append(f"{self._rate.per_s:.3g} updates/s")
+        if state.clients:
+            parts.append(f"{sum(bool(c.doing) for c in state.clients)} of {len(state.clients)} clients at work")
+        return "  ".join(parts)
+
+    def _table(self, state: ProgressState) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
+        head = f"version {state.version}  {_updates(state)}  {state.time_s:.1f} s  {self._rate.per_s:.3g} updates/s"
+        table = Table(box=None, pad_edge=False)
+        table.add_column("client", justify="right")
+        table.add_column("trains")
+        table.add_column("tasks", justify="right")
+        for row in state.clients[:_MAX_CLIENT_ROWS]:
+            table.add_row(str(row.client), Text(row.doing or "idle"), str(row.num_tasks))
+        hidden = state.clients[_MAX_CLIENT_ROWS:]
+        if hidden:
+            at_work = sum(bool(c.doing) for c in hidden)
+            table.add_row("...", f"{len(hidden)} more, {at_work} at work", str(sum(c.num_tasks for c in hidden)))
+        return Group(Text(self._title), table, Text(head), Text(metrics, style="bold"))
+
+
+class _Rate:
+    """Updates a second over about the last ten seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.per_s = 0.0
+        self._seen: list[tuple[float, int]] = [(now, 0)]
+
+    def add(self, now: float, num_updates: int) -> None:
+        self._seen.append((now, num_updates))
+        while len(self._seen) > 2 and now - self._seen[1][0] > 10.0:
+            del self._seen[0]
+        (then, before) = self._seen[0]
+        self.per_s = (num_updates - before) / (now - then) if now > then else 0.0
+
+
+def _updates(state: ProgressState) -> str:
+    goal = f" of {state.num_updates_goal}" if state.num_updates_goal is not None else ""
+    return f"{state.num_updates}{goal} updates"
+
+
+def _make_live(file: TextIO) -> Live:
+    # rich takes 0.1 s to import, which only a watched run pays.
+    from rich.console import Console
+    from rich.live import Live
+
+    # No refresh thread: what is drawn changes only when update() is called. A stream that does not go to this terminal
+    # is left alone, so that a redirected standard output or error keeps its own content.
+    return Live(
+        console=Console(file=file, force_terminal=True),
+        auto_refresh=False,
+        redirect_stdout=file is sys.stdout,
+        redirect_stderr=file is sys.stderr or sys.stderr.isatty(),
+    )

@@ -1,0 +1,86 @@
+"""Going over a run folder again: replaying its journal bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raafl.config import load_experiment
+from raafl.errors import BadInput
+from raafl.experiment import Experiment
+from raafl.run import Parts, build, make_executor
+from raafl.runtime import checkpoint
+from raafl.runtime.conditions import conditions, differences
+from raafl.runtime.replay import Replay, read_run
+from raafl.runtime.saver import with_ties
+from raafl.submodel import FlatTensors
+
+
+def replay(folder: Path, *, until: int | None = None, workers: int = 1) -> dict[str, Any]:
+    """Re-execute a run's journal and return what came of it.
+
+    Args:
+        folder: the run's.
+        until: stop after so many events and write the state as a checkpoint in ``folder/replay``.
+        workers: processes that train.
+
+    Returns:
+        ``equal``: whether the same model came out (None when there is nothing to compare with); ``model_digest``,
+        ``recorded_digest``; ``parted_at``: None, or the first event at which the two differ; ``distance``: to the run's
+        last checkpoint, when they differ; ``events``; ``differences``: conditions that are not those of the run.
+
+    Raises:
+        BadInput: the folder is not a run's.
+    """
+    if until is not None and until < 1:
+        raise BadInput(f"until is {until}: give the number of an event, from 1")
+    rows, recorded, summary = read_run(folder)
+    experiment = load_experiment(folder / "config.yaml", "--output=null")
+    found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
+    parts = build(experiment, pace=False)
+    executor = make_executor(parts, workers)
+    try:
+        played = Replay(parts.coordinator, executor)
+        played.run(rows, until)
+    finally:
+        executor.close()
+    digest = parts.coordinator.state.values.model_digest()
+    wanted = summary["model_digest"] if summary is not None and until is None else None
+    result: dict[str, Any] = {
+        "equal": None if wanted is None else digest == wanted,
+        "model_digest": digest,
+        "recorded_digest": wanted,
+        "parted_at": None if played.parting is None else played.parting.to_json(),
+        "events": played.num_events,
+        "versions": parts.coordinator.state.version,
+        "differences": differences(recorded, found),
+    }
+    if result["equal"] is False:
+        result["distance"] = _distance(folder, parts)
+    if until is not None:
+        result["checkpoint"] = str(_save(folder / "replay", parts, experiment))
+    return result
+
+
+def _save(folder: Path, parts: Parts, experiment: Experiment) -> Path:
+    state = parts.coordinator.state
+    return checkpoint.save(folder, state.version, with_ties(parts.module, state.values), module=parts.module)
+
+
+def _distance(folder: Path, parts: Parts) -> dict[str, Any] | None:
+    """Return how far the replayed values are from the run's last checkpoint: largest and root mean square difference."""
+    with contextlib.suppress(BadInput):
+        saved = checkpoint.load(folder)
+        values = parts.coordinator.state.values
+        theirs = FlatTensors.from_named({name: saved.state_dict[name] for name, _ in values.items()}, values.layout)
+        gaps = torch.cat(
+            [
+                (a.double() - b.double()).flatten()
+                for a, b in zip(values.buffers.values(), theirs.buffers.values(), strict=True)
+            ]
+        )
+        return {"version": saved.version, "max": gaps.abs().max().item(), "rms": gaps.square().mean().sqrt().item()}
+    return None

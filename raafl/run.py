@@ -1,0 +1,346 @@
+"""From an experiment to a finished run folder: builds every part once and hands them to one of the two runtimes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raafl.core import saving
+from raafl.core.algorithm import Fleet
+from raafl.core.coordinator import Coordinator
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo, derive_seed
+from raafl.data.federated import FederatedData
+from raafl.errors import BadInput, RunFailed
+from raafl.experiment import Experiment
+from raafl.local.evaluate import Evaluator
+from raafl.local.train import FabricOptions, LocalTrainer
+from raafl.local.trial import explained, try_training
+from raafl.progress import Progress
+from raafl.runtime import resume
+from raafl.runtime.conditions import conditions
+from raafl.runtime.journal import RunFolder, default_run_folder
+from raafl.runtime.record import RunRecord
+from raafl.runtime.saver import Saver
+from raafl.submodel import FULL, Submodels, skeleton
+
+if TYPE_CHECKING:
+    from lightning import LightningModule
+
+    from raafl.runtime.inbox import Inbox
+    from raafl.runtime.pool import Executor
+    from raafl.runtime.rendezvous import Rendezvous
+
+
+@dataclass
+class Parts:
+    """An experiment's parts on the server's side, built and checked."""
+
+    experiment: Experiment
+    data: FederatedData
+    module: LightningModule
+    submodels: Submodels
+    coordinator: Coordinator
+    clients: list[ClientInfo]
+
+
+def load_data(experiment: Experiment) -> FederatedData:
+    """Return the experiment's data, shared out among its clients."""
+    return FederatedData(experiment.data(), experiment.partition, experiment.clients, experiment.seed)
+
+
+def make_model(experiment: Experiment) -> LightningModule:
+    """Return the model with the initial weights that the seed decides."""
+    torch.manual_seed(derive_seed(experiment.seed, "model"))
+    return experiment.model()
+
+
+def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
+    """Return what is known of clients 1..N before they join."""
+    pairs = zip(data.sizes, experiment.profiles(), strict=True)
+    return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
+
+
+def build(experiment: Experiment, *, pace: bool) -> Parts:
+    """Build the server's parts. Work starts once all clients have joined that are available at the start.
+
+    Args:
+        experiment: validated by `Experiment.check`.
+        pace: clients on the wall clock take their device's time.
+
+    Raises:
+        BadInput: data and clients, or clients and submodels, do not go together.
+    """
+    torch.set_num_threads(experiment.threads)
+    data = load_data(experiment)
+    module = make_model(experiment)
+    batch_size = experiment.train.batch_size or data.batch_size or 1
+    submodels = Submodels(module, data.example_batch(2))
+    state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
+    clients = client_infos(experiment, data)
+    min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
+    coordinator = Coordinator(
+        experiment.algorithm, state, experiment.limits(min_clients),
+        training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
+    )  # fmt: skip
+    everyone = {client.id: client for client in clients}
+    fleet = Fleet(state, everyone, coordinator.fleet.rng, experiment.train, batch_size)
+    problems = experiment.algorithm.select.check(fleet)
+    if problems:
+        raise BadInput(
+            "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
+        )
+    return Parts(experiment, data, module, submodels, coordinator, clients)
+
+
+def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
+    """Return a trainer for the experiment's local part."""
+    algorithm = experiment.algorithm
+    try:
+        return LocalTrainer(
+            submodels, algorithm.local, algorithm.merge.sends, experiment.train, options, max_built=max_built
+        )
+    except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
+        raise BadInput(
+            f"fabric.accelerator is '{options.accelerator}', fabric.precision '{options.precision}': "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+class Run:
+    """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        config_yaml: str,
+        runtime: str,
+        progress_file: Any = None,
+        saved: resume.SavedRun | None = None,
+    ) -> None:
+        """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
+        experiment = parts.experiment
+        self.parts, self.runtime = parts, runtime
+        self.evaluator = Evaluator(parts.submodels, parts.data.test_batches, experiment.server_device)
+        metrics = self._first_metrics()  # before there is a folder: a run that cannot start leaves none
+        self.progress = Progress(experiment.progress, file=progress_file)  # type: ignore[arg-type]
+        self._resumed = saved is not None
+        if saved is not None:
+            self._go_on(saved)
+        else:
+            self.folder = Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
+            try:
+                self._writer = RunFolder(self.folder, config_yaml)
+            except OSError as error:
+                raise BadInput(
+                    f"output is '{self.folder}', which cannot be made: {error}: name another folder"
+                ) from error
+            self.record = RunRecord(self._writer, experiment.targets())
+            self.record.evaluated(0, 0.0, metrics)
+        self.saver = Saver(self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record)
+
+    def _go_on(self, saved: resume.SavedRun) -> None:
+        """Put everything back to where the checkpoint was; what came after it is marked lost."""
+        coordinator, section = self.parts.coordinator, saved.section
+        self.folder = saved.folder
+        last_id, num_lost = resume.mend(saved)
+        self._writer = RunFolder.reopen(self.folder)
+        self.record = RunRecord(self._writer, self.parts.experiment.targets())
+        self.record.restore(section["record"])
+        coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
+        saving.restore(coordinator, section["coordinator"])
+        if self.runtime != "simulated":  # ids are never used twice, also for tasks that were lost
+            coordinator.roster.last_id = max(coordinator.roster.last_id, last_id)
+            self.record.lose(num_lost)
+        row = {
+            "kept": self.record.num_events,
+            "last_id": coordinator.roster.last_id,
+            "version": coordinator.state.version,
+        }
+        self._writer.event({"time_s": section["clock"]["now"], "event": "resumed", **row})
+        self.progress.note(f"resumed from version {coordinator.state.version}; {num_lost} later tasks are lost")
+
+    def _first_metrics(self) -> dict[str, float]:
+        """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
+        module, data = self.evaluator.module, self.parts.data
+        with explained(module, "validation_step", next(iter(data.test_batches()))):
+            metrics = self.evaluator(self.parts.coordinator.state.values)
+        try_training(module, data.example_batch(2), self.parts.experiment.server_device)
+        if not metrics:
+            raise BadInput(
+                f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
+            )
+        for target in self.parts.experiment.targets():
+            if target.metric not in metrics:
+                raise BadInput(
+                    f"target is '{target}', but validation_step gives no '{target.metric}': "
+                    f"use one of {', '.join(metrics)}"
+                )
+        return metrics
+
+    def start(self) -> None:
+        """Start the clock and the view."""
+        experiment, coordinator = self.parts.experiment, self.parts.coordinator
+        described = experiment.algorithm.describe()
+        self.progress.start(
+            f"{experiment.name}: {described['name']} on {len(self.parts.clients)} clients, "
+            f"select {described['select']}, merge {described['merge']}, "
+            f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
+        )
+        if self._resumed:
+            return
+        found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
+        self._writer.event({"time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found})
+        self.record.restart_clock()
+
+    def finish(self, reason: str, time_s: float) -> dict[str, Any]:
+        """Write the summary and return it."""
+        coordinator = self.parts.coordinator
+        summary = self.record.summary(
+            algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
+            version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
+        )  # fmt: skip
+        self.saver.close()
+        self._writer.summary(summary)
+        return summary
+
+    def close(self) -> None:
+        """Give the terminal back, end the saver and flush the folder, however the run ended."""
+        self.progress.stop()
+        self._writer.close()
+        self.saver.close()
+
+
+def make_executor(parts: Parts, workers: int) -> Executor:
+    """Return what trains the tasks of a simulated run or a replay, in so many processes."""
+    from raafl.runtime.pool import Inline, Pool
+
+    trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built=16)
+    for client in parts.clients:  # before workers are forked, so that they share what each client caches
+        parts.data.client(client.id)
+    if workers > 1:
+        return Pool(trainer, parts.data.client, parts.submodels, workers)
+    return Inline(trainer, parts.data.client)
+
+
+def simulate(experiment: Experiment, config_yaml: str = "", progress_file: Any = None) -> tuple[dict[str, Any], Path]:
+    """Run on a virtual clock; return the summary and the run folder."""
+    from raafl.runtime.simulated import Simulation
+
+    experiment.check()
+    saved = resume.load(Path(experiment.resume), "simulated") if experiment.resume else None
+    parts = build(experiment, pace=False)
+    with ExitStack() as stack:
+        executor = make_executor(parts, experiment.workers)
+        stack.callback(executor.close)
+        run = Run(parts, config_yaml, "simulated", progress_file, saved)
+        stack.callback(run.close)
+        run.start()
+        simulation = Simulation(
+            parts.coordinator,
+            parts.clients,
+            executor,
+            run.record,
+            run.evaluator,
+            hooks=run.saver,
+            progress=run.progress,
+        )
+        if saved is not None:
+            simulation.restore(saved.section["clock"])
+        reason = simulation.run()
+        return run.finish(reason, simulation.now), run.folder
+
+
+def fit(experiment: Experiment, config_yaml: str = "", progress_file: Any = None) -> tuple[dict[str, Any], Path] | None:
+    """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
+    from raafl.runtime.rendezvous import Rendezvous
+
+    if environment_rank() in (None, 0):  # before the others are kept waiting
+        experiment = resume.after_restart(experiment)
+        experiment.check()
+    rendezvous = Rendezvous.from_environment(experiment)
+    if rendezvous.rank == 0:
+        return _serve(experiment, rendezvous, config_yaml, progress_file)
+    _join(experiment, rendezvous)
+    return None
+
+
+def _serve(
+    experiment: Experiment, rendezvous: Rendezvous, config_yaml: str, progress_file: Any, inbox: Inbox | None = None
+) -> tuple[dict[str, Any], Path]:
+    """Coordinate real ranks; ``inbox`` may impose an order on what happens."""
+    from raafl.runtime.distributed import Server
+    from raafl.runtime.inbox import Inbox
+    from raafl.runtime.session import Session
+
+    saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+    parts = build(experiment, pace=experiment.emulate and experiment.devices is not None)
+    run = Run(parts, config_yaml, "distributed", progress_file, saved)
+    resume.leave_note(run.folder)
+    inbox = inbox or Inbox()
+    lock = threading.Lock()
+
+    def moved(down: int, up: int) -> None:
+        with lock:  # sessions count from their own threads
+            run.record.moved(down=down, up=up)
+
+    device = experiment.server_device
+    sessions = [
+        Session(
+            client.id,
+            parts.coordinator.roster.lives(client.id),
+            rendezvous.connector(client.id, device),
+            parts.submodels,
+            inbox,
+            experiment.waits,
+            moved,
+            device,
+        )
+        for client in parts.clients
+    ]
+    server = Server(
+        parts.coordinator, sessions, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.saver,
+        progress=run.progress, on_end=rendezvous.announce_end,
+    )  # fmt: skip
+    if saved is not None:
+        server.restore(saved.section["clock"])
+    try:
+        run.start()
+        reason = server.run()
+        return run.finish(reason, server.now), run.folder
+    finally:
+        server.close()
+        run.close()
+
+
+def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
+    from raafl.runtime.client import Client
+    from raafl.runtime.transport import PeerLost, PeerTimeout
+
+    torch.set_num_threads(experiment.threads)
+    data = load_data(experiment)
+    with skeleton():
+        module = experiment.model()
+    submodels = Submodels(module, data.example_batch(2))
+    info = client_infos(experiment, data)[rendezvous.rank - 1]
+    trainer = make_trainer(experiment, submodels, rendezvous.fabric_options(), max_built=1)
+    try:
+        with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
+            mine, waits = data.client(info.id), experiment.waits
+            reason = Client(info, pair, submodels, trainer, mine, waits, rendezvous.watcher()).run()
+    except (PeerLost, PeerTimeout) as error:
+        reason = f"failed: the server is gone: {error}"
+    if reason.startswith(("refused", "failed")):
+        raise RunFailed(f"client {info.id}: {reason}")
+
+
+def environment_rank() -> int | None:
+    """Return this process's rank under torchrun, or None."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() and "WORLD_SIZE" in os.environ else None

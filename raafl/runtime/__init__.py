@@ -1,0 +1,1 @@
+"""What drives the loop: the clocks, the wire, and the run folder."""

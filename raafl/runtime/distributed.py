@@ -1,0 +1,258 @@
+"""A run on the wall clock: rank 0 coordinates real ranks, one pair of processes to each client.
+
+One thread per client sends and receives; the loop below takes what they report, in order, and is the only one to touch
+the global state. Evaluation and checkpoints work on snapshots in a thread of their own, so that neither delays a merge.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.types import (
+    Action,
+    Arrived,
+    Assign,
+    Checkpoint,
+    Evaluate,
+    Event,
+    Finish,
+    Lost,
+    SetTimer,
+    Settled,
+    Stop,
+    Timer,
+)
+from raafl.local.evaluate import Evaluator
+from raafl.progress import Progress, ProgressState
+from raafl.runtime.hooks import Hooks
+from raafl.runtime.inbox import Inbox
+from raafl.runtime.interrupt import Interrupt
+from raafl.runtime.record import RunRecord, view
+from raafl.runtime.session import Session, Waits
+from raafl.runtime.snapshots import Snapshots
+from raafl.submodel import FlatTensors
+
+
+class SnapshotEvaluator(threading.Thread):
+    """Evaluates the newest snapshot offered; one that is overtaken while an earlier one is measured is skipped."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        """Prepare; `start` begins."""
+        super().__init__(name="evaluator", daemon=True)
+        self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
+        self._next: tuple[int, float, FlatTensors] | None = None
+        self._spare: FlatTensors | None = None
+        self._done: list[tuple[int, float, dict[str, float]]] = []
+        self._failure: BaseException | None = None
+
+    def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
+        """Copy ``values`` for measuring; returns once they are copied."""
+        with self._changed:
+            snapshot = self._next[2] if self._next is not None else self._spare
+            self._spare = None
+            if snapshot is None:
+                snapshot = values.clone()
+            else:
+                snapshot.copy_(values)
+            self._next = (version, at_s, snapshot)
+            self._changed.notify()
+
+    def done(self) -> list[tuple[int, float, dict[str, float]]]:
+        """Return (version, time of the snapshot, metrics) of what has been measured since the last call."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            done, self._done = self._done, []
+            return done
+
+    def finish(self) -> list[tuple[int, float, dict[str, float]]]:
+        """Measure what is still on offer, end the thread, and return the last results."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self.join()
+        return self.done()
+
+    def run(self) -> None:
+        """Measure whatever is offered until told to finish."""
+        while True:
+            with self._changed:
+                while self._next is None and not self._ended:
+                    self._changed.wait()
+                if self._next is None:
+                    return
+                version, at_s, snapshot = self._next
+                self._next = None
+            try:
+                metrics = self._evaluator(snapshot)
+            except BaseException as error:  # reported by `done` in the loop's own thread
+                with self._changed:
+                    self._failure = error
+                return
+            with self._changed:
+                self._done.append((version, at_s, metrics))
+                self._spare = snapshot
+
+
+class Server:
+    """Drives a coordinator on the wall clock."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        sessions: Iterable[Session],
+        inbox: Inbox,
+        record: RunRecord,
+        evaluator: Evaluator | None,
+        *,
+        waits: Waits | None = None,
+        hooks: Hooks | None = None,
+        progress: Progress | None = None,
+        on_end: Callable[[str], None] = lambda reason: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Prepare; `run` starts the sessions and the clock. ``on_end`` is told the reason before clients are let go."""
+        self._on_end = on_end
+        self.coordinator, self.inbox, self.record = coordinator, inbox, record
+        self.hooks, self.progress, self.waits = hooks or Hooks(), progress, waits or Waits()
+        self.sessions = {session.client: session for session in sessions}
+        self.reason = ""
+        self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
+        self._snapshots = Snapshots(coordinator.state)
+        self._sent: dict[int, FlatTensors] = {}  # client -> the values it was last sent
+        self._timers: list[tuple[float, int]] = []
+        self._clock, self._start, self._resumed_at = clock, 0.0, 0.0
+        self._interrupt = Interrupt()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self._clock() - self._start
+
+    def save(self) -> dict[str, Any]:
+        """Return the time and the timers as plain data."""
+        return {"now": self.now, "timers": [[at, number] for at, number in self._timers]}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on from what `save` returned; the clients of that time are gone."""
+        self._resumed_at = data["now"]
+        self._timers = [(at, number) for at, number in data["timers"]]
+        heapq.heapify(self._timers)
+
+    def run(self) -> str:
+        """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
+        self._start = self._clock() - self._resumed_at
+        for client in sorted(self.coordinator.roster.clients):
+            self._tell(Lost(client, "restart", self.coordinator.roster.clients[client].incarnation), ours=False)
+        if self._evaluator is not None:
+            self._evaluator.start()
+        for session in self.sessions.values():
+            session.start()
+        with self._interrupt:
+            try:
+                if self.record.reached:  # by the initial model
+                    self._tell(Stop("target"))
+                while not self.reason:
+                    self._turn()
+            except KeyboardInterrupt:
+                self._tell(Stop("interrupted"))
+            finally:
+                self._end()
+        return self.reason
+
+    def _turn(self) -> None:
+        """Wait for one event, or the next timer, and see to it."""
+        wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
+        event = self.inbox.get(max(wait, 0.0))
+        if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
+            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
+            self._tell(Stop("interrupted"))
+            return
+        while self._timers and self._timers[0][0] <= self.now and not self.reason:
+            self._tell(Timer(heapq.heappop(self._timers)[1]))
+        if event is not None and not self.reason:
+            self._tell(event)
+        if self._evaluator is not None and not self.reason:
+            self._note(self._evaluator.done())
+        if not self.reason and not self.sessions:
+            self._tell(Stop("failed: every client was lost"))
+
+    def _tell(self, event: Event, *, ours: bool = True) -> None:
+        """Let the coordinator know; ``ours`` is False for what concerns clients of an earlier life."""
+        now = self.now
+        if isinstance(event, Arrived):
+            assignment = self.coordinator.roster.active.get(event.update.assignment)
+            event.update.train_s = now - assignment.assigned_s if assignment is not None else 0.0
+        elif isinstance(event, Lost) and ours:
+            self.sessions.pop(event.client, None)
+            if self.progress is not None:
+                self.progress.note(f"client {event.client} was lost: {event.reason}")
+        if isinstance(event, Arrived | Lost):  # its session has sent, or sends no more
+            snapshot = self._sent.pop(event.update.client if isinstance(event, Arrived) else event.client, None)
+            if snapshot is not None:
+                self._snapshots.give_back(snapshot)
+        self.record.event(event, now)
+        actions = self.coordinator.handle(event, now)
+        for action in actions:
+            self._do(action)
+        for action in actions:  # when all that the event brought about has been seen to
+            if isinstance(action, Checkpoint) and self.coordinator.finished != "interrupted":
+                self.hooks.on_checkpoint(self.coordinator, action.version, self.save())
+        if self.progress is not None:
+            self.progress.update(self._view)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Assign(assignment):
+                session = self.sessions.get(assignment.client)
+                if session is not None:
+                    snapshot = self._sent[assignment.client] = self._snapshots.cut(assignment)
+                    session.assign(assignment, snapshot)
+                self.record.assigned(assignment)
+            case Settled():
+                self.record.settled(action, self.now)
+                self.hooks.on_settled(action, self.now)
+            case SetTimer(id, at):
+                heapq.heappush(self._timers, (at, id))
+            case Evaluate(version):
+                if self._evaluator is not None:
+                    self._evaluator.offer(version, self.now, self.coordinator.state.values)
+            case Finish(reason):
+                self.reason = reason
+
+    def _note(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
+        for version, at_s, metrics in results:
+            reached = self.record.evaluated(version, at_s, metrics)
+            self.hooks.on_evaluate(version, at_s, metrics)
+            if self.progress is not None:
+                self.progress.update(self._view, evaluated=True)
+            if reached and not self.reason:
+                self._tell(Stop("target"))
+
+    def _end(self) -> None:
+        """Let the clients go, then take in the last evaluation."""
+        self._on_end(self.reason or "failed")
+        for session in self.sessions.values():
+            session.stop(self.reason or "failed")
+        if self._evaluator is not None and self._evaluator.is_alive():
+            self._note(self._evaluator.finish())
+        deadline = time.monotonic() + self.waits.stop_s
+        for session in self.sessions.values():
+            session.join(timeout=max(deadline - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Break with the clients that have not let go by now; harmless when there are none."""
+        for session in self.sessions.values():
+            if session.is_alive():
+                session.abandon()
+        for session in self.sessions.values():
+            if session.is_alive():
+                session.join(timeout=1.0)
+
+    def _view(self) -> ProgressState:
+        return view(self.coordinator, self.record, self.now)

@@ -1,0 +1,251 @@
+"""What a run leaves behind: rows for the run folder, and the figures of its summary."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.types import (
+    Arrived,
+    Assignment,
+    Event,
+    Joined,
+    Settled,
+    assignment_to_json,
+    event_to_json,
+)
+from raafl.errors import BadInput
+from raafl.progress import ClientProgress, ProgressState
+from raafl.runtime.journal import RunFolder
+from raafl.submodel import FlatTensors
+
+_MAX_SHOWN = 64  # clients a progress view is told of
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A metric value at which the run may end, e.g. accuracy=0.93; for a loss, perplexity or error, from above."""
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Return the target that ``METRIC=VALUE`` says.
+
+        Raises:
+            BadInput: the text is not of that form.
+        """
+        metric, sign, value = text.partition("=")
+        try:
+            if not sign or not metric.strip():
+                raise ValueError
+            number = float(value)
+            if not math.isfinite(number):
+                raise ValueError
+        except ValueError:
+            raise BadInput(f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93") from None
+        return cls(metric.strip(), number)
+
+    def met(self, metrics: dict[str, float]) -> bool:
+        """Return whether ``metrics`` reach the target."""
+        if self.metric not in metrics:
+            return False
+        if self.metric.endswith(_LOWER_IS_BETTER):
+            return metrics[self.metric] <= self.value
+        return metrics[self.metric] >= self.value
+
+    def __str__(self) -> str:
+        """Return METRIC=VALUE."""
+        return f"{self.metric}={self.value:g}"
+
+
+class RunRecord:
+    """Keeps count of a run as its runtime drives it, and writes its folder. One writer, no lock.
+
+    Without a folder it only counts (benchmarks, the Python API without an output).
+    """
+
+    def __init__(self, folder: RunFolder | None, targets: Sequence[Target] = (), *, fingerprints: bool = True) -> None:
+        """Start counting; ``fingerprints`` puts a digest of each update into the journal."""
+        self.folder, self.targets, self.fingerprints = folder, targets, fingerprints and folder is not None
+        self.started = time.perf_counter()
+        self.outcomes: Counter[str] = Counter()
+        self.participation: dict[int, int] = {}
+        self.samples_trained = 0
+        self.bytes_up = self.bytes_down = 0
+        self.time_to: dict[str, float | None] = {str(target): None for target in targets}
+        self.metrics: dict[str, float] = {}
+        self.evaluated_version = -1
+        self.num_events = self.num_rows = 0
+        self._busy_s: dict[int, float] = {}
+        self._staleness_sum = self._staleness_max = 0
+
+    @property
+    def wall_s(self) -> float:
+        """Wall-clock seconds since the run began."""
+        return time.perf_counter() - self.started
+
+    @property
+    def reached(self) -> bool:
+        """Whether there are targets and all have been met."""
+        return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
+
+    def restart_clock(self) -> None:
+        """Count wall-clock seconds from now."""
+        self.started = time.perf_counter()
+
+    # ---- as it happens ----
+
+    def event(self, event: Event, now: float) -> None:
+        """Journal one event, in the order the coordinator sees them."""
+        self.num_events += 1
+        if isinstance(event, Joined):
+            self.participation.setdefault(event.client.id, 0)
+        elif isinstance(event, Arrived) and self.fingerprints and not event.update.fingerprint:
+            event.update.fingerprint = event.update.tensors.fingerprint()
+        if self.folder is not None:
+            self.folder.event({"time_s": now, **event_to_json(event)})
+
+    def assigned(self, assignment: Assignment) -> None:
+        """Journal an assignment."""
+        if self.folder is not None:
+            self.folder.event({"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)})
+
+    def moved(self, *, down: int = 0, up: int = 0) -> None:
+        """Count bytes over a link."""
+        self.bytes_down += down
+        self.bytes_up += up
+
+    def settled(self, settled: Settled, now: float) -> None:
+        """Count the end of an assignment and write its row."""
+        assignment, update, outcome = settled.assignment, settled.update, settled.outcome
+        self.outcomes[outcome] += 1
+        if outcome == "merged":
+            self.participation[settled.client] = self.participation.get(settled.client, 0) + 1
+            self._staleness_sum += settled.staleness
+            self._staleness_max = max(self._staleness_max, settled.staleness)
+        if assignment is not None:
+            arrived = now if update is None else assignment.assigned_s + update.train_s
+            self._busy_s[settled.client] = self._busy_s.get(settled.client, 0.0) + arrived - assignment.assigned_s
+        self.num_rows += 1
+        if self.folder is not None:
+            self.folder.client(self._client_row(settled, now))
+
+    def _client_row(self, settled: Settled, now: float) -> dict[str, Any]:
+        assignment, update = settled.assignment, settled.update
+        row: dict[str, Any] = {"client": settled.client, "outcome": settled.outcome, "merged_version": settled.version}
+        if assignment is not None:
+            row |= {
+                "task": assignment.task, "assignment": assignment.id, "incarnation": assignment.incarnation,
+                "spec": str(assignment.spec), "region": assignment.region, "version": assignment.version,
+                "staleness": settled.staleness, "assigned_s": assignment.assigned_s,
+            }  # fmt: skip
+        if update is not None:
+            row |= {
+                "arrived_s": now if assignment is None else assignment.assigned_s + update.train_s,
+                "train_s": update.train_s, "bytes_down": update.bytes_down, "bytes_up": update.bytes_up,
+                "num_samples": update.num_samples, "num_steps": update.num_steps, "loss": update.metrics.get("loss"),
+            }  # fmt: skip
+        return row
+
+    def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
+        """Note the global model's metrics; return whether there are targets and all have been met by now."""
+        self.metrics, self.evaluated_version = metrics, version
+        if self.folder is not None:
+            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics})
+        for target in self.targets:
+            if self.time_to[str(target)] is None and target.met(metrics):
+                self.time_to[str(target)] = now
+        return self.reached
+
+    # ---- interrupted and resumed ----
+
+    def save(self) -> dict[str, Any]:
+        """Return every count as plain data."""
+        return {
+            "wall_s": self.wall_s,
+            "outcomes": dict(self.outcomes),
+            "participation": dict(self.participation),
+            "bytes": [self.bytes_down, self.bytes_up],
+            "time_to": dict(self.time_to),
+            "metrics": dict(self.metrics),
+            "evaluated_version": self.evaluated_version,
+            "num_events": self.num_events,
+            "num_rows": self.num_rows,
+            "busy_s": dict(self._busy_s),
+            "staleness": [self._staleness_sum, self._staleness_max],
+        }
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on counting from what `save` returned."""
+        self.started = time.perf_counter() - data["wall_s"]
+        self.outcomes.update(data["outcomes"])
+        self.participation.update(data["participation"])
+        self.bytes_down, self.bytes_up = data["bytes"]
+        self.time_to.update({name: at_s for name, at_s in data["time_to"].items() if name in self.time_to})
+        self.metrics, self.evaluated_version = dict(data["metrics"]), data["evaluated_version"]
+        self.num_events, self.num_rows = data["num_events"], data["num_rows"]
+        self._busy_s.update(data["busy_s"])
+        self._staleness_sum, self._staleness_max = data["staleness"]
+
+    def lose(self, num: int) -> None:
+        """Count assignments whose rows were marked lost when the run was resumed."""
+        self.outcomes["lost:restart"] += num
+        self.num_rows += num
+
+    # ---- at the end ----
+
+    def summary(
+        self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
+    ) -> dict[str, Any]:
+        """Return the summary: a contract that scripts rely on."""
+        merged = self.outcomes["merged"]
+
+        def by_reason(kind: str) -> dict[str, int]:
+            return {k.removeprefix(kind + ":"): n for k, n in sorted(self.outcomes.items()) if k.startswith(kind + ":")}
+
+        num_clients = max(len(self.participation), 1)
+        busy = sum(self._busy_s.values())
+        return {
+            "algorithm": algorithm,
+            "runtime": runtime,
+            "seed": seed,
+            "finished": reason,
+            "versions": version,
+            "updates_merged": merged,
+            "updates_refused": by_reason("refused"),
+            "updates_lost": sum(by_reason("lost").values()),
+            "updates_lost_by_reason": by_reason("lost"),
+            "updates_unused": self.outcomes["unused"],
+            "time_s": time_s,
+            "wall_s": self.wall_s,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "utilisation": min(busy / (num_clients * time_s), 1.0) if time_s > 0 else 0.0,
+            "participation": {str(client): n for client, n in sorted(self.participation.items())},
+            "staleness": {"mean": self._staleness_sum / merged if merged else 0.0, "max": self._staleness_max},
+            "final": self.metrics,
+            "time_to": self.time_to,
+            "model_digest": values.model_digest(),
+        }
+
+
+def view(coordinator: Coordinator, record: RunRecord, now: float) -> ProgressState:
+    """Return what a person is shown of a run at ``now``."""
+    working = {a.client: a for a in coordinator.roster.active.values()}
+    clients = []
+    for client in heapq.nsmallest(_MAX_SHOWN, record.participation):
+        doing = f"v{working[client].version}  {working[client].spec}" if client in working else ""
+        clients.append(ClientProgress(client, doing, record.participation[client]))
+    return ProgressState(
+        coordinator.state.version, coordinator.merged, now, record.metrics, tuple(clients),
+        coordinator.limits.max_updates,
+    )  # fmt: skip

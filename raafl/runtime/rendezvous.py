@@ -1,0 +1,146 @@
+"""How the ranks that torchrun started find each other: its environment, its store, and a pair for each client."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as _distributed
+
+from raafl.errors import BadInput
+from raafl.local.train import FabricOptions
+from raafl.runtime.transport import Pair, connect
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from raafl.experiment import Experiment
+
+dist: Any = _distributed  # much of it is not typed
+
+_ENDED = "ended"
+_SLACK_S = 5.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """A rank's place among the others.
+
+    Attributes:
+        rank: 0 coordinates, 1..N are clients.
+        world_size: N + 1.
+        store: shared by all ranks.
+        local: all ranks are on this machine.
+        experiment: whose run it is.
+    """
+
+    rank: int
+    world_size: int
+    store: Store
+    local: bool
+    experiment: Experiment
+
+    @classmethod
+    def from_environment(cls, experiment: Experiment) -> Rendezvous:
+        """Read torchrun's environment and connect to its store.
+
+        Raises:
+            BadInput: not started by torchrun, or with a number of ranks that does not fit the config.
+        """
+        missing = [name for name in _VARIABLES if name not in os.environ]
+        if missing:
+            raise BadInput(
+                f"fit needs ranks, and {missing[0]} is not set: start it with `torchrun --nproc-per-node "
+                f"{experiment.clients + 1} -m raafl fit ...`, or use `raafl simulate` for one process"
+            )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if rank >= world_size:
+            raise BadInput(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks are 0 to {world_size - 1}")
+        if world_size != experiment.clients + 1:
+            raise BadInput(
+                f"clients is {experiment.clients}, but torchrun started {world_size} ranks (1 aggregator and "
+                f"{world_size - 1} clients): start {experiment.clients + 1} ranks, or use --clients {max(world_size - 1, 1)}"
+            )
+        local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(
+            rank,
+            world_size,
+            dist.PrefixStore(f"raafl/{attempt}", _store(rank, world_size, experiment)),
+            local,
+            experiment,
+        )
+
+    def connector(self, client: int, device: torch.device | str, incarnation: int = 0) -> Callable[[], Pair]:
+        """Return what connects this rank's end of ``client``'s pair; ``device`` is where its tensors lie."""
+
+        def connect_pair() -> Pair:
+            return connect(
+                self.store, f"pair/{client}/{incarnation}", server=self.rank == 0,
+                timeout_s=self.experiment.waits.join_s, hostname="127.0.0.1" if self.local else None, device=device,
+            )  # fmt: skip
+
+        return connect_pair
+
+    def announce_end(self, reason: str) -> None:
+        """Let clients that are still in a task know that the run is over, not broken."""
+        with suppress(RuntimeError):
+            self.store.set(_ENDED, reason or "ended")
+
+    def watcher(self) -> Callable[[], str | None]:
+        """Return what says why the run is over, or None while it is not; over a connection of its own, for a thread."""
+        store = self.store.clone()
+
+        def ended() -> str | None:
+            with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
+                if store.check([_ENDED]):
+                    return str(store.get(_ENDED).decode())
+            return None
+
+        return ended
+
+    def fabric_options(self) -> FabricOptions:
+        """Return the client's Fabric options: each rank takes the GPU of its local rank (shared when there are fewer)."""
+        options = self.experiment.fabric
+        if options.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available() and options.device is None:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            return replace(options, device=local_rank % torch.cuda.device_count())
+        return options
+
+
+def _store(rank: int, world_size: int, experiment: Experiment) -> Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    wait_s = experiment.waits.join_s
+    found: Future[Store] = Future()
+
+    def open_store() -> None:
+        try:
+            timeout = timedelta(seconds=wait_s)
+            store = dist.TCPStore(address, port, world_size, is_master=hosts, timeout=timeout, wait_for_workers=False)
+            found.set_result(store)
+        except BaseException as error:
+            found.set_exception(error)
+
+    # In a thread, since its timeout does not cover a port where something listens and says nothing.
+    threading.Thread(target=open_store, daemon=True).start()
+    try:
+        return found.result(wait_s + _SLACK_S)
+    except TimeoutError:
+        raise BadInput(
+            f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is no store of torch's: choose a free port"
+        ) from None
+    except RuntimeError as error:
+        if hosts and "EADDRINUSE" in str(error):
+            raise BadInput(f"MASTER_PORT is {port}, which is in use on {address}: choose a free port") from None
+        raise BadInput(
+            f"no store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}"
+        ) from None

@@ -1,0 +1,200 @@
+"""Re-executing a recorded run, bit for bit, from its journal.
+
+The journal of a run, real or simulated, holds the events in the order the coordinator saw them, with their times, and a
+digest of each update; no tensors. A replay feeds the same events to a fresh coordinator and trains each task again when
+its answer arrives. A task is a pure function of its assignment, so the model comes out the same, to the last bit, if
+versions, thread count and device are the same (`raafl.runtime.conditions`) and the data is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.types import (
+    Action,
+    Arrived,
+    Assign,
+    Assignment,
+    Event,
+    Lost,
+    Update,
+    event_from_json,
+)
+from raafl.errors import BadInput
+from raafl.runtime.journal import read_events
+from raafl.runtime.pool import Executor
+from raafl.runtime.snapshots import Snapshots
+from raafl.submodel import FlatTensors
+
+EVENTS = ("joined", "arrived", "lost", "timer", "stop")
+
+
+@dataclass
+class Parting:
+    """The first event at which a replay and its recording are not the same.
+
+    Attributes:
+        number: of the event in the journal, from 1.
+        what: what differs, in words.
+        recorded: what the journal says; replayed: what came out now.
+    """
+
+    number: int
+    what: str
+    recorded: Any
+    replayed: Any
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parting as plain data."""
+        return {"event": self.number, "what": self.what, "recorded": self.recorded, "replayed": self.replayed}
+
+
+def event_of(row: dict[str, Any]) -> Event | None:
+    """Return the event of a journal row, or None for a row that is not one; an `Arrived` has no tensors yet.
+
+    Raises:
+        BadInput: the row is not one of raafl's.
+    """
+    if row.get("event") not in EVENTS:
+        return None
+    try:
+        return event_from_json(row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is not one of raafl's: {error}") from None
+
+
+@dataclass
+class Replay:
+    """Feeds a journal to a coordinator.
+
+    Attributes:
+        coordinator: fresh, built from the run's config.
+        executor: trains the tasks; in a pool, ahead of their turn.
+        parting: where the replay left the recording, if it did.
+        num_events: events replayed.
+    """
+
+    coordinator: Coordinator
+    executor: Executor
+    parting: Parting | None = None
+    num_events: int = 0
+    now: float = 0.0
+    _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
+    _expected: list[Assignment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Cut snapshots from the coordinator's state."""
+        self._snapshots = Snapshots(self.coordinator.state)
+
+    def run(self, rows: Iterable[dict[str, Any]], until: int | None = None) -> None:
+        """Replay rows in order, up to and including event number ``until``."""
+        rows = list(rows)
+        order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
+        for row in rows:
+            if until is not None and self.num_events >= until:
+                return
+            if row.get("event") == "resumed":
+                self.coordinator.roster.last_id = row["last_id"]
+            if row.get("event") == "assigned":
+                self._check_assigned(row)
+                continue
+            event = self._arrived(row) if row.get("event") == "arrived" else event_of(row)
+            if event is None:
+                continue
+            self.num_events += 1
+            self.now = row["time_s"]
+            for action in self.coordinator.handle(event, self.now):
+                self._do(action, order)
+            if isinstance(event, Lost):
+                self._forget(event.client)
+
+    def _do(self, action: Action, order: dict[int, int]) -> None:
+        if isinstance(action, Assign):
+            assignment = action.assignment
+            snapshot = self._snapshots.cut(assignment)
+            self._out[assignment.id] = (assignment, snapshot)
+            self._expected.append(assignment)
+            needed = order.get(assignment.id)
+            if needed is not None:
+                self.executor.submit(assignment, snapshot, float(needed))
+
+    def _check_assigned(self, row: dict[str, Any]) -> None:
+        """Compare the assignment that was recorded with the one that came out now."""
+        if self.parting is not None:
+            return
+        assignment = self._expected.pop(0) if self._expected else None
+        wanted = (row["id"], row["client"], row["version"], row["spec"], row["seed"])
+        found = None
+        if assignment is not None:
+            found = (assignment.id, assignment.client, assignment.version, assignment.spec.to_json(), assignment.seed)
+        if found != wanted:
+            self.parting = Parting(self.num_events, "assignment (id, client, version, spec, seed)", wanted, found)
+
+    def _arrived(self, row: dict[str, Any]) -> Arrived:
+        """Train the task that was answered, unless the answer was refused for what it was."""
+        number = row["assignment"]
+        assignment, snapshot = self._out.get(number, (None, None))
+        sound = row["refusal"] in (None, "non-finite") and number in self.coordinator.roster.active
+        if assignment is None or snapshot is None or not sound or row["client"] != assignment.client:
+            nothing = FlatTensors.empty(self.coordinator.state.submodels.layout(part="trained"))
+            return Arrived(Update(number, row["client"], row["incarnation"], nothing, 0, refusal=row["refusal"]))
+        update = self.executor.result(number)
+        self._release(number)
+        update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
+        fingerprint = update.tensors.fingerprint()
+        if self.parting is None and row.get("fingerprint") not in ("", None, fingerprint):
+            what = f"update of client {row['client']} for assignment {number}"
+            self.parting = Parting(self.num_events + 1, what, row["fingerprint"], fingerprint)
+        return Arrived(update)
+
+    def _release(self, number: int) -> None:
+        _, snapshot = self._out.pop(number)
+        self._snapshots.give_back(snapshot)
+
+    def _forget(self, client: int) -> None:
+        for number in [n for n, (assignment, _) in self._out.items() if assignment.client == client]:
+            if number not in self.coordinator.roster.active:
+                self.executor.cancel(number)
+                self._release(number)
+
+
+def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
+    """Return a run's journal rows, its recorded conditions, and its summary (None if it never finished).
+
+    Raises:
+        BadInput: the folder is not a run's.
+    """
+    for name in ("config.yaml", "events.jsonl"):
+        if not (folder / name).is_file():
+            raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
+    rows = _that_count(read_events(folder))
+    recorded: dict[str, Any] = next((row["conditions"] for row in rows if row.get("event") == "run"), {})
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return rows, recorded, summary
+
+
+def _that_count(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows without those that a resumed run has gone back behind."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if row.get("event") == "resumed":
+            kept = _first(kept, row["kept"])
+        kept.append(row)
+    return kept
+
+
+def _first(rows: list[dict[str, Any]], num_events: int) -> list[dict[str, Any]]:
+    """Return the rows of the first ``num_events`` events, with the assignments that followed them."""
+    seen = 0
+    for place, row in enumerate(rows):
+        if row.get("event") in EVENTS:
+            if seen == num_events:
+                return rows[:place]
+            seen += 1
+    return rows

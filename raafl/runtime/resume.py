@@ -1,0 +1,120 @@
+"""Going on with an interrupted run from its last checkpoint, in its own folder.
+
+A simulated run goes on exactly where the checkpoint was, so that it ends as if it had never been interrupted. Of a
+wall-clock run the clients are gone: what they worked on is lost, they join again as new incarnations, and what was merged
+after the checkpoint is lost too, and reported so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raafl.errors import BadInput
+from raafl.runtime import checkpoint
+from raafl.runtime.journal import CLIENT_COLUMNS, read_events, read_table, write_table
+from raafl.submodel import FlatTensors, Layout
+
+if TYPE_CHECKING:
+    from raafl.experiment import Experiment
+
+RESTART = "lost:restart"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The last checkpoint of a run.
+
+    Attributes:
+        folder: the run's.
+        state_dict: global values by name.
+        section: what the runtime saved: ``coordinator``, ``record``, ``events``, ``now``, and for a simulated run
+            ``simulation``.
+    """
+
+    folder: Path
+    state_dict: dict[str, Any]
+    section: dict[str, Any]
+
+    def values(self, layout: Layout) -> FlatTensors:
+        """Return the global values in ``layout``."""
+        return FlatTensors.from_named({entry.name: self.state_dict[entry.name] for entry in layout.entries}, layout)
+
+
+def load(folder: Path, runtime: str) -> SavedRun:
+    """Return the last checkpoint of a run.
+
+    Raises:
+        BadInput: there is none, it is from before the first task, or the run was of the other runtime.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
+    saved = checkpoint.load(folder)
+    if saved.raafl.get("finished") is not None:
+        raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")
+    if saved.raafl.get("runtime") != runtime:
+        command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
+        raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
+    return SavedRun(folder, saved.state_dict, saved.raafl)
+
+
+def after_restart(experiment: Experiment) -> Experiment:
+    """Return ``experiment`` so that it goes on where the attempt before ended, if torchrun has restarted the ranks.
+
+    With ``--max-restarts`` torchrun ends all ranks when one fails and starts them anew. The first attempt leaves the name
+    of its run folder in ``runs/.torchrun``; a later one resumes from that folder's last checkpoint, or starts over in
+    a folder beside it when there is none.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0 or experiment.resume is not None:
+        return experiment
+    note = _note()
+    folder = Path(note.read_text(encoding="utf-8")) if note.is_file() else None
+    if folder is not None and checkpoint.newest(folder) is not None:
+        return replace(experiment, resume=str(folder))
+    return replace(experiment, output=f"{folder}-attempt-{attempt}" if folder is not None else None)
+
+
+def leave_note(folder: Path) -> None:
+    """Leave the name of the run folder for the next attempt, where there may be one."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _note().parent.mkdir(parents=True, exist_ok=True)
+        _note().write_text(str(folder.absolute()), encoding="utf-8")
+
+
+def _note() -> Path:
+    name = re.sub(r"[^\w.-]", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+    return Path("runs") / ".torchrun" / name
+
+
+def mend(saved: SavedRun) -> tuple[int, int]:
+    """Bring the tables of the folder to the state of the checkpoint, and say in them what is lost.
+
+    Rows of a simulated run after the checkpoint are dropped: they will come again. Of a wall-clock run, tasks handed out
+    after the checkpoint are marked lost:restart, whatever had become of them.
+
+    Returns:
+        The highest assignment id in the journal, and how many assignments are marked lost.
+    """
+    section, folder = saved.section, saved.folder
+    coordinator = section["coordinator"]
+    header, metrics = read_table(folder / "metrics.csv")
+    write_table(folder / "metrics.csv", header, [row for row in metrics if int(row[0]) <= coordinator["version"]])
+    header, rows = read_table(folder / "clients.csv")
+    kept = rows[: section["record"]["num_rows"]]
+    assigned = {row["id"]: row for row in read_events(folder) if row.get("event") == "assigned"}
+    lost: list[Sequence[str]] = []
+    if section["runtime"] != "simulated":
+        later = sorted(number for number in assigned if number > coordinator["last_id"])
+        lost = [_lost_row(assigned[number]) for number in later]
+    write_table(folder / "clients.csv", header, [*kept, *lost])
+    return max(assigned, default=0), len(lost)
+
+
+def _lost_row(assigned: dict[str, Any]) -> list[str]:
+    known = {**assigned, "assignment": assigned["id"], "outcome": RESTART, "spec": assigned["spec"]}
+    return [str(known.get(column, "")) for column in CLIENT_COLUMNS]

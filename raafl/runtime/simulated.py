@@ -1,0 +1,251 @@
+"""A run on a virtual clock: device profiles say how long each task takes; the training itself is real."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.saving import from_plain, to_plain
+from raafl.core.types import (
+    Action,
+    Arrived,
+    Assign,
+    Assignment,
+    Checkpoint,
+    ClientInfo,
+    Evaluate,
+    Event,
+    Finish,
+    Joined,
+    Lost,
+    SetTimer,
+    Settled,
+    Stop,
+    Timer,
+    Work,
+    assignment_from_json,
+    assignment_to_json,
+    event_from_json,
+    event_to_json,
+)
+from raafl.devices.profiles import TaskTime
+from raafl.local.evaluate import Evaluator
+from raafl.progress import Progress, ProgressState
+from raafl.runtime.hooks import Hooks
+from raafl.runtime.interrupt import Interrupt
+from raafl.runtime.pool import Executor
+from raafl.runtime.record import RunRecord, view
+from raafl.runtime.snapshots import Snapshots
+from raafl.submodel import FlatTensors
+
+ARRIVED, LOST, JOINED, TIMER = range(
+    4
+)  # at the same instant: who reports is heard before who leaves, joins, or is awaited
+
+LOST_FOR_EACH_CLIENT = 100
+"""Tasks lost with none finished between them, for each client, after which a run has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A task's answer, due at the far end of its simulated time."""
+
+    assignment: Assignment
+    time: TaskTime
+
+
+class Simulation:
+    """Drives a coordinator through virtual time: a heap of (time, priority, sequence)."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        clients: Iterable[ClientInfo],
+        executor: Executor,
+        record: RunRecord,
+        evaluator: Evaluator | None,
+        *,
+        hooks: Hooks | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Set the clock to 0 and let every available client join."""
+        self.coordinator, self.executor, self.record, self.evaluator = coordinator, executor, record, evaluator
+        self.hooks = hooks or Hooks()
+        self.progress = progress
+        self.now = 0.0
+        self.reason = ""
+        self._heap: list[tuple[float, int, int, Event | _Due]] = []
+        self._sequence = 0
+        self._num_lost = 0  # since the last arrival
+        self._snapshots = Snapshots(coordinator.state)
+        self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
+        for client in clients:
+            self._plan_join(client, 0.0)
+
+    # ---- interrupted and resumed ----
+
+    def save(self) -> dict[str, Any]:
+        """Return the clock, what is queued, and what the tasks under way started from, as plain data and tensors."""
+        snapshots = {id(snapshot): snapshot for _, snapshot in self._out.values()}
+        return {
+            "now": self.now,
+            "sequence": self._sequence,
+            "num_lost": self._num_lost,
+            "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
+            "out": [[client, number, id(snapshot)] for client, (number, snapshot) in self._out.items()],
+            "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
+        }
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on from what `save` returned; the coordinator and the record are restored apart."""
+        self.now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
+        self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
+        heapq.heapify(self._heap)
+        snapshots = {key: self._snapshots.adopt(from_plain(plain)) for key, plain in data["snapshots"]}
+        due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
+        for client, number, key in data["out"]:
+            at, item = due[number]
+            snapshot = self._snapshots.share(snapshots[key])
+            self._out[client] = (number, snapshot)
+            self.executor.submit(item.assignment, snapshot, at)
+
+    def run(self) -> str:
+        """Go on until the coordinator finishes, or nothing can happen any more; return the reason."""
+        if self.record.reached:  # by the initial model
+            self._tell(Stop("target"))
+        with Interrupt() as interrupt:
+            while self._heap and not self.reason:
+                self.now, _, _, item = heapq.heappop(self._heap)
+                event = self._arrive(item) if isinstance(item, _Due) else item
+                if event is not None:
+                    self._tell(event)
+                if interrupt.asked and not self.reason:
+                    self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
+                    self._tell(Stop("interrupted"))
+        if not self.reason:
+            self._tell(Stop("failed: no client is left or will come back"))
+        return self.reason
+
+    # ---- events ----
+
+    def _push(self, at: float, priority: int, item: Event | _Due) -> None:
+        heapq.heappush(self._heap, (at, priority, self._sequence, item))
+        self._sequence += 1
+
+    def _plan_join(self, client: ClientInfo, not_before: float) -> None:
+        """Queue the client's next arrival in the fleet, and its leaving after that."""
+        profile = client.profile
+        at = not_before if profile.available(not_before) else profile.next_change_s(not_before)
+        if at < float("inf"):
+            self._push(at, JOINED, Joined(client))
+            leaves = profile.next_change_s(at)
+            if leaves < float("inf"):
+                self._push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
+
+    def _arrive(self, due: _Due) -> Event | None:
+        """Return the arrival of a task's answer, or None when its client was lost meanwhile."""
+        assignment = due.assignment
+        number, snapshot = self._out.get(assignment.client, (0, None))
+        if number != assignment.id or snapshot is None:
+            return None
+        del self._out[assignment.client]
+        update = self.executor.result(assignment.id)
+        self._snapshots.give_back(snapshot)
+        update.train_s = due.time.total_s
+        cost = self.coordinator.state.submodels.cost(assignment.spec, self.coordinator.fleet.batch_size)
+        update.bytes_down, update.bytes_up = cost.down_bytes, cost.up_bytes
+        self.record.moved(up=cost.up_bytes)
+        return Arrived(update)
+
+    def _tell(self, event: Event) -> None:
+        self.record.event(event, self.now)
+        lost = self.coordinator.roster.clients.get(event.client) if isinstance(event, Lost) else None
+        actions = self.coordinator.handle(event, self.now)
+        for action in actions:
+            self._do(action)
+        if isinstance(event, Arrived):
+            self._num_lost = 0
+        elif lost is not None:
+            self._forget(lost, event)
+        for action in actions:  # when all that the event brought about has been seen to
+            if isinstance(action, Checkpoint) and self.coordinator.finished != "interrupted":
+                self.hooks.on_checkpoint(self.coordinator, action.version, self.save())
+        if self.progress is not None:
+            self.progress.update(self._view)
+
+    def _forget(self, lost: ClientInfo, event: Event) -> None:
+        """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
+        number, snapshot = self._out.pop(lost.id, (0, None))
+        self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
+        if snapshot is None:
+            return
+        self.executor.cancel(number)
+        self._snapshots.give_back(snapshot)
+        self._num_lost += 1
+        if self._num_lost >= LOST_FOR_EACH_CLIENT * len(self.record.participation) and not self.reason:
+            reason = event.reason if isinstance(event, Lost) else ""
+            self._tell(Stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}"))
+
+    # ---- actions ----
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Assign(assignment):
+                self._assign(assignment)
+            case Settled():
+                self.record.settled(action, self.now)
+                self.hooks.on_settled(action, self.now)
+            case SetTimer(id, at):
+                self._push(max(at, self.now), TIMER, Timer(id))
+            case Evaluate(version):
+                self._evaluate(version)
+            case Finish(reason):
+                self.reason = reason
+
+    def _assign(self, assignment: Assignment) -> None:
+        task_time = self._task_time(assignment)
+        snapshot = self._snapshots.cut(assignment)
+        self.record.assigned(assignment)
+        self.record.moved(down=snapshot.num_bytes)
+        at = self.now + task_time.total_s
+        self._out[assignment.client] = (assignment.id, snapshot)
+        self.executor.submit(assignment, snapshot, at)
+        self._push(at, ARRIVED, _Due(assignment, task_time))
+
+    def _task_time(self, assignment: Assignment) -> TaskTime:
+        fleet = self.coordinator.fleet
+        client = self.coordinator.roster.clients[assignment.client]
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
+        return fleet.task_time(client, work)
+
+    def _evaluate(self, version: int) -> None:
+        if self.evaluator is None:
+            return
+        metrics = self.evaluator(self.coordinator.state.values)
+        reached = self.record.evaluated(version, self.now, metrics)
+        self.hooks.on_evaluate(version, self.now, metrics)
+        if self.progress is not None:
+            self.progress.update(self._view, evaluated=True)
+        if reached and self.coordinator.finished is None:
+            self._push(self.now, ARRIVED, Stop("target"))
+
+    def _view(self) -> ProgressState:
+        return view(self.coordinator, self.record, self.now)
+
+
+def _item_to_plain(item: Event | _Due) -> dict[str, Any]:
+    if isinstance(item, _Due):
+        return {
+            "due": assignment_to_json(item.assignment),
+            "time": [item.time.down_s, item.time.compute_s, item.time.up_s],
+        }
+    return event_to_json(item)
+
+
+def _item_from_plain(data: dict[str, Any]) -> Event | _Due:
+    if "due" in data:
+        return _Due(assignment_from_json(data["due"]), TaskTime(*data["time"]))
+    return event_from_json(data)

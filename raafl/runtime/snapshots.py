@@ -1,0 +1,58 @@
+"""What clients are sent: submodel values cut from the global state, kept as they were while a task needs them."""
+
+from __future__ import annotations
+
+from raafl.core.state import GlobalState
+from raafl.core.types import Assignment
+from raafl.submodel import FlatTensors, Layout, Spec
+
+
+class Snapshots:
+    """Submodel values as they were at assignment: one copy for all tasks of the same version and spec.
+
+    Storage that has been given back is used again: allocating it anew costs more than filling it.
+    """
+
+    def __init__(self, state: GlobalState) -> None:
+        """Cut from ``state`` as it goes on."""
+        self._state = state
+        self._version = -1
+        self._current: dict[Spec, FlatTensors] = {}
+        self._users: dict[int, int] = {}
+        self._free: dict[Layout, list[FlatTensors]] = {}
+
+    def cut(self, assignment: Assignment) -> FlatTensors:
+        """Return the values to send; they stay as they are, however the state goes on, until given back."""
+        if assignment.version != self._version:
+            old, self._version, self._current = self._current, assignment.version, {}
+            for snapshot in old.values():
+                self._recycle(snapshot)
+        current = self._current.get(assignment.spec)
+        if current is None:
+            plan = self._state.submodels.plan(assignment.spec, "present")
+            free = self._free.get(plan.layout)
+            current = self._current[assignment.spec] = plan.gather(self._state.values, free.pop() if free else None)
+            self._users[id(current)] = 0
+        self._users[id(current)] += 1
+        return current
+
+    def adopt(self, snapshot: FlatTensors) -> FlatTensors:
+        """Take over a restored snapshot that no task uses yet."""
+        self._users[id(snapshot)] = 0
+        return snapshot
+
+    def share(self, snapshot: FlatTensors) -> FlatTensors:
+        """Say that one more task needs ``snapshot``."""
+        self._users[id(snapshot)] += 1
+        return snapshot
+
+    def give_back(self, snapshot: FlatTensors) -> None:
+        """Say that one task no longer needs ``snapshot``."""
+        self._users[id(snapshot)] -= 1
+        if not any(snapshot is current for current in self._current.values()):
+            self._recycle(snapshot)
+
+    def _recycle(self, snapshot: FlatTensors) -> None:
+        if self._users[id(snapshot)] == 0:
+            del self._users[id(snapshot)]
+            self._free.setdefault(snapshot.layout, []).append(snapshot)

@@ -1,0 +1,384 @@
+"""Frames: what a message looks like as bytes, and every reason to refuse one. Pure functions, no input or output.
+
+A frame is a header of 56 bytes, a JSON section, the raw tensor buffers and, if there are any, 8 bytes: their checksum.
+All numbers are little-endian:
+
+====== ==== ==================================================
+offset size field
+====== ==== ==================================================
+0      4    magic ``RAFL``
+4      2    format version
+6      1    kind
+7      1    flags, all zero in this version
+8      8    assignment id
+16     4    incarnation
+20     4    length of the JSON section in bytes
+24     4    number of tensor buffers
+28     4    reserved, zero
+32     8    total length of the tensor buffers in bytes
+40     8    xxh3_64 of the JSON section
+48     8    xxh3_64 of the 48 bytes above
+====== ==== ==================================================
+
+The JSON section is ``{"meta": {...}, "buffers": [[dtype, numel], ...]}``. Nothing received is executed or evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Never, Protocol
+
+import torch
+import xxhash
+
+from raafl.submodel.flat import DTYPES, FlatTensors
+
+MAGIC = b"RAFL"
+FORMAT_VERSION = 1
+HEADER_BYTES = 56
+FOOTER_BYTES = 8
+MAX_JSON_BYTES = 1 << 20
+MAX_DEPTH = 32
+
+_FIELDS = struct.Struct("<4sHBBQIIIIQQ")
+_CHECKSUM = struct.Struct("<Q")
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Kind(IntEnum):
+    """What a message is for."""
+
+    HELLO = 1
+    WELCOME = 2
+    ASSIGN = 3
+    UPDATE = 4
+    KEEPALIVE = 5
+    STOP = 6
+    REFUSED = 7
+    CHALLENGE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message, sent or received.
+
+    Attributes:
+        kind: what it is for.
+        assignment: id of the assignment it belongs to; 0 = none.
+        incarnation: which life of the client it belongs to.
+        meta: a JSON object (finite numbers, string keys).
+        tensors: what it carries. Received: the very object that `Expect` returned.
+    """
+
+    kind: Kind
+    assignment: int = 0
+    incarnation: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    tensors: FlatTensors | None = None
+
+
+class Refused(Exception):
+    """A message that may not be used.
+
+    Attributes:
+        reason: a short kebab-case name, fit for counting: bad-magic, bad-version, bad-kind, bad-length, bad-json,
+            bad-checksum, wrong-layout, non-finite, too-large, or what an `Expect` chose.
+        detail: what was found, for a log.
+        message: the refused message without its tensors, where its header and JSON were sound.
+    """
+
+    def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
+        """Name the reason, and say what was found."""
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+        self.message = message
+
+
+class Expect(Protocol):
+    """Called with a checked header and JSON; says where the tensors may go, or raises `Refused`."""
+
+    def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
+        """Return a buffer whose dtypes and lengths are those declared, or None for a message without tensors."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a frame, checked."""
+
+    kind: Kind
+    assignment: int
+    incarnation: int
+    json_bytes: int
+    num_buffers: int
+    payload_bytes: int
+    json_checksum: int
+
+    @property
+    def frame_bytes(self) -> int:
+        """Length of the whole frame."""
+        footer = FOOTER_BYTES if self.payload_bytes else 0
+        return HEADER_BYTES + self.json_bytes + self.payload_bytes + footer
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The JSON section, checked: the meta object and the declared (dtype, numel) of each buffer."""
+
+    meta: dict[str, Any]
+    buffers: tuple[tuple[torch.dtype, int], ...]
+
+
+class Checksum:
+    """Running xxh3_64 over a payload."""
+
+    def __init__(self) -> None:
+        """Start with no bytes."""
+        self._hash = xxhash.xxh3_64()
+
+    def update(self, data: memoryview) -> None:
+        """Take in the next bytes."""
+        self._hash.update(data)
+
+    def footer(self) -> bytes:
+        """Return the 8 bytes that end a frame."""
+        return _CHECKSUM.pack(self._hash.intdigest())
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a 1-D contiguous tensor as uint8, without a copy."""
+    return tensor.detach().view(torch.uint8)
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a 1-D contiguous CPU tensor as a memoryview, without a copy."""
+    array: Any = byte_view(tensor).numpy()
+    return memoryview(array)
+
+
+def declared(tensors: FlatTensors | None) -> tuple[tuple[torch.dtype, int], ...]:
+    """Return (dtype, numel) of each buffer in wire order; empty buffers are not sent and not declared."""
+    if tensors is None:
+        return ()
+    return tuple((d, tensors.buffers[d].numel()) for d in tensors.layout.dtypes if tensors.buffers[d].numel())
+
+
+def num_payload_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
+    """Return the bytes that buffers of (dtype, numel) take on the wire."""
+    return sum(numel * dtype.itemsize for dtype, numel in buffers)
+
+
+def encode_head(message: Message) -> bytes:
+    """Return the header and JSON section of a message.
+
+    Raises:
+        ValueError: the meta is not JSON, too long or too deep, or an id or a dtype has no place on the wire.
+    """
+    buffers = declared(message.tensors)
+    for dtype, _ in buffers:
+        if dtype not in _NAMES:
+            raise ValueError(f"tensors hold {dtype}: cast to one of {', '.join(DTYPES)}")
+    section = {"meta": message.meta, "buffers": [[_NAMES[dtype], numel] for dtype, numel in buffers]}
+    try:
+        text = _ENCODER.encode(section).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"meta of {message.kind.name} is not JSON ({error}): send plain finite values only") from None
+    if len(text) > MAX_JSON_BYTES or _too_deep(text):
+        raise ValueError(f"meta of {message.kind.name}: {len(text)} bytes; at most {MAX_JSON_BYTES}, {MAX_DEPTH} deep")
+    payload_bytes = num_payload_bytes(buffers)
+    sizes = (len(text), len(buffers), 0, payload_bytes, xxhash.xxh3_64_intdigest(text))
+    try:
+        fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, message.kind, 0, message.assignment, message.incarnation, *sizes)
+    except struct.error as error:
+        ids = f"assignment {message.assignment}, incarnation {message.incarnation}"
+        raise ValueError(f"{ids}: {error}; use unsigned 64-bit and 32-bit numbers") from None
+    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields)) + text
+
+
+def decode_header(data: bytes | memoryview) -> Header:
+    """Return the header in the first 56 bytes.
+
+    Raises:
+        Refused: bad-length, bad-magic, bad-version, bad-checksum, bad-kind or bad-flags; nothing was allocated.
+    """
+    if len(data) < HEADER_BYTES:
+        raise Refused("bad-length", f"{len(data)} bytes are no header of {HEADER_BYTES}")
+    fields = bytes(data[: HEADER_BYTES - 8])
+    magic, version, kind, flags, assignment, incarnation, *sizes = _FIELDS.unpack(fields)
+    json_bytes, num_buffers, reserved, payload_bytes, json_checksum = sizes
+    if magic != MAGIC:
+        raise Refused("bad-magic", repr(magic))
+    if version != FORMAT_VERSION:
+        raise Refused("bad-version", f"{version}, this side speaks {FORMAT_VERSION}")
+    if _CHECKSUM.unpack(data[HEADER_BYTES - 8 : HEADER_BYTES])[0] != xxhash.xxh3_64_intdigest(fields):
+        raise Refused("bad-checksum", "header")
+    if kind not in _KINDS:
+        raise Refused("bad-kind", str(kind))
+    if flags or reserved:
+        raise Refused("bad-flags", f"flags {flags}, reserved {reserved}")
+    if json_bytes > MAX_JSON_BYTES:
+        raise Refused("bad-length", f"JSON of {json_bytes} bytes, at most {MAX_JSON_BYTES}")
+    if num_buffers > len(DTYPES) or payload_bytes < num_buffers or (payload_bytes and not num_buffers):
+        raise Refused("bad-length", f"{num_buffers} buffers of {payload_bytes} bytes")
+    return Header(_KINDS[kind], assignment, incarnation, json_bytes, num_buffers, payload_bytes, json_checksum)
+
+
+def decode_body(header: Header, data: bytes | memoryview) -> Body:
+    """Return the JSON section that ``header`` announces.
+
+    Raises:
+        Refused: bad-length, bad-checksum, bad-json, bad-dtype.
+    """
+    text = bytes(data)
+    if len(text) != header.json_bytes:
+        raise Refused("bad-length", f"JSON of {len(text)} bytes, header says {header.json_bytes}")
+    if xxhash.xxh3_64_intdigest(text) != header.json_checksum:
+        raise Refused("bad-checksum", "JSON")
+    section = _parse(text)
+    if not isinstance(section, dict) or section.keys() != {"meta", "buffers"}:
+        raise Refused("bad-json", "the section is not an object of meta and buffers")
+    meta, buffers = section["meta"], section["buffers"]
+    if not isinstance(meta, dict) or not isinstance(buffers, list):
+        raise Refused("bad-json", "meta is not an object or buffers is not an array")
+    if len(buffers) != header.num_buffers:
+        raise Refused("bad-length", f"{len(buffers)} buffers declared, header says {header.num_buffers}")
+    pairs = tuple(_buffer(entry) for entry in buffers)
+    if len({dtype for dtype, _ in pairs}) != len(pairs):
+        raise Refused("bad-json", "a dtype is declared twice")
+    if num_payload_bytes(pairs) != header.payload_bytes:
+        raise Refused("bad-length", f"declared buffers do not make {header.payload_bytes} bytes")
+    return Body(meta, pairs)
+
+
+def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
+    """Ask ``expect`` where the tensors go and check that they fit there; raises `Refused` carrying the message."""
+    try:
+        target = expect(header.kind, header.assignment, body.meta)
+        if declared(target) != body.buffers:
+            raise Refused("wrong-layout", f"declared {_names(body.buffers)}, expected {_names(declared(target))}")
+    except Refused as refused:
+        refused.message = refused.message or finish(header, body.meta, None)
+        raise
+    return target
+
+
+def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) -> Message:
+    """Return the message that a header, a meta object and the received tensors make."""
+    return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
+
+
+def encode(message: Message) -> bytes:
+    """Return the whole frame of a message whose tensors are on the CPU; raises as `encode_head` does."""
+    payload = [memory(message.tensors.buffers[dtype]) for dtype, _ in declared(message.tensors) if message.tensors]
+    checksum = Checksum()
+    for part in payload:
+        checksum.update(part)
+    return b"".join([encode_head(message), *payload, checksum.footer() if payload else b""])
+
+
+def decode(data: bytes | memoryview, expect: Expect) -> Message:
+    """Return the message of a whole frame, its tensors written into the buffer that ``expect`` returns.
+
+    The buffer is written to only once the checksum of the payload has been found right.
+
+    Raises:
+        Refused: the frame is no sound frame, or ``expect`` refuses it.
+    """
+    view = memoryview(data)
+    header = decode_header(view)
+    if len(view) != header.frame_bytes:
+        raise Refused("bad-length", f"frame of {len(view)} bytes, header says {header.frame_bytes}")
+    start = HEADER_BYTES + header.json_bytes
+    body = decode_body(header, view[HEADER_BYTES:start])
+    target = accept(header, body, expect)
+    message = finish(header, body.meta, target)
+    if header.payload_bytes:
+        assert target is not None  # accept() has matched a non-empty declaration
+        read_payload(header, body, view[start:], target)
+    return message
+
+
+def read_payload(header: Header, body: Body, data: memoryview, target: FlatTensors) -> None:
+    """Check the payload and footer in ``data``, then copy the payload into ``target``, which may be on any device."""
+    end = header.payload_bytes
+    if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data[:end])) != data[end:]:
+        raise Refused("bad-checksum", "payload", finish(header, body.meta, None))
+    source, start = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8), 0
+    for dtype, numel in body.buffers:
+        stop = start + numel * dtype.itemsize
+        byte_view(target.buffers[dtype]).copy_(source[start:stop])
+        start = stop
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+def _parse(text: bytes) -> Any:
+    if _too_deep(text):
+        raise Refused("bad-json", f"nested deeper than {MAX_DEPTH}")
+    try:
+        section = _DECODER.decode(text.decode())
+        if _SURROGATE.search(text):
+            _ENCODER.encode(section).encode()  # fails on half a surrogate pair, which nothing could write to a log
+    except (ValueError, RecursionError) as error:
+        raise Refused("bad-json", str(error)[:200]) from None
+    return section
+
+
+def _too_deep(text: bytes) -> bool:
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for token in _TOKENS.finditer(text):
+        first = text[token.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise Refused("bad-json", "a key appears twice in one object")
+    return made
+
+
+def _no_constant(name: str) -> Never:
+    raise Refused("bad-json", f"{name} is no JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Refused("bad-json", f"{text[:40]} is out of range")
+    return value
+
+
+# made once: json.dumps and json.loads make new ones at each call that has options
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite_float)
+
+
+def _buffer(entry: Any) -> tuple[torch.dtype, int]:
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
+        raise Refused("bad-json", "a buffer is declared as [dtype, numel]")
+    name, numel = entry
+    if name not in DTYPES:
+        raise Refused("bad-dtype", name[:40])
+    if not 0 < numel < 1 << 60:
+        raise Refused("bad-length", f"a buffer of {numel} elements")
+    return DTYPES[name], numel
+
+
+def _names(buffers: tuple[tuple[torch.dtype, int], ...]) -> str:
+    return ", ".join(f"{_NAMES.get(dtype, dtype)}[{numel}]" for dtype, numel in buffers) or "no tensors"

@@ -1,0 +1,75 @@
+"""Tensors in pieces: so that hashing, checking and copying one piece overlaps the transfer of the next."""
+
+from __future__ import annotations
+
+import cmath
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from raafl.runtime.transport.codec import byte_view, declared
+from raafl.submodel.flat import FlatTensors
+
+CHUNK_BYTES = 4 << 20
+"""Longest piece. How a payload is cut belongs to the wire format: both ends must do it alike."""
+
+NUM_POSTED = 128
+"""Pieces handed to the transport at a time: few enough to bound its queues, enough never to stall it."""
+
+NUM_STAGED = 4
+"""Pieces of the staging buffer that a CUDA tensor passes through."""
+
+
+def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
+    """Yield 1-D typed views of at most `CHUNK_BYTES`, in the order in which they go on the wire."""
+    for dtype, _ in declared(tensors):
+        yield from torch.split(tensors.buffers[dtype].detach(), CHUNK_BYTES // dtype.itemsize)
+
+
+def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
+    """Yield the length of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
+    for dtype, numel in buffers:
+        whole, rest = divmod(numel * dtype.itemsize, CHUNK_BYTES)
+        yield from itertools.repeat(CHUNK_BYTES, whole)
+        if rest:
+            yield rest
+
+
+def is_finite(piece: Tensor) -> bool:
+    """Return whether no element is NaN or infinite; a sum is enough unless it overflows."""
+    if not (piece.dtype.is_floating_point or piece.dtype.is_complex):
+        return True
+    total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
+    return cmath.isfinite(total.item()) or bool(torch.isfinite(piece).all())
+
+
+def is_sound(piece: Tensor) -> bool:
+    """Return whether the bytes are values of the dtype: a bool other than 0 or 1 is none."""
+    return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
+
+
+class Staging:
+    """A ring of pieces in pinned host memory that pieces on another device pass through; made once, used again.
+
+    A piece may be taken again once the `NUM_STAGED` that came after it were taken, so no more may be in flight.
+    """
+
+    def __init__(self) -> None:
+        """Allocate the ring: `NUM_STAGED` times `CHUNK_BYTES`."""
+        memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._slots = torch.split(memory, CHUNK_BYTES)
+        self._next = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return the next slot as a 1-D tensor of the length and dtype of ``like``."""
+        slot = self._slots[self._next % NUM_STAGED]
+        self._next += 1
+        return slot[: like.numel() * like.dtype.itemsize].view(like.dtype)
+
+    def put(self, piece: Tensor) -> Tensor:
+        """Return the next slot with the bytes of ``piece`` in it."""
+        slot = self.take(piece)
+        byte_view(slot).copy_(byte_view(piece))  # as bytes: a copy of bools would mend what is none
+        return slot

@@ -1,0 +1,32 @@
+"""Submodels: physically smaller pieces of a model, where they lie in it, and what they cost.
+
+>>> import torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+>>> submodels = Submodels(model)
+>>> {name: axis.size for name, axis in submodels.axes.items()}
+{'0': 8}
+>>> spec = Spec.keep({"0": range(2)})
+>>> small = submodels.shrink(spec)
+>>> _ = submodels.plan(spec, "present").gather(submodels.state(model), out=small.present)
+>>> small.module
+Sequential(
+  (0): Linear(in_features=4, out_features=2, bias=True)
+  (1): ReLU()
+  (2): Linear(in_features=2, out_features=2, bias=True)
+)
+"""
+
+from __future__ import annotations
+
+from raafl.submodel.axes import Axis, Member
+from raafl.submodel.cost import Cost
+from raafl.submodel.extract import Plan
+from raafl.submodel.flat import Entry, FlatTensors, Layout
+from raafl.submodel.shrink import Shrunk, skeleton
+from raafl.submodel.spec import FULL, Spec, SpecError
+from raafl.submodel.submodels import Submodels
+
+__all__ = [
+    "FULL", "Axis", "Cost", "Entry", "FlatTensors", "Layout", "Member", "Plan", "Shrunk", "Spec", "SpecError",
+    "Submodels", "skeleton",
+]  # fmt: skip

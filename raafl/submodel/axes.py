@@ -1,0 +1,189 @@
+"""Axes: sets of coupled tensor dimensions that shrink together, and what a spec keeps of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from raafl.errors import nearest
+from raafl.submodel.spec import Kept, Spec, SpecError, runs
+
+Runs = list[tuple[int, int]]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tensor dimension on an axis: index i covers elements ``offset + [i * unit, (i + 1) * unit)`` of it.
+
+    Attributes:
+        name: parameter or buffer.
+        dim: its dimension, from 0.
+        unit: elements per index: pixels of a channel after a flatten, the width of a head.
+        offset: where index 0 begins: k's part of a fused qkv.
+    """
+
+    name: str
+    dim: int
+    unit: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """``size`` indices that are kept or dropped, each in all ``members`` at once.
+
+    Several members may touch the same dimension (q, k and v in one tensor); what no member covers is always kept.
+    """
+
+    name: str
+    size: int
+    members: tuple[Member, ...]
+
+
+class AxisTable:
+    """All axes of a model, checked against its tensors, and looked up by tensor."""
+
+    def __init__(self, axes: Iterable[Axis], shapes: Shapes) -> None:
+        """Check each axis; raise `SpecError` for a member outside its tensor or on elements another axis has."""
+        self.axes = {axis.name: axis for axis in axes}
+        self.shapes = shapes
+        self._places: dict[tuple[str, int], list[tuple[int, int, Axis]]] = {}
+        for axis in self.axes.values():
+            for member in axis.members:
+                _check(axis, member, shapes)
+                place = (member.offset, member.unit, axis)
+                self._places.setdefault((member.name, member.dim), []).append(place)
+        for (name, dim), places in self._places.items():
+            places.sort(key=lambda place: place[0])
+            for (offset, unit, axis), (following, _, other) in pairwise(places):
+                if offset + unit * axis.size > following:
+                    raise SpecError(
+                        f"axes '{axis.name}' and '{other.name}' both have element {following} of dimension {dim} of "
+                        f"'{name}': give each element one axis, or join the two"
+                    )
+
+    def check(self, spec: Spec) -> None:
+        """Raise `SpecError` unless every axis the spec names is here and long enough."""
+        for name, kept in spec.kept:
+            axis = self.axes.get(name)
+            if axis is None:
+                raise SpecError(
+                    f"spec keeps indices of axis '{name}', which this model does not have; {_known(name, self.axes)}"
+                )
+            if kept[-1] >= axis.size:
+                raise SpecError(
+                    f"spec keeps index {kept[-1]} of axis '{name}', which has {axis.size}: give indices below that"
+                )
+
+    def is_whole(self, name: str, kept: Kept) -> bool:
+        """Return whether all indices of axis ``name`` are kept."""
+        return len(kept) == self.axes[name].size
+
+    def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
+        """Return for each tensor that shrinks, for each of its dimensions that shrink, the runs of elements kept."""
+        kept = {name: runs(indices) for name, indices in spec.kept if not self.is_whole(name, indices)}
+        touched = dict.fromkeys((m.name, m.dim) for name in kept for m in self.axes[name].members)
+        result: dict[str, dict[int, Runs]] = {}
+        for name, dim in touched:
+            result.setdefault(name, {})[dim] = _elements(self._places[name, dim], kept, self.shapes[name][dim])
+        return result
+
+
+def _elements(places: Sequence[tuple[int, int, Axis]], kept: Mapping[str, Runs], length: int) -> Runs:
+    pieces: Runs = []
+    end = 0
+    for offset, unit, axis in places:
+        pieces.append((end, offset))
+        end = offset + unit * axis.size
+        for start, stop in kept.get(axis.name, [(0, axis.size)]):
+            pieces.append((offset + start * unit, offset + stop * unit))
+    pieces.append((end, length))
+    joined: Runs = []
+    for start, stop in pieces:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _known(name: str, axes: Mapping[str, Any]) -> str:
+    if axes:
+        return nearest(name, axes)
+    return "it has none: declare `submodel_axes` on the model, or train the full model"
+
+
+def _check(axis: Axis, member: Member, shapes: Shapes) -> None:
+    where = f"axis '{axis.name}' has the member ('{member.name}', {member.dim}, {member.unit}, {member.offset})"
+    shape = shapes.get(member.name)
+    if shape is None:
+        raise SpecError(f"{where}, but the model has no such parameter or buffer; {nearest(member.name, shapes)}")
+    if not 0 <= member.dim < len(shape):
+        raise SpecError(f"{where}, but its shape is {shape}: give a dimension from 0 to {len(shape) - 1}")
+    if member.unit < 1 or member.offset < 0 or axis.size < 1:
+        raise SpecError(f"{where} and size {axis.size}: unit and size must be 1 or more, offset 0 or more")
+    end = member.offset + member.unit * axis.size
+    if end > shape[member.dim]:
+        raise SpecError(
+            f"{where}, which ends at element {end} of {shape[member.dim]}: lower unit or offset, or give the axis "
+            f"fewer than {axis.size} indices"
+        )
+
+
+def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> list[Axis]:
+    """Return the axes that a model's `submodel_axes` declares as plain data.
+
+    Args:
+        declaration: axis name -> list of ``(name, dim)``, ``(name, dim, unit)`` or ``(name, dim, unit, offset)``; the
+            size of the axis follows from the shapes. `Axis` objects are taken as they are.
+        shapes: shape of every parameter and buffer.
+        aliases: other names of tied tensors -> the name in ``shapes``.
+
+    Raises:
+        SpecError: a form other than these, an unknown tensor, or members of different sizes.
+    """
+    axes = []
+    for name, value in declaration.items():
+        if isinstance(value, Axis):
+            axes.append(value)
+            continue
+        members = []
+        for item in value:
+            if not (2 <= len(item) <= 4 and isinstance(item[0], str) and all(type(i) is int for i in item[1:])):
+                raise SpecError(
+                    f"axis '{name}' is declared with {item!r}: give (parameter name, dim[, unit[, offset]])"
+                )
+            members.append(Member(aliases.get(item[0], item[0]), *item[1:]))
+        # a tied tensor named twice is one member
+        unique = tuple(dict.fromkeys(members))
+        axes.append(Axis(name, _size(name, unique, shapes), unique))
+    return axes
+
+
+def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
+    """Return the one size at which the members fill their dimensions; parts that belong to no member may follow."""
+    sizes: dict[tuple[str, int], int] = {}
+    for member in members:
+        _check(Axis(axis, 1, ()), member, shapes)
+        together = [m for m in members if (m.name, m.dim) == (member.name, member.dim)]
+        room = shapes[member.name][member.dim] - min(m.offset for m in together)
+        sizes[member.name, member.dim] = room // sum(m.unit for m in together)
+    if not sizes:
+        raise SpecError(f"axis '{axis}' is declared without members: give at least one (parameter name, dim)")
+    # a dimension shared with something else (q, k, v, only q on the axis) has room for more: the least counts
+    size = min(sizes.values())
+    for (name, dim), found in sizes.items():
+        alone = sum((m.name, m.dim) == (name, dim) for m in members) == 1 and all(
+            m.offset == 0 for m in members if (m.name, m.dim) == (name, dim)
+        )
+        if alone and found != size:
+            raise SpecError(
+                f"axis '{axis}' has {found} indices in dimension {dim} of '{name}' and {size} elsewhere: the "
+                "dimensions of an axis must agree (give unit for several elements per index)"
+            )
+    return size

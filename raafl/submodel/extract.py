@@ -1,0 +1,233 @@
+"""Plans: where the elements of a submodel lie in the full model, and every way of moving them between the two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from raafl.errors import BadInput
+from raafl.submodel.axes import Runs
+from raafl.submodel.flat import Entry, FlatTensors, Layout
+from raafl.submodel.spec import Spec
+
+MAX_VIEWS = 8
+"""A tensor kept in at most this many rectangles is reached through strided views; one in more through index lists."""
+
+MAX_CACHED = 32
+"""Plans whose views one `FlatTensors` remembers."""
+
+Update = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """A rectangle that is a strided view on both sides; sizes, strides and offsets in elements."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    full: tuple[tuple[int, ...], int]
+    small: tuple[tuple[int, ...], int]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is contiguous on both sides."""
+        return self.full[0] == self.small[0] == (1,)
+
+    @property
+    def end(self) -> tuple[torch.dtype, int, int]:
+        """What the next piece must start at to be joined to this one, when both are flat."""
+        return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
+
+
+class _Indexed:
+    """A tensor with dimensions kept by index lists; dimensions kept in one range are narrowed first."""
+
+    def __init__(self, full: Entry, small: Entry, selection: Mapping[int, Runs]) -> None:
+        self.full, self.small = full, small
+        self.narrow = {dim: runs[0] for dim, runs in selection.items() if len(runs) == 1}
+        self.indices = {
+            dim: torch.cat([torch.arange(*run) for run in runs]) for dim, runs in selection.items() if len(runs) > 1
+        }
+
+    def region(self, full: FlatTensors) -> Tensor:
+        """Return the narrowed view of the full tensor."""
+        view = full.view(self.full)
+        for dim, (start, stop) in self.narrow.items():
+            view = view.narrow(dim, start, stop - start)
+        return view
+
+    def pick(self, region: Tensor) -> Tensor:
+        """Return a copy of the elements kept."""
+        for dim in self.indices:
+            region = region.index_select(dim, self.index(dim, region.device))
+        return region
+
+    def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
+        """Write the elements kept; with several lists, through a copy of the slices that the first one keeps."""
+        dim, *rest = dims if dims is not None else tuple(self.indices)
+        index = self.index(dim, region.device)
+        if rest:
+            slices = region.index_select(dim, index)
+            self.put(slices, values, tuple(rest))
+            values = slices
+        region.index_copy_(dim, index, values)
+
+    def index(self, dim: int, device: torch.device) -> Tensor:
+        """Return the index list on the device of the tensors, remembered there."""
+        index = self.indices[dim]
+        if index.device != device:
+            index = self.indices[dim] = index.to(device)
+        return index
+
+
+class Plan:
+    """Moves one part of one submodel between full storage and small storage. Immutable but for its caches.
+
+    Ranges are strided views, nothing is copied that is not written; a whole model is one operation per dtype. Index
+    lists are gathered, changed and written back.
+
+    Attributes:
+        spec: the submodel.
+        full_layout: of the whole model.
+        layout: of the part of the submodel.
+    """
+
+    def __init__(
+        self, spec: Spec, full_layout: Layout, layout: Layout, selections: Mapping[str, Mapping[int, Runs]]
+    ) -> None:
+        """Work out the pieces; ``selections`` are the runs kept, by tensor and dimension."""
+        self.spec, self.full_layout, self.layout = spec, full_layout, layout
+        self._views: list[_Views] = []
+        self._indexed: list[_Indexed] = []
+        for small in layout.entries:
+            full = full_layout.by_name[small.name]
+            selection = selections.get(small.name, {})
+            if math.prod(len(runs) for runs in selection.values()) > MAX_VIEWS:
+                self._indexed.append(_Indexed(full, small, selection))
+            else:
+                self._add_rectangles(full, small, selection)
+        self._full_side = [(view.dtype, view.size, *view.full) for view in self._views]
+        self._small_side = [(view.dtype, view.size, *view.small) for view in self._views]
+
+    def _add_rectangles(self, full: Entry, small: Entry, selection: Mapping[int, Runs]) -> None:
+        whole = [(0, size) for size in full.shape]
+        choices = [selection.get(dim, [whole[dim]]) for dim in range(len(full.shape))]
+        starts = [_starts(runs) for runs in choices]
+        for places in product(*(range(len(runs)) for runs in choices)):
+            chosen = [choices[dim][place] for dim, place in enumerate(places)]
+            size = tuple(stop - start for start, stop in chosen)
+            if math.prod(size) == 0:
+                continue
+            full_at = full.offset + sum(s * run[0] for s, run in zip(full.stride, chosen, strict=True))
+            small_at = small.offset + sum(
+                s * starts[dim][place] for dim, (s, place) in enumerate(zip(small.stride, places, strict=True))
+            )
+            self._join(_flattened(_Views(full.dtype, size, (full.stride, full_at), (small.stride, small_at))))
+
+    def _join(self, piece: _Views) -> None:
+        last = self._views[-1] if self._views else None
+        follows = last is not None and last.is_flat and last.end == (piece.dtype, piece.full[1], piece.small[1])
+        if last is not None and follows and piece.is_flat:
+            self._views[-1] = _Views(last.dtype, (last.size[0] + piece.size[0],), last.full, last.small)
+        else:
+            self._views.append(piece)
+
+    def views(self, full: FlatTensors) -> list[Tensor]:
+        """Return the views into the full storage that the ranges keep (see `MAX_VIEWS`), cached on ``full``."""
+        return self._cached(full, self._full_side)
+
+    def _cached(
+        self, flat: FlatTensors, side: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
+    ) -> list[Tensor]:
+        key = (id(side), self)
+        views = flat.views.get(key)
+        if views is None:
+            if len(flat.views) >= MAX_CACHED:
+                flat.views.clear()
+            start = {dtype: buffer.storage_offset() for dtype, buffer in flat.buffers.items()}
+            views = [flat.buffers[d].as_strided(size, stride, start[d] + at) for d, size, stride, at in side]
+            flat.views[key] = views
+        return views
+
+    def _check(self, full: FlatTensors, small: FlatTensors | None = None) -> None:
+        for given, wanted, what in ((full, self.full_layout, "full"), (small, self.layout, "small")):
+            if given is not None and given.layout is not wanted and given.layout.fingerprint != wanted.fingerprint:
+                raise BadInput(
+                    f"the {what} tensors have another layout than this plan: take both from the same Submodels, "
+                    "spec and part"
+                )
+
+    def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
+        """Call ``fn(target, source)`` on matching pieces; it changes ``target``, a piece of ``full``, in place."""
+        self._check(full, small)
+        for target, source in zip(
+            self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True
+        ):
+            fn(target, source)
+        for piece in self._indexed:
+            region = piece.region(full)
+            target = piece.pick(region)
+            fn(target, small.view(piece.small))
+            piece.put(region, target)
+
+    def gather(self, full: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
+        """Copy the submodel out of ``full`` into ``out`` (new storage on the same device by default) and return it."""
+        if out is None:
+            out = FlatTensors.empty(self.layout, full.device)
+        self._check(full, out)
+        for source, target in zip(
+            self._cached(full, self._full_side), self._cached(out, self._small_side), strict=True
+        ):
+            target.copy_(source)
+        for piece in self._indexed:
+            out.view(piece.small).copy_(piece.pick(piece.region(full)))
+        return out
+
+    def scatter_(self, full: FlatTensors, small: FlatTensors) -> None:
+        """Write the submodel's values into ``full``, which is changed there and nowhere else."""
+        self._check(full, small)
+        for target, source in zip(
+            self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True
+        ):
+            target.copy_(source)
+        for piece in self._indexed:
+            piece.put(piece.region(full), small.view(piece.small).to(full.device))
+
+    def add_(self, full: FlatTensors, small: FlatTensors, alpha: float = 1.0) -> None:
+        """Add ``alpha * small`` to ``full`` in place."""
+        self.apply_(full, small, lambda target, source: target.add_(source, alpha=alpha))
+
+    def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
+        """Move ``full`` in place by ``weight`` of the way to ``small``."""
+        self.apply_(full, small, lambda target, source: target.lerp_(source, weight))
+
+    def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:
+        """Add ``weight`` to ``count``, in the full layout, wherever the submodel lies."""
+        self._check(count)
+        for target in self._cached(count, self._full_side):
+            target.add_(weight)
+        for piece in self._indexed:
+            region = piece.region(count)
+            piece.put(region, piece.pick(region).add_(weight))
+
+
+def _starts(runs: Runs) -> list[int]:
+    starts = [0]
+    for start, stop in runs[:-1]:
+        starts.append(starts[-1] + stop - start)
+    return starts
+
+
+def _flattened(piece: _Views) -> _Views:
+    """Return the piece as one dimension when it is contiguous on both sides."""
+    step = 1
+    for size, full, small in zip(reversed(piece.size), reversed(piece.full[0]), reversed(piece.small[0]), strict=True):
+        if size != 1 and not full == small == step:
+            return piece
+        step *= size
+    return _Views(piece.dtype, (step,), ((1,), piece.full[1]), ((1,), piece.small[1]))

@@ -1,0 +1,305 @@
+"""Flat storage: every tensor of a model in one contiguous buffer per dtype, and the layout that names the parts.
+
+A merge, a checksum or a send then touches one buffer, not hundreds of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from raafl.errors import BadInput
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+"""Every dtype that flat storage and the wire know, by name."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named tensor: its shape, and where it starts (in elements) in the flat buffer of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the contiguous view, in elements."""
+        strides, step = [], 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= size
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors lie where. Entries of one dtype are packed in order; equal layouts have equal fingerprints."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def pack(cls, tensors: Iterable[tuple[str, Iterable[int], torch.dtype]]) -> Layout:
+        """Return the layout that packs ``(name, shape, dtype)`` in order.
+
+        Raises:
+            BadInput: a name twice, or a dtype that is not in `DTYPES`.
+        """
+        ends: dict[torch.dtype, int] = {}
+        entries: dict[str, Entry] = {}
+        for name, shape, dtype in tensors:
+            if name in entries:
+                raise BadInput(f"tensor '{name}' is twice in the layout: give each tensor its own name")
+            if dtype not in _NAMES:
+                raise BadInput(f"tensor '{name}' has dtype {dtype}: convert it to one of {', '.join(DTYPES)}")
+            entry = entries[name] = Entry(name, tuple(shape), dtype, ends.get(dtype, 0))
+            ends[dtype] = entry.offset + entry.numel
+        return cls(tuple(entries.values()))
+
+    @cached_property
+    def numel(self) -> dict[torch.dtype, int]:
+        """Elements in the buffer of each dtype, in order of the buffers."""
+        ends: dict[torch.dtype, int] = {}
+        for entry in self.entries:
+            ends[entry.dtype] = max(ends.get(entry.dtype, 0), entry.offset + entry.numel)
+        return ends
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes in the order of their buffers: by first entry."""
+        return tuple(self.numel)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(numel * dtype.itemsize for dtype, numel in self.numel.items())
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        """Entry of each name."""
+        return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of names, shapes, dtypes and order; the same on every machine."""
+        return hashlib.blake2b(json.dumps(self.to_json()).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.entries)
+
+    def __hash__(self) -> int:
+        """Return the hash of the entries, computed once."""
+        return self._hash
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layout as plain data; offsets follow from the order."""
+        return {"tensors": [[e.name, list(e.shape), _NAMES[e.dtype]] for e in self.entries]}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout:
+        """Return the layout that `to_json` described.
+
+        Raises:
+            BadInput: anything but that form.
+        """
+        tensors = data.get("tensors") if isinstance(data, dict) else None
+        if not isinstance(tensors, list):
+            raise BadInput(f"layout is {str(data)[:80]!r}: give {{'tensors': [[name, shape, dtype], ...]}}")
+        return cls.pack(_checked(item) for item in tensors)
+
+    def is_prefix_of(self, other: Layout) -> bool:
+        """Return whether each buffer of this layout is the beginning of ``other``'s."""
+        return all(other.by_name.get(entry.name) == entry for entry in self.entries)
+
+
+def _checked(item: Any) -> tuple[str, list[int], torch.dtype]:
+    good = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and isinstance(item[1], list)
+    if good:
+        good = all(type(size) is int and 0 <= size < 2**48 for size in item[1])
+        good = good and isinstance(item[2], str) and item[2] in DTYPES
+    if not good:
+        raise BadInput(
+            f"layout has the tensor {str(item)[:80]!r}: give [name, shape, dtype] with a dtype of raafl's table"
+        )
+    return item[0], item[1], DTYPES[item[2]]
+
+
+class FlatTensors:
+    """Named tensors as views into one buffer per dtype.
+
+    Attributes:
+        layout: which tensor lies where.
+        buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write to
+            them; never put others in their place, since views of them are remembered.
+        views: notes of those who work on the buffers again and again (strided views by plan); dies with the object.
+    """
+
+    __slots__ = ("__weakref__", "buffers", "layout", "views")
+
+    def __init__(self, layout: Layout, buffers: dict[torch.dtype, Tensor]) -> None:
+        """Join a layout and buffers that fit it.
+
+        Raises:
+            BadInput: a buffer is missing, has another length or dtype, or is not contiguous.
+        """
+        for dtype, numel in layout.numel.items():
+            buffer = buffers.get(dtype)
+            if buffer is None or buffer.dtype != dtype or buffer.shape != (numel,) or not buffer.is_contiguous():
+                raise BadInput(f"the {dtype} buffer does not fit the layout: it needs {numel} contiguous elements")
+        self.layout = layout
+        self.buffers = {dtype: buffers[dtype] for dtype in layout.dtypes}
+        self.views: dict[Any, list[Tensor]] = {}
+
+    @classmethod
+    def empty(cls, layout: Layout, device: torch.device | str = "cpu", *, pin_memory: bool = False) -> FlatTensors:
+        """Return uninitialised storage for ``layout``."""
+        return cls(
+            layout,
+            {d: torch.empty(n, dtype=d, device=device, pin_memory=pin_memory) for d, n in layout.numel.items()},
+        )
+
+    @classmethod
+    def zeros(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
+        """Return storage for ``layout``, all zero."""
+        return cls(layout, {d: torch.zeros(n, dtype=d, device=device) for d, n in layout.numel.items()})
+
+    @classmethod
+    def from_named(cls, tensors: Mapping[str, Tensor], layout: Layout | None = None) -> FlatTensors:
+        """Copy named tensors into new flat storage, in the mapping's order or that of ``layout``.
+
+        Raises:
+            BadInput: a tensor that ``layout`` names is missing or has another shape or dtype.
+        """
+        if layout is None:
+            layout = Layout.pack((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        first = next(iter(tensors.values()), None)
+        flat = cls.empty(layout, "cpu" if first is None else first.device)
+        for entry in layout.entries:
+            tensor = tensors.get(entry.name)
+            if tensor is None or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+                found = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise BadInput(f"tensor '{entry.name}' is {found}: it must be {entry.shape} {entry.dtype}")
+            flat[entry.name].copy_(tensor.detach())
+        return flat
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the tensor as a view; writing to it writes to the buffer."""
+        return self.view(self.layout.by_name[name])
+
+    def view(self, entry: Entry) -> Tensor:
+        """Return the view that ``entry`` of this layout describes."""
+        buffer = self.buffers[entry.dtype]
+        return buffer.as_strided(entry.shape, entry.stride, buffer.storage_offset() + entry.offset)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a tensor of that name is here."""
+        return name in self.layout.by_name
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.layout.entries)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name and its view, in the layout's order."""
+        for entry in self.layout.entries:
+            yield entry.name, self.view(entry)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.layout.num_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers lie; the CPU when there are none."""
+        return next((buffer.device for buffer in self.buffers.values()), torch.device("cpu"))
+
+    def copy_(self, other: FlatTensors) -> FlatTensors:
+        """Take over the values of ``other``, which has the same layout, in place; one copy per dtype."""
+        _same_layout(self.layout, other.layout)
+        for dtype, buffer in self.buffers.items():
+            buffer.copy_(other.buffers[dtype])
+        return self
+
+    def clone(self) -> FlatTensors:
+        """Return a copy with storage of its own."""
+        return FlatTensors(self.layout, {dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
+
+    def to(self, device: torch.device | str) -> FlatTensors:
+        """Return the same values on ``device``: self when they are there already, else a copy."""
+        if torch.device(device) == self.device:
+            return self
+        return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
+
+    def prefix(self, layout: Layout) -> FlatTensors:
+        """Return the beginning of each buffer as flat tensors of ``layout``, sharing storage.
+
+        Raises:
+            BadInput: ``layout`` is not a prefix of this one.
+        """
+        if not layout.is_prefix_of(self.layout):
+            raise BadInput("layout: only the first tensors of each dtype can be viewed; copy the others with a plan")
+        return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
+
+    def is_finite(self) -> bool:
+        """Return whether no element is NaN or infinite. A sum is enough unless it overflows."""
+        for dtype, buffer in self.buffers.items():
+            if not (dtype.is_floating_point or dtype.is_complex) or buffer.numel() == 0:
+                continue
+            # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN
+            total = buffer.sum(dtype=torch.float32 if dtype.itemsize == 2 else None)
+            if not math.isfinite(abs(total.item())) and not bool(torch.isfinite(buffer).all()):
+                return False
+        return True
+
+    def fingerprint(self) -> str:
+        """Return the hex xxh3_128 digest of the bytes, buffer by buffer."""
+        digest = xxhash.xxh3_128()
+        for buffer in self.buffers.values():
+            digest.update(_bytes(buffer))
+        return digest.hexdigest()
+
+    def model_digest(self) -> str:
+        """Return the hex sha256 over name, dtype, shape and bytes of each tensor, in name order."""
+        digest = hashlib.sha256()
+        for entry in sorted(self.layout.entries, key=lambda e: e.name):
+            digest.update(json.dumps([entry.name, _NAMES[entry.dtype], list(entry.shape)]).encode())
+            digest.update(_bytes(self.buffers[entry.dtype][entry.offset : entry.offset + entry.numel]))
+        return digest.hexdigest()
+
+    def __repr__(self) -> str:
+        """Return tensors and bytes in words."""
+        return f"FlatTensors({len(self)} tensors, {self.num_bytes} bytes, {self.device})"
+
+
+def _same_layout(one: Layout, other: Layout) -> None:
+    if one is not other and one.fingerprint != other.fingerprint:
+        raise BadInput("flat tensors have different layouts: both must be of the same model, spec and part")
+
+
+def _bytes(buffer: Tensor) -> Any:
+    return buffer.detach().cpu().view(torch.uint8).numpy()

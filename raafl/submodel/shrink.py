@@ -1,0 +1,209 @@
+"""Small dense modules: the user's own module with smaller tensors, all of them views into one flat buffer."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.submodel.axes import Runs
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.rules import produces, resize
+
+_ATTACHED = ("_trainer", "_fabric")
+"""Attributes by which a LightningModule holds on to what runs it; a small copy is not run by that."""
+
+
+@contextmanager
+def skeleton() -> Iterator[None]:
+    """Within this context, modules built by this thread have their parameters on the meta device: a shape, no memory.
+
+    Buffers stay real, since what the constructor computed in them (positions, frequencies) is part of the model. Each
+    parameter is let go as it is registered, so at most one tensor's memory is held.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    thread = threading.get_ident()
+    made: Any = WeakIdKeyDictionary()  # a parameter registered under two names stays one
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
+            return None
+        if parameter not in made:
+            made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return made[parameter]
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """A small module and its storage.
+
+    Attributes:
+        module: runs like any other; its parameters and buffers are views into ``present``.
+        present: all tensors of the submodel, to be filled before use; training changes them in place.
+        trained: the part that goes up; a view of the beginning of ``present``.
+    """
+
+    module: nn.Module
+    present: FlatTensors
+    trained: FlatTensors
+
+    def refresh_(self) -> None:
+        """Copy into ``present`` whatever the user's code has moved out of it (``buffer = new`` instead of in place)."""
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        for name, view in self.present.items():
+            tensor = tensors.get(name)
+            if tensor is not None and tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a small module is built from.
+
+    Attributes:
+        module: the full one; its values are never read.
+        selections: runs kept, by tensor and dimension, of the tensors that shrink.
+        trains: names of the parameters that train.
+        absent: paths of the modules that are left out.
+        counts: number of indices kept of each axis that shrinks.
+    """
+
+    module: nn.Module
+    selections: Mapping[str, Mapping[int, Runs]]
+    trains: frozenset[str]
+    absent: tuple[str, ...]
+    counts: Mapping[str, int]
+
+
+def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
+    """Return a copy of the module's structure whose tensors are views into ``present``.
+
+    With ``rescale``, each layer that makes the features of a shrunk axis multiplies its output by 1/(share kept) while
+    training: the scaler of HeteroFL (Diao et al. 2021, section 3.1).
+    """
+    full = structure.module
+    small = copy_structure(full, _replacements(structure, present))
+    for path in structure.absent:
+        _leave_out(small, path)
+    _resize_layers(small, structure)
+    if rescale:
+        _rescale(full, small)
+    if present.device.type != "cpu":
+        small.to(present.device)  # moves what is not in the state; the views are there already
+    return small
+
+
+def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
+    memo: dict[int, Any] = {}
+    for name, parameter in structure.module.named_parameters():
+        view = present[name] if name in present else torch.empty(0, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
+    for name, buffer in structure.module.named_buffers():
+        if name in present:
+            memo[id(buffer)] = present[name]
+        elif name in structure.selections:
+            memo[id(buffer)] = _select(buffer, structure.selections[name])
+    return memo
+
+
+def _select(buffer: Tensor, selection: Mapping[int, Runs]) -> Tensor:
+    for dim, runs in selection.items():
+        buffer = torch.cat([buffer.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return buffer
+
+
+def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to."""
+    sentinel = object()
+    for part in module.modules():
+        for attribute in _ATTACHED:
+            if part.__dict__.get(attribute) is not None:
+                memo[id(part.__dict__[attribute])] = sentinel
+    small = copy.deepcopy(module, memo)
+    for part in small.modules():
+        for attribute in _ATTACHED:
+            if part.__dict__.get(attribute) is sentinel:
+                part.__dict__[attribute] = None
+    return small
+
+
+def _resize_layers(small: nn.Module, structure: Structure) -> None:
+    shrunk = {name.rpartition(".")[0] for name in structure.selections}
+    for name, layer in small.named_modules(remove_duplicate=False):
+        if name in shrunk:
+            resize(layer)
+        if structure.counts and hasattr(layer, "submodel_resize"):
+            layer.submodel_resize(dict(structure.counts))
+
+
+class _Rescale:
+    """A forward hook; an object, so that the module can still be copied."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output * self.factor if layer.training else None
+
+
+def _rescale(full: nn.Module, small: nn.Module) -> None:
+    # Compared tensor by tensor, not by name: a tied weight has one name and may be the output of one layer only.
+    for name, layer in small.named_modules():
+        made = produces(layer)
+        if made is None:
+            continue
+        tensor, dim = made
+        before = getattr(full.get_submodule(name), tensor).shape[dim]
+        after = getattr(layer, tensor).shape[dim]
+        if 0 < after < before:
+            layer.register_forward_hook(_Rescale(before / after))
+
+
+def _leave_out(small: nn.Module, path: str) -> None:
+    """Take a block out of its list, which keeps the names of the others; any other module becomes None."""
+    parent_path, _, name = path.rpartition(".")
+    parent = small.get_submodule(parent_path)
+    if isinstance(parent, nn.ModuleList | nn.Sequential):
+        del parent._modules[name]
+    else:
+        parent._modules[name] = None
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """Return a copy of the module on the meta device; transient buffers are shared, what the constructor computed."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(_meta(parameter), parameter.requires_grad)
+    persistent = {id(buffer) for buffer in persistent_buffers(module).values()}
+    for buffer in module.buffers():
+        memo[id(buffer)] = _meta(buffer) if id(buffer) in persistent else buffer
+    return copy_structure(module, memo)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    # empty_like would import sympy to answer on the meta device: 0.3 s of a client's start
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are part of the state, each once."""
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in module.named_buffers() if name not in transient}

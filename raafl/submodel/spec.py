@@ -1,0 +1,188 @@
+"""What a client gets: which indices of each axis, which blocks, which parameters train, which exits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from raafl.errors import BadInput
+
+Kept = range | tuple[int, ...]
+"""Kept indices of an axis: a contiguous range, or increasing indices that are not contiguous."""
+
+
+class SpecError(BadInput):
+    """A submodel that does not exist for this model; names the axis, the value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One submodel. Small, hashable, and the same however it was written down; `FULL` is the whole model.
+
+    Build one with `Spec.keep`. The fields are normalised: sorted by name, contiguous indices as a range.
+
+    Attributes:
+        kept: ``(axis, indices)``; an axis not named is kept whole.
+        blocks: ``(stack, indices)`` of the blocks present; a stack not named is kept whole.
+        trained: names of parameters, or of the modules they are in, that train; None = all that the model trains.
+        exits: names of the exit heads present; None = all.
+    """
+
+    kept: tuple[tuple[str, Kept], ...] = ()
+    blocks: tuple[tuple[str, Kept], ...] = ()
+    trained: tuple[str, ...] | None = None
+    exits: tuple[str, ...] | None = None
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Normalise; raise `SpecError` for an empty selection, a repeated or negative index, or a name given twice."""
+        put = object.__setattr__
+        put(self, "kept", _pairs("axis", self.kept))
+        put(self, "blocks", _pairs("blocks of", self.blocks))
+        put(self, "trained", None if self.trained is None else tuple(sorted(set(self.trained))))
+        put(self, "exits", None if self.exits is None else tuple(sorted(set(self.exits))))
+        # long index lists are looked up in caches all the time: hash them once
+        put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits)))
+
+    @classmethod
+    def keep(
+        cls,
+        kept: Mapping[str, Iterable[int]] | None = None,
+        *,
+        blocks: Mapping[str, Iterable[int]] | None = None,
+        trained: Iterable[str] | None = None,
+        exits: Iterable[str] | None = None,
+    ) -> Spec:
+        """Return the spec that keeps these indices, e.g. ``Spec.keep({"fc1": range(40)}, trained=["fc2"])``."""
+        return cls(
+            tuple((kept or {}).items()),  # type: ignore[arg-type]  # normalised on construction
+            tuple((blocks or {}).items()),  # type: ignore[arg-type]
+            None if trained is None else tuple(trained),
+            None if exits is None else tuple(exits),
+        )
+
+    def __hash__(self) -> int:
+        """Return the hash computed on construction."""
+        return self._hash
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is the whole model, all of it trained as the model itself says."""
+        return self == FULL
+
+    def indices(self, axis: str) -> Kept | None:
+        """Return the kept indices of ``axis``, or None when it is kept whole."""
+        return next((indices for name, indices in self.kept if name == axis), None)
+
+    def __str__(self) -> str:
+        """Return what is kept in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2``."""
+        words = []
+        for name, kept in self.kept:
+            is_run = isinstance(kept, range) and kept.step == 1
+            words.append(f"{name}[{kept[0]}:{kept[-1] + 1}]" if is_run else f"{name}[{len(kept)} of them]")
+        words += [f"{name}[{','.join(map(str, kept))}]" for name, kept in self.blocks]
+        for verb, names in (("trains", self.trained), ("exits", self.exits)):
+            if names is not None:
+                words.append(f"{verb} {','.join(names) or 'nothing'}")
+        return " ".join(words) or "full"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as plain data; `FULL` is ``{}``."""
+        data: dict[str, Any] = {}
+        for name, pairs in (("kept", self.kept), ("blocks", self.blocks)):
+            if pairs:
+                data[name] = {
+                    key: {"range": [k.start, k.stop]} if isinstance(k, range) else list(k) for key, k in pairs
+                }
+        for name, names in (("trained", self.trained), ("exits", self.exits)):
+            if names is not None:
+                data[name] = list(names)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any) -> Spec:
+        """Return the spec that `to_json` described.
+
+        Raises:
+            SpecError: anything but that form, naming the field.
+        """
+        if not isinstance(data, dict):
+            raise SpecError(
+                f"spec is {str(data)[:80]!r}: give an object such as {{'kept': {{'fc1': {{'range': [0, 40]}}}}}}"
+            )
+        unknown = sorted(set(data) - {"kept", "blocks", "trained", "exits"})
+        if unknown:
+            raise SpecError(f"spec has the field '{unknown[0]}': use kept, blocks, trained or exits")
+        return cls(
+            _read_pairs("kept", data.get("kept", {})),
+            _read_pairs("blocks", data.get("blocks", {})),
+            _read_names("trained", data.get("trained")),
+            _read_names("exits", data.get("exits")),
+        )
+
+
+def _pairs(what: str, pairs: Iterable[tuple[str, Iterable[int]]]) -> tuple[tuple[str, Kept], ...]:
+    result = sorted(((name, _normal(what, name, indices)) for name, indices in pairs), key=lambda pair: pair[0])
+    for (name, _), (following, _) in pairwise(result):
+        if name == following:
+            raise SpecError(f"spec names {what} '{name}' twice: join the indices")
+    return tuple(result)
+
+
+def _normal(what: str, name: str, indices: Iterable[int]) -> Kept:
+    if not (isinstance(indices, range) and indices.step == 1):
+        indices = tuple(sorted(int(index) for index in indices))
+        for index, following in pairwise(indices):
+            if index == following:
+                raise SpecError(f"spec keeps index {index} of {what} '{name}' twice: give each index once")
+    if len(indices) == 0:
+        raise SpecError(f"spec keeps nothing of {what} '{name}': keep at least one index")
+    if indices[0] < 0:
+        raise SpecError(f"spec keeps index {indices[0]} of {what} '{name}': give indices from 0")
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return range(indices[0], indices[-1] + 1)
+    return indices
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**40
+
+
+def _read_pairs(field_name: str, data: Any) -> tuple[tuple[str, Kept], ...]:
+    if not isinstance(data, dict):
+        raise SpecError(f"spec has {field_name} = {str(data)[:80]!r}: give an object from name to indices")
+    pairs: list[tuple[str, Kept]] = []
+    for name, value in data.items():
+        bounds = value.get("range") if isinstance(value, dict) and len(value) == 1 else None
+        if isinstance(bounds, list) and len(bounds) == 2 and all(map(_is_index, bounds)):
+            pairs.append((str(name), range(*bounds)))
+        elif isinstance(value, list) and all(map(_is_index, value)):
+            pairs.append((str(name), tuple(value)))
+        else:
+            raise SpecError(
+                f"spec has {field_name}['{name}'] = {str(value)[:80]!r}: give {{'range': [start, stop]}} or a list "
+                "of indices"
+            )
+    return tuple(pairs)
+
+
+def _read_names(field_name: str, data: Any) -> tuple[str, ...] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list) or not all(isinstance(name, str) for name in data):
+        raise SpecError(f"spec has {field_name} = {str(data)[:80]!r}: give a list of names")
+    return tuple(data)
+
+
+def runs(kept: Kept) -> list[tuple[int, int]]:
+    """Return the maximal contiguous ``[start, stop)`` runs of increasing indices."""
+    if isinstance(kept, range):
+        return [(kept.start, kept.stop)]
+    starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(kept)) if b != a + 1), len(kept)]
+    return [(kept[a], kept[b - 1] + 1) for a, b in pairwise(starts)]
+
+
+FULL = Spec()
+"""The whole model."""

@@ -1,0 +1,314 @@
+"""Everything about the submodels of one model: which there are, where they lie, how to make them, what they cost."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from raafl.errors import BadInput, nearest
+from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
+from raafl.submodel.extract import Plan
+from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
+from raafl.submodel.spec import FULL, Spec, SpecError
+
+if TYPE_CHECKING:
+    from raafl.submodel.cost import Cost
+
+Part = Literal["present", "trained"]
+T = TypeVar("T")
+
+MAX_CACHED = 512
+"""Layouts, plans and costs remembered, each; the oldest goes first."""
+
+
+class Submodels:
+    """The submodels of one model. Holds its structure and shapes, never its values.
+
+    A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
+    dimensions, see `declared_axes`; found by tracing when absent), ``submodel_blocks()`` (stack -> path of the
+    `ModuleList` or `Sequential` whose members may be left out; the forward must loop over it), ``submodel_exits()``
+    (exit -> paths of its modules, which are None where the exit is left out). Any submodule may have
+    ``submodel_resize(counts)``, called on the small copy with the number of indices kept of each shrunk axis.
+    """
+
+    def __init__(self, module: nn.Module, example_batch: Any = None) -> None:
+        """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
+
+        Args:
+            module: the full model. It is neither changed nor held on to.
+            example_batch: any batch of the training data, for costs; only its shapes are used.
+        """
+        self.module = module = without_values(module)
+        self.example_batch = example_batch
+        self._lock = threading.Lock()
+        self._caches: dict[str, OrderedDict[Any, Any]] = {}
+        self._parameters = dict(module.named_parameters())
+        self._buffers = persistent_buffers(module)
+        self.parameter_names = frozenset(self._parameters)
+        self._requires_grad = frozenset(n for n, p in self._parameters.items() if p.requires_grad)
+        first = {id(p): name for name, p in self._parameters.items()}
+        every = module.named_parameters(remove_duplicate=False)
+        self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
+        self._kept_whole: dict[str, str] = {}
+        self._problem: str | None = None
+
+    @cached_property
+    def _table(self) -> AxisTable:
+        shapes = {name: tuple(tensor.shape) for name, tensor in {**self._parameters, **self._buffers}.items()}
+        for name, buffer in self.module.named_buffers():
+            shapes.setdefault(name, tuple(buffer.shape))
+        declare = getattr(self.module, "submodel_axes", None)
+        if declare is not None:
+            return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
+        from raafl.submodel.discover import discover_axes
+
+        state = {name: shapes[name] for name in (*self._parameters, *self._buffers)}
+        try:
+            axes, self._kept_whole = discover_axes(self.module, state, self.aliases)
+        except SpecError as error:
+            self._problem = str(error)
+            axes = []
+        return AxisTable(axes, shapes)
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """The axes by name, in the model's order. When there are none, `problem` or `kept_whole` says why."""
+        return self._table.axes
+
+    @property
+    def kept_whole(self) -> dict[str, str]:
+        """Layers whose width cannot shrink -> the reason, as found by tracing."""
+        return self._kept_whole if self._table else {}
+
+    @property
+    def problem(self) -> str | None:
+        """Why no axes could be found; None when the model was traced or declares them."""
+        return self._problem if self._table else None
+
+    @cached_property
+    def stacks(self) -> dict[str, tuple[str, int]]:
+        """Path and number of blocks of each stack whose blocks may be absent."""
+        declare = getattr(self.module, "submodel_blocks", dict)
+        result = {}
+        for name, path in declare().items():
+            try:
+                blocks = self.module.get_submodule(path)
+            except AttributeError:
+                blocks = None
+            if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+                raise SpecError(
+                    f"submodel_blocks names '{path}' for '{name}': give the path of a ModuleList or Sequential"
+                )
+            result[name] = (path, len(blocks))
+        return result
+
+    @cached_property
+    def exits(self) -> dict[str, tuple[str, ...]]:
+        """Paths of the modules of each exit head."""
+        return {name: tuple(paths) for name, paths in getattr(self.module, "submodel_exits", dict)().items()}
+
+    # ---- which submodels there are ----
+
+    def validate(self, spec: Spec) -> None:
+        """Raise `SpecError`, naming the axis, the value and the remedy, unless ``spec`` is a submodel of this model."""
+        self.normal(spec)
+
+    def normal(self, spec: Spec) -> Spec:
+        """Return the one form of ``spec``: axes, stacks and exits that are kept whole are not named.
+
+        Raises:
+            SpecError: it is not a submodel of this model.
+        """
+        if spec == FULL:
+            return FULL
+        return self._cached("normal", spec, lambda: self._normal(spec))
+
+    def _normal(self, spec: Spec) -> Spec:
+        if spec.kept:
+            self._check_axes(spec)
+        for name, indices in spec.blocks:
+            if name not in self.stacks:
+                known = nearest(name, self.stacks) if self.stacks else "it declares none (`submodel_blocks`)"
+                raise SpecError(f"spec keeps blocks of '{name}', which this model does not have; {known}")
+            if indices[-1] >= self.stacks[name][1]:
+                raise SpecError(
+                    f"spec keeps block {indices[-1]} of '{name}', which has {self.stacks[name][1]}: give lower indices"
+                )
+        for prefix in spec.trained or ():
+            names = [*self._parameters, *self.aliases]
+            if not any(_covers(prefix, name) for name in names):
+                modules = {name.rpartition(".")[0] for name in names} - {""}
+                raise SpecError(
+                    f"spec trains '{prefix}', which this model does not have; {nearest(prefix, {*names, *modules})}"
+                )
+        for name in spec.exits or ():
+            if name not in self.exits:
+                known = nearest(name, self.exits) if self.exits else "it declares none (`submodel_exits`)"
+                raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")
+        kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
+        blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < self.stacks[stack][1])
+        exits = None if spec.exits is None or len(spec.exits) == len(self.exits) else spec.exits
+        return Spec(kept, blocks, spec.trained, exits)
+
+    def _check_axes(self, spec: Spec) -> None:
+        table = self._table
+        if self._problem is not None:
+            raise SpecError(self._problem)
+        try:
+            table.check(spec)
+        except SpecError as error:
+            reason = next((self.kept_whole[name] for name, _ in spec.kept if name in self.kept_whole), None)
+            if reason is None:
+                raise
+            raise SpecError(
+                f"{error}; '{next(n for n, _ in spec.kept if n in self.kept_whole)}' cannot shrink: {reason}"
+            ) from None
+
+    # ---- where they lie ----
+
+    def layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
+        """Return the layout of a submodel's tensors.
+
+        Args:
+            spec: the submodel.
+            part: "present" is all that a client needs; "trained" is what comes back: the parameters that train and the
+                floating-point buffers. The trained layout is the beginning of the present one.
+        """
+        spec = self.normal(spec)
+        return self._cached("layout", (spec, part), lambda: self._layout(spec, part))
+
+    def _layout(self, spec: Spec, part: Part) -> Layout:
+        trains, selections = self._trains(spec), self._selections(spec)
+        absent = self._absent(spec)
+        first: list[tuple[str, list[int], torch.dtype]] = []
+        rest: list[tuple[str, list[int], torch.dtype]] = []
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            if any(_covers(prefix, name) for prefix in absent):
+                continue
+            shape = list(tensor.shape)
+            for dim, runs in selections.get(name, {}).items():
+                shape[dim] = sum(stop - start for start, stop in runs)
+            is_trained = name in trains if name in self._parameters else _is_float(tensor)
+            (first if is_trained else rest).append((name, shape, tensor.dtype))
+        return Layout.pack(first if part == "trained" else first + rest)
+
+    def _trains(self, spec: Spec) -> frozenset[str]:
+        if spec.trained is None:
+            return self._requires_grad
+        named = [*((name, name) for name in self._parameters), *self.aliases.items()]
+        chosen = {own for name, own in named if any(_covers(prefix, name) for prefix in spec.trained)}
+        return frozenset(chosen & self._requires_grad)
+
+    def _selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
+        return self._table.selections(spec) if spec.kept else {}
+
+    def _absent(self, spec: Spec) -> tuple[str, ...]:
+        """Return the paths of the modules that the submodel leaves out."""
+        gone = []
+        for name, kept in spec.blocks:
+            path, count = self.stacks[name]
+            gone += [f"{path}.{i}" for i in range(count) if i not in kept]
+        if spec.exits is not None:
+            gone += [path for name, paths in self.exits.items() if name not in spec.exits for path in paths]
+        return tuple(gone)
+
+    def plan(self, spec: Spec = FULL, part: Part = "trained") -> Plan:
+        """Return the plan that moves one part of a submodel between the full state and small storage; cached."""
+        spec = self.normal(spec)
+        return self._cached("plan", (spec, part), lambda: self._plan(spec, part))
+
+    def _plan(self, spec: Spec, part: Part) -> Plan:
+        return Plan(spec, self.layout(), self.layout(spec, part), self._selections(spec))
+
+    def _cached(self, cache_name: str, key: Hashable, make: Callable[[], T]) -> T:
+        cache = self._caches.setdefault(cache_name, OrderedDict())
+        found: T | None = cache.get(key)
+        if found is None:
+            found = make()
+            with self._lock:
+                cache[key] = found
+                while len(cache) > MAX_CACHED:
+                    cache.popitem(last=False)
+        return found
+
+    # ---- how to make them ----
+
+    def shrink(
+        self,
+        spec: Spec = FULL,
+        rescale: bool = False,
+        device: torch.device | str = "cpu",
+        present: FlatTensors | None = None,
+    ) -> Shrunk:
+        """Return the small dense module of ``spec``; fill its ``present`` storage with `Plan.gather` or from the wire.
+
+        The full model is never allocated. Names of tensors are those of the full model.
+
+        Args:
+            spec: the submodel.
+            rescale: multiply the output of layers that lost features by 1/(share kept) while training.
+            device: where to put it.
+            present: storage to use, in ``layout(spec)``; the global state itself gives a module that has its values.
+        """
+        spec = self.normal(spec)
+        layout = self.layout(spec)
+        if present is None:
+            present = FlatTensors.empty(layout, device)
+        elif present.layout.fingerprint != layout.fingerprint:
+            raise BadInput("present has another layout than this submodel: take it from layout(spec)")
+        structure = Structure(
+            module=self.module,
+            selections=self._selections(spec),
+            trains=self._trains(spec),
+            absent=self._absent(spec),
+            counts={name: len(kept) for name, kept in spec.kept},
+        )
+        module = build(structure, present, rescale=rescale)
+        return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
+
+    def state(self, module: nn.Module) -> FlatTensors:
+        """Return a copy of the full state of ``module``, a real instance of this model, in ``layout()``."""
+        return FlatTensors.from_named(dict(module.named_parameters()) | persistent_buffers(module), self.layout())
+
+    def load_(self, module: nn.Module, state: FlatTensors) -> None:
+        """Copy a full state into ``module``, a real instance of this model, in place."""
+        tensors: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
+        with torch.no_grad():
+            for name, value in state.items():
+                tensors[name].copy_(value)
+
+    # ---- what they cost ----
+
+    def cost(self, spec: Spec = FULL, batch_size: int = 1, num_optimizer_slots: int = 1) -> Cost:
+        """Return what training ``spec`` costs a client; see `raafl.submodel.cost.predict`. Cached.
+
+        Only how many indices are kept matters, not which.
+        """
+        key = (spec, batch_size, num_optimizer_slots)
+        return self._cached("cost of", key, lambda: self._typical_cost(*key))
+
+    def _typical_cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
+        spec = self.normal(spec)
+        kept = tuple((name, range(len(indices))) for name, indices in spec.kept)
+        key = (Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, num_optimizer_slots)
+        return self._cached("cost", key, lambda: self._cost(*key))
+
+    def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
+        from raafl.submodel.cost import predict
+
+        return predict(self, spec, batch_size, num_optimizer_slots)
+
+
+def _covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -1,0 +1,94 @@
+"""The name table is complete, and every entry says what it is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import raafl
+from raafl.algorithms import ALGORITHMS
+from raafl.core.algorithm import Algorithm
+from tests.habits.source import ROOT
+
+PARTS = ("sample", "select", "local", "trigger", "merge")
+FILES = sorted(path.stem for path in (ROOT / "raafl" / "algorithms").glob("*.py") if path.stem != "__init__")
+
+
+def documented(factory) -> dict[str, str]:
+    """Argument -> text, from the Args section of a factory's docstring."""
+    section = inspect.getdoc(factory).split("Args:\n")[1]
+    section = re.split(r"^(?:Returns|Raises):", section, flags=re.M)[0]
+    return {
+        m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section, re.M | re.S)
+    }
+
+
+def test_one_file_for_each_name_and_one_name_for_each_file():
+    assert sorted(ALGORITHMS) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_defines_the_factory_of_its_name(name):
+    factory = ALGORITHMS[name]
+    assert (factory.__name__, factory.__module__) == (name, f"raafl.algorithms.{name}")
+    assert getattr(raafl, name) is factory
+    assert name in raafl.__all__
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_factory_without_arguments_gives_the_algorithm_of_that_name(name):
+    algorithm = ALGORITHMS[name]()
+    assert isinstance(algorithm, Algorithm)
+    assert algorithm.name == name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_describe_gives_name_paper_and_five_answers(name):
+    described = ALGORITHMS[name]().describe()
+    assert list(described) == ["name", "paper", *PARTS]
+    for key, words in described.items():
+        assert words.strip(), key
+        assert "object at 0x" not in words  # a part without words of its own
+        assert "(" not in words[:1]
+    assert re.search(r"\b(19|20)\d\d\b", described["paper"]), "the paper's year"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_argument_is_documented_and_none_that_is_not_there(name):
+    factory = ALGORITHMS[name]
+    texts = documented(factory)
+    assert list(texts) == list(inspect.signature(factory).parameters)
+    assert all(len(text) > 5 for text in texts.values())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_docstring_of_the_file_cites_the_paper_first(name):
+    module = inspect.getmodule(ALGORITHMS[name])
+    first = module.__doc__.strip().splitlines()[0]
+    author = ALGORITHMS[name]().paper.split()[0]
+    assert author in first
+    assert '"' in module.__doc__, "the paper's title"
+
+
+def test_arguments_reach_their_parts():
+    # Each factory's arguments differ from its defaults here; what the parts say of themselves must differ too.
+    cases = {
+        "fed_async": ({"alpha": 0.25}, "merge", "mix with alpha 0.25"),
+        "fed_avg": ({"cohort": 3}, "sample", "3 at random"),
+        "fed_buff": ({"buffer_size": 7}, "trigger", "7 in the buffer"),
+        "fed_opt": ({"optimizer": "yogi"}, "merge", "server yogi, lr 0.01"),
+        "fed_prox": ({"prox": 0.5}, "local", "SGD on the loss + proximal term 0.5"),
+        "fed_raa": ({"trigger": "all"}, "trigger", "all"),
+    }
+    for name, (arguments, part, words) in cases.items():
+        assert ALGORITHMS[name](**arguments).describe()[part] == words
+        assert ALGORITHMS[name]().describe()[part] != words
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("argument", ["cohort", "concurrency"])
+def test_counts_below_one_are_refused(name, argument):
+    with pytest.raises(raafl.BadInput, match=f"{argument} is 0: give a number above 0"):
+        ALGORITHMS[name](**{argument: 0})

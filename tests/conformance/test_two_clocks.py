@@ -1,0 +1,88 @@
+"""One algorithm, two runtimes: real ranks that report in a simulated run's order leave the same model, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
+from raafl.runtime.inbox import ScriptedInbox
+from tests.federation import experiment, finish
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+VARIANTS = {
+    "fed_raa": fed_raa(),
+    "fed_raa random, staleness": fed_raa(select="random", staleness="polynomial", prox=0.1),
+    "sync fed_raa": fed_raa(trigger="all"),
+    "fed_async": fed_async(),
+    "fed_async hinge, few at a time": fed_async(staleness="hinge", staleness_b=1, concurrency=2),
+    "fed_buff": fed_buff(buffer_size=3),
+    "fed_avg": fed_avg(),
+    "fed_avg cohort": fed_avg(cohort=2),
+    "fed_prox": fed_prox(prox=0.5),
+    "fed_opt": fed_opt(),
+}
+
+
+def order_of(run):
+    """The script that a run's journal is."""
+    names = {"joined": "client", "lost": "client", "arrived": "assignment"}
+    return [(row["event"], row[names[row["event"]]]) for row in run.events() if row["event"] in names]
+
+
+def story(run):
+    """What was asked and answered, without times: those are the clock's."""
+    rows = run.rows()
+    fields = (
+        "client",
+        "task",
+        "assignment",
+        "spec",
+        "region",
+        "version",
+        "merged_version",
+        "staleness",
+        "num_samples",
+        "num_steps",
+        "loss",
+    )
+    return [{field: row[field] for field in fields} for row in rows if row["outcome"] == "merged"]
+
+
+def fingerprints(run):
+    return [
+        (row["assignment"], row["fingerprint"], row["num_samples"], row["refusal"]) for row in run.events("arrived")
+    ]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
+    base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False)
+    simulated = finish(base)
+    order = order_of(simulated)
+    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
+        real = fleet.serve(ScriptedInbox(order))
+        assert set(fleet.exit_codes().values()) == {0}
+    assert order_of(real) == order
+    assert fingerprints(real) == fingerprints(simulated)
+    assert story(real) == story(simulated)
+    assert real.digest == simulated.digest
+    assert (real.summary["runtime"], simulated.summary["runtime"]) == ("distributed", "simulated")
+    for field in ("versions", "updates_merged", "staleness", "participation", "final"):
+        assert real.summary[field] == simulated.summary[field]
+
+
+def test_every_algorithm_is_among_the_variants():
+    assert {algorithm.name for algorithm in VARIANTS.values()} == ALGORITHMS.keys()
+
+
+def test_the_order_matters_to_an_asynchronous_run(tmp_path):
+    """Else the test above would prove nothing: two simulated runs whose clients report in another order differ."""
+    first = finish(experiment(tmp_path / "a", fed_async()))
+    devices = list(reversed(experiment(tmp_path / "x").devices))
+    second = finish(experiment(tmp_path / "b", fed_async(), devices=devices))
+    assert order_of(first) != order_of(second)
+    assert first.digest != second.digest

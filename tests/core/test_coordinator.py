@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
+from raafl.core.types import (
+    Arrived,
+    ClientInfo,
+    Evaluate,
+    Finish,
+    Joined,
+    Lost,
+    SetTimer,
+    Settled,
+    Stop,
+    Timer,
+    Update,
+)
+from tests.tools import answer, assigned, coordinator_for, filled, join, update_for, values_of
+
+
+def outcomes(actions):
+    return [(a.client, a.outcome, a.staleness) for a in actions if isinstance(a, Settled)]
+
+
+def test_nothing_starts_before_min_clients_have_joined():
+    coordinator = coordinator_for(fed_async(), min_clients=2)
+    assert assigned(join(coordinator, [1])) == {}
+    assert sorted(assigned(join(coordinator, [2]))) == [1, 2]
+
+
+def test_each_arrival_is_merged_at_once_and_its_client_starts_again():
+    coordinator = coordinator_for(fed_async(alpha=0.5))
+    tasks = assigned(join(coordinator, [1, 2]))
+    actions = answer(coordinator, tasks[2], 1.0)
+    assert outcomes(actions) == [(2, "merged", 0)]
+    again = assigned(actions)
+    assert list(again) == [2] and again[2].version == 1 and again[2].task == 1
+    assert values_of(coordinator.state).unique().tolist() == [0.5]
+    # client 1 still works on version 0: one merge late
+    assert outcomes(answer(coordinator, tasks[1], 1.0)) == [(1, "merged", 1)]
+    assert values_of(coordinator.state).unique().tolist() == [0.75]
+
+
+def test_synchronous_rounds_wait_for_all_and_start_all_again():
+    coordinator = coordinator_for(fed_avg())
+    tasks = assigned(join(coordinator, [1, 2, 3]))
+    assert assigned(answer(coordinator, tasks[1], 1.0)) == {}
+    assert coordinator.state.version == 0
+    answer(coordinator, tasks[2], 2.0)
+    actions = answer(coordinator, tasks[3], 6.0)
+    assert [o[:2] for o in outcomes(actions)] == [(1, "merged"), (2, "merged"), (3, "merged")]
+    assert sorted(assigned(actions)) == [1, 2, 3]
+    assert values_of(coordinator.state).unique().tolist() == [3.0]
+
+
+def test_a_lost_client_does_not_hold_up_a_round():
+    coordinator = coordinator_for(fed_avg())
+    tasks = assigned(join(coordinator, [1, 2]))
+    answer(coordinator, tasks[1], 4.0)
+    actions = coordinator.handle(Lost(2, "disconnected"), 1.0)
+    assert outcomes(actions) == [(2, "lost:disconnected", 0), (1, "merged", 0)]
+    assert sorted(assigned(actions)) == [1]
+    assert values_of(coordinator.state).unique().tolist() == [4.0]
+
+
+def test_a_cohort_replaces_a_lost_member_before_anything_arrived():
+    coordinator = coordinator_for(fed_avg(cohort=2), min_clients=4)
+    first = assigned(join(coordinator, [1, 2, 3, 4]))
+    assert len(first) == 2
+    gone, stays = sorted(first)
+    replacement = assigned(coordinator.handle(Lost(gone, "killed"), 1.0))
+    assert len(replacement) == 1 and not set(replacement) & {gone, stays}
+
+
+def test_concurrency_caps_a_round_and_the_rest_waits_its_turn():
+    coordinator = coordinator_for(fed_avg(concurrency=2), min_clients=5)
+    at_work = assigned(join(coordinator, range(1, 6)))
+    assert sorted(at_work) == [1, 2]
+    done = []
+    while at_work:
+        client, task = at_work.popitem()
+        done.append(client)
+        assert coordinator.state.version == 0
+        started = assigned(answer(coordinator, task, 1.0))
+        at_work |= started if len(done) < 5 else {}
+        assert len(coordinator.roster.active) <= 2
+    assert sorted(done) == [1, 2, 3, 4, 5] and coordinator.state.version == 1
+
+
+def test_concurrency_caps_an_asynchronous_run_and_everyone_gets_a_turn():
+    coordinator = coordinator_for(fed_async(concurrency=3), min_clients=10)
+    at_work = assigned(join(coordinator, range(1, 11)))
+    assert len(at_work) == 3
+    seen = set(at_work)
+    for _ in range(100):
+        client = min(at_work)
+        new = assigned(answer(coordinator, at_work.pop(client), 0.0))
+        assert len(new) == 1 and len(coordinator.roster.active) == 3
+        at_work |= new
+        seen |= set(new)
+    assert seen == set(range(1, 11))
+
+
+def test_an_update_is_merged_at_most_once_and_strangers_are_refused():
+    coordinator = coordinator_for(fed_async())
+    task = assigned(join(coordinator, [1, 2]))[1]
+    answer(coordinator, task, 1.0)
+    before = values_of(coordinator.state).clone()
+    assert outcomes(answer(coordinator, task, 9.0)) == [(1, "refused:repeated", 0)]
+    unknown = Update(999, 1, 0, filled(coordinator.state, 9.0), 1)
+    assert outcomes(coordinator.handle(Arrived(unknown), 0.0)) == [(1, "refused:unknown-assignment", 0)]
+    assert values_of(coordinator.state).equal(before)
+    assert dict(coordinator.refused) == {"repeated": 1, "unknown-assignment": 1}
+
+
+def test_another_client_cannot_answer_in_its_place():
+    coordinator = coordinator_for(fed_async())
+    task = assigned(join(coordinator, [1, 2]))[1]
+    forged = update_for(coordinator.state, task, 9.0)
+    forged.client = 2
+    assert outcomes(coordinator.handle(Arrived(forged), 0.0)) == [(2, "refused:wrong-client", 0)]
+    assert task.id in coordinator.roster.active  # the real answer is still welcome
+    assert outcomes(answer(coordinator, task, 1.0)) == [(1, "merged", 0)]
+
+
+def test_a_refused_update_settles_its_assignment_and_the_client_tries_again():
+    coordinator = coordinator_for(fed_async())
+    task = assigned(join(coordinator, [1]))[1]
+    actions = coordinator.handle(Arrived(update_for(coordinator.state, task, 1.0, refusal="non-finite")), 0.0)
+    assert outcomes(actions) == [(1, "refused:non-finite", 0)]
+    assert list(assigned(actions)) == [1] and coordinator.state.version == 0
+
+
+def test_a_wrong_shape_is_refused():
+    coordinator = coordinator_for(fed_raa(fragments=2))
+    task = assigned(join(coordinator, [1, 2]))[1]
+    whole = Update(task.id, 1, 0, filled(coordinator.state, 1.0), 1)
+    assert outcomes(coordinator.handle(Arrived(whole), 0.0)) == [(1, "refused:wrong-layout", 0)]
+
+
+def test_a_run_of_refusals_ends_the_run_as_failed():
+    coordinator = coordinator_for(fed_async(), max_refused=3)
+    task = assigned(join(coordinator, [1]))[1]
+    for _ in range(3):
+        actions = coordinator.handle(Arrived(update_for(coordinator.state, task, 1.0, refusal="non-finite")), 0.0)
+        task = assigned(actions).get(1, task)
+    assert isinstance(actions[-1], Finish) and actions[-1].reason.startswith("failed: 3 updates in a row")
+
+
+def test_an_answer_from_an_earlier_incarnation_is_refused():
+    coordinator = coordinator_for(fed_async())
+    old = assigned(join(coordinator, [1]))[1]
+    coordinator.handle(Lost(1, "killed"), 1.0)
+    actions = coordinator.handle(Joined(ClientInfo(1, 1, incarnation=1)), 2.0)
+    new = assigned(actions)[1]
+    assert new.id != old.id and new.incarnation == 1 and new.task == 1
+    assert outcomes(answer(coordinator, old, 5.0)) == [(1, "refused:repeated", 0)]
+    assert coordinator.state.version == 0
+
+
+def test_a_late_loss_of_an_earlier_incarnation_changes_nothing():
+    coordinator = coordinator_for(fed_async())
+    join(coordinator, [1])
+    coordinator.handle(Joined(ClientInfo(1, 1, incarnation=1)), 1.0)
+    assert coordinator.handle(Lost(1, "late news", incarnation=0), 2.0) == []
+    assert coordinator.roster.clients[1].incarnation == 1
+
+
+def test_fed_buff_merges_k_and_folds_in_the_rest_at_the_end():
+    coordinator = coordinator_for(fed_buff(buffer_size=2, staleness="constant"))
+    tasks = assigned(join(coordinator, [1, 2, 3]))
+    assert outcomes(answer(coordinator, tasks[1], 1.0)) == []
+    assert [o[0] for o in outcomes(answer(coordinator, tasks[2], 3.0))] == [1, 2]
+    assert values_of(coordinator.state).unique().tolist() == [2.0]  # (1 + 3) / 2
+    answer(coordinator, tasks[3], 5.0)
+    actions = coordinator.handle(Stop("enough"), 9.0)
+    assert (3, "merged", 1) in outcomes(actions)
+    assert values_of(coordinator.state).unique().tolist() == [7.0]
+    assert coordinator.state.version == 2 and isinstance(actions[-1], Finish)
+
+
+def test_the_end_settles_every_assignment_and_nothing_follows():
+    coordinator = coordinator_for(fed_avg())
+    tasks = assigned(join(coordinator, [1, 2]))
+    answer(coordinator, tasks[1], 1.0)
+    actions = coordinator.handle(Stop("enough"), 1.0)
+    assert sorted(outcomes(actions)) == [(1, "unused", 0), (2, "unused", 0)]
+    assert coordinator.handle(Joined(ClientInfo(3, 1)), 2.0) == []
+
+
+def test_max_updates_and_max_time():
+    coordinator = coordinator_for(fed_async(), max_updates=1, max_time_s=10.0)
+    actions = join(coordinator, [1])
+    assert SetTimer(0, 10.0) in actions
+    actions = answer(coordinator, assigned(actions)[1], 1.0)
+    assert actions[-1] == Finish("max_updates") and Evaluate(1) in actions
+    other = coordinator_for(fed_async(), max_time_s=10.0)
+    join(other, [1])
+    assert other.handle(Timer(0), 10.0)[-1] == Finish("max_time")
+
+
+def test_evaluations_come_every_so_many_versions_and_once_at_the_end():
+    coordinator = coordinator_for(fed_async(), eval_every=2, max_updates=3)
+    actions = join(coordinator, [1])
+    versions = []
+    for _ in range(3):
+        actions = answer(coordinator, assigned(actions)[1], 1.0)
+        versions += [a.version for a in actions if isinstance(a, Evaluate)]
+    assert versions == [2, 3]
+
+
+def test_q_counts_merges_of_each_fragment():
+    coordinator = coordinator_for(fed_raa(fragments=2, alpha=0.5))
+    at_work = assigned(join(coordinator, [1, 2, 3, 4]))
+    for _ in range(20):
+        client = min(at_work)
+        at_work |= assigned(answer(coordinator, at_work[client], 0.0))
+    assert sum(coordinator.state.counts.values()) == 20 == coordinator.merged
+    assert abs(coordinator.state.counts[1] - coordinator.state.counts[2]) <= 2
+
+
+def test_the_same_events_give_the_same_actions():
+    def history(seed):
+        coordinator = coordinator_for(fed_raa(fragments=2, cohort=3), seed=seed, min_clients=6)
+        at_work, trace = assigned(join(coordinator, range(1, 7))), []
+        for _ in range(30):
+            client = min(at_work)
+            trace.append(at_work[client])
+            at_work |= assigned(answer(coordinator, at_work.pop(client), 1.0))
+        return trace
+
+    assert history(1) == history(1)
+    assert history(1) != history(2)

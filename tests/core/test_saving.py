@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
+from raafl.core.saving import from_plain, restore, save, to_plain
+from raafl.submodel import Spec
+from tests.tools import answer, assigned, coordinator_for, join, line_state, values_of
+
+ALGORITHMS = {
+    "fed_raa": lambda: fed_raa(fragments=2, cohort=3),
+    "fed_async": lambda: fed_async(alpha=0.3, staleness="polynomial", concurrency=2),
+    "fed_buff": lambda: fed_buff(buffer_size=3),
+    "fed_avg": lambda: fed_avg(cohort=3, concurrency=2),
+    "fed_opt": lambda: fed_opt(cohort=3),
+}
+
+
+def through_a_file(data):
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def play(coordinator, at_work, begin, end, trace):
+    """Answer the longest waiting assignment, again and again; the value tells which answer it was."""
+    for step in range(begin, end):
+        number = min(at_work)
+        actions = answer(coordinator, at_work.pop(number), value=float(step), now=float(step), num_samples=1 + step % 3)
+        started = list(assigned(actions).values())
+        at_work.update({task.id: task for task in started})
+        trace += started
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("cut", [1, 4, 7, 12])
+def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened(name, cut):
+    def fresh():
+        return coordinator_for(ALGORITHMS[name](), seed=5, min_clients=6)
+
+    whole, trace = fresh(), []
+    at_work = {task.id: task for task in assigned(join(whole, range(1, 7))).values()}
+    play(whole, at_work, 0, cut, trace)
+    saved = through_a_file({"values": to_plain(whole.state.values), "rest": save(whole)})
+    out_at_cut, trace_before = dict(at_work), len(trace)
+    play(whole, at_work, cut, 20, trace)
+
+    second, again = fresh(), []
+    second.state.values.copy_(from_plain(saved["values"]))
+    restore(second, saved["rest"])
+    play(second, out_at_cut, cut, 20, again)
+    assert again == trace[trace_before:] and len(again) > 2
+    assert torch.equal(values_of(second.state), values_of(whole.state))
+    assert second.state.values.model_digest() == whole.state.values.model_digest()
+    assert (second.merged, second.state.version, second.state.counts) == (
+        whole.merged,
+        whole.state.version,
+        whole.state.counts,
+    )
+
+
+def test_plain_data_comes_back_as_it_was():
+    state = line_state(value=2.0)
+    value = {
+        (1, "a"): [1.5, None, True, "text"],
+        "flat": state.values,
+        "spec": Spec.keep({"hidden": range(1, 3)}),
+        "tensor": torch.arange(3),
+    }
+    back = from_plain(through_a_file(to_plain(value)))
+    assert back[(1, "a")] == [1.5, None, True, "text"] and back["spec"] == value["spec"]
+    assert back["flat"].layout == state.values.layout and torch.equal(
+        back["flat"]["fc1.weight"], state.values["fc1.weight"]
+    )
+    assert torch.equal(back["tensor"], torch.arange(3))
+
+
+def test_what_cannot_be_saved_is_named():
+    with pytest.raises(TypeError, match="a set cannot be saved"):
+        to_plain({"x": {1, 2}})

@@ -1,0 +1,346 @@
+import time
+
+import pytest
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from raafl.data.federated import ClientData, FederatedData
+from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid
+from raafl.data.tensors import TensorImages
+from raafl.errors import BadInput
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def tensors(n=50):
+    return TensorDataset(torch.arange(2.0 * n).reshape(n, 2), torch.arange(n) % 5)
+
+
+class Plain(Dataset):
+    """The same samples as a TensorDataset, but nothing that could be picked up fast."""
+
+    def __init__(self, base):
+        self.base, self.num_reads = base, 0
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, index):
+        self.num_reads += 1
+        return self.base[index]
+
+
+class Module(LightningDataModule):
+    def __init__(self, train, test=None, **loader):
+        super().__init__()
+        self.train, self.test, self.loader, self.calls = train, test, loader or {"batch_size": 8}, []
+
+    def prepare_data(self):
+        self.calls.append("prepare")
+
+    def setup(self, stage):
+        self.calls.append(stage)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, **self.loader)
+
+
+class WithTest(Module):
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+
+class WithVal(Module):
+    def val_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+
+def equal(first, second):
+    first, second = list(first), list(second)
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert type(a) is type(b) and len(a) == len(b)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return True
+
+
+ROWS = torch.tensor([1, 4, 5, 9, 16, 20, 33, 34, 40, 41, 49])
+
+
+@pytest.mark.parametrize("counts", [{"num_epochs": 3}, {"num_steps": 1}, {"num_steps": 7}])
+@pytest.mark.parametrize("batch_size", [1, 4, 11, 100])
+@pytest.mark.parametrize("cache", [True, False])
+def test_fast_path_equals_slow_path_batch_for_batch(counts, batch_size, cache):
+    fast = ClientData(tensors(), ROWS, cache=cache)
+    slow = ClientData(Plain(tensors()), ROWS)
+    assert equal(fast.batches(generator(), batch_size, **counts), slow.batches(generator(), batch_size, **counts))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_fast_path_equals_slow_path_for_subsets_and_images(cache):
+    images = TensorImages(
+        torch.randint(0, 256, (50, 1, 3, 3), dtype=torch.uint8, generator=generator()), torch.arange(50), [0.3], [0.4]
+    )
+    for dataset in (images, Subset(images, range(49, -1, -1)), Subset(tensors(), range(49, -1, -1))):
+        fast, slow = ClientData(dataset, ROWS, cache=cache), ClientData(Plain(dataset), ROWS)
+        assert equal(fast.batches(generator(), 4, num_epochs=2), slow.batches(generator(), 4, num_epochs=2))
+
+
+def test_batches_are_permutations_of_the_clients_own_rows_by_a_plain_loop():
+    """The bare loop: one permutation an epoch from the same generator, cut into slices."""
+    base, plain = tensors(), generator(5)
+    expected = []
+    for _ in range(2):
+        order = ROWS[torch.randperm(len(ROWS), generator=plain)]
+        expected += [[t[order[i : i + 4]] for t in base.tensors] for i in range(0, len(ROWS), 4)]
+    assert equal(ClientData(base, ROWS).batches(generator(5), 4, num_epochs=2), expected)
+
+
+def test_each_epoch_has_every_sample_once_in_a_fresh_order():
+    client = ClientData(TensorDataset(torch.arange(50)), ROWS)
+    epochs = list(client.batches(generator(), 4, num_epochs=2))
+    assert [len(x) for (x,) in epochs] == [4, 4, 3] * 2 and client.num_batches(4) == 3
+    first, second = torch.cat([x for (x,) in epochs[:3]]), torch.cat([x for (x,) in epochs[3:]])
+    assert sorted(first.tolist()) == sorted(second.tolist()) == ROWS.tolist()
+    assert first.tolist() != second.tolist()
+
+
+def test_steps_run_on_through_epochs():
+    client = ClientData(tensors(), ROWS)
+    steps = list(client.batches(generator(), 4, num_steps=5))
+    assert equal(steps, list(client.batches(generator(), 4, num_epochs=2))[:5])
+
+
+def test_a_batch_larger_than_the_data_is_one_batch():
+    (batch,) = ClientData(tensors(), ROWS).batches(generator(), 1000, num_epochs=1)
+    assert len(batch[0]) == len(ROWS)
+
+
+@pytest.mark.parametrize("dataset", [tensors(), Plain(tensors())])
+def test_the_order_depends_on_the_generator_alone_and_global_generators_stay(dataset):
+    client = ClientData(dataset, ROWS)
+    before = torch.get_rng_state()
+    first = list(client.batches(generator(1), 4, num_epochs=1))
+    assert torch.equal(before, torch.get_rng_state())
+    torch.rand(3)
+    assert equal(first, client.batches(generator(1), 4, num_epochs=1))
+    other = list(client.batches(generator(2), 4, num_epochs=1))
+    assert not torch.equal(torch.cat([x for x, _ in first]), torch.cat([x for x, _ in other]))
+
+
+def test_a_batch_may_be_changed_in_place():
+    client = ClientData(tensors(), ROWS)
+    for x, _ in client.batches(generator(), 4, num_epochs=1):
+        x.zero_()
+    assert all(x.sum() > 0 for x, _ in client.batches(generator(), 4, num_epochs=1))
+
+
+def test_bad_counts_are_refused_at_the_call():
+    client = ClientData(tensors(), ROWS)
+    for counts, message in [
+        ({}, "exactly one"),
+        ({"num_epochs": 1, "num_steps": 1}, "exactly one"),
+        ({"num_epochs": 0}, "num_epochs is 0"),
+        ({"num_steps": -1}, "num_steps is -1"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            client.batches(generator(), 4, **counts)
+    with pytest.raises(BadInput, match="batch_size is 0"):
+        client.batches(generator(), 0, num_epochs=1)
+    with pytest.raises(BadInput, match="batch_size is not given"):
+        client.batches(generator(), num_epochs=1)
+
+
+def test_an_empty_client_is_refused():
+    with pytest.raises(BadInput, match="no samples"):
+        ClientData(tensors(), torch.tensor([], dtype=torch.int64))
+
+
+def test_clients_share_the_training_set_and_use_the_modules_batch_size():
+    module = Module(tensors())
+    fed = FederatedData(module, Iid(), num_clients=3, seed=1)
+    assert module.calls == ["prepare", "fit"]
+    assert fed.num_clients == 3 and fed.sizes == [17, 17, 16]
+    assert [fed.client(i).num_samples for i in (1, 2, 3)] == fed.sizes
+    seen = torch.cat([x for i in (1, 2, 3) for x, _ in fed.client(i).batches(generator(), num_epochs=1)])
+    assert sorted(seen[:, 0].tolist()) == tensors().tensors[0][:, 0].tolist()
+    assert [len(y) for _, y in fed.client(1).batches(generator(), num_epochs=1)] == [8, 8, 1]
+
+
+def test_clients_are_numbered_from_one():
+    fed = FederatedData(Module(tensors()), Iid(), 3, 0)
+    for client in (0, 4, -1):
+        with pytest.raises(BadInput, match=f"client is {client}: clients are numbered 1 to 3"):
+            fed.client(client)
+
+
+def test_the_cache_bound_changes_no_batch():
+    def run(cache_bytes):
+        fed = FederatedData(Module(tensors()), Iid(), 5, 0, cache_bytes=cache_bytes)
+        return [b for i in range(1, 6) for b in fed.client(i).batches(generator(), num_epochs=2)]
+
+    # a sample is 2 floats and an int64, 16 bytes; a client has 10: two clients fit into 320
+    assert equal(run(1e9), run(320)) and equal(run(1e9), run(0))
+    fed = FederatedData(Module(tensors()), Iid(), 5, 0, cache_bytes=320)
+    assert [fed.client(i)._indices is None for i in range(1, 6)] == [True, True, False, False, False]
+
+
+def test_a_cached_client_lets_the_data_set_go():
+    import gc
+    import weakref
+
+    fed = FederatedData(Module(tensors()), Iid(), 5, 0)
+    client, base = fed.client(2), weakref.ref(fed._dataset)
+    del fed
+    gc.collect()
+    assert base() is None and client.num_samples == 10
+
+
+class Targets(Plain):
+    def __init__(self, base):
+        super().__init__(base)
+        self.targets = base.tensors[1].tolist()
+
+
+class Dicts(Plain):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return {"x": x, "label": int(y)}
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, Plain, Targets, Dicts, lambda d: Subset(Targets(d), range(50))])
+def test_labels_are_found_wherever_they_are(wrap):
+    fed = FederatedData(Module(wrap(tensors())), ClassesPerClient(1), 5, 0)
+    for client in range(1, 6):
+        assert len({row % 5 for row in fed.indices(client).tolist()}) == 1
+
+
+def test_labels_of_a_subset_are_those_of_its_rows():
+    rows = [i for i in range(50) if i % 5 in (1, 3)]
+    for base in (tensors(), Targets(tensors())):
+        fed = FederatedData(Module(Subset(base, rows)), ClassesPerClient(1), 2, 0)
+        ys = [{int(v) for _, y in fed.client(i).batches(generator(), num_epochs=1) for v in y} for i in (1, 2)]
+        assert sorted(map(sorted, ys)) == [[1], [3]]
+
+
+def test_stored_labels_cost_no_pass_and_iid_needs_none():
+    for dataset, partition in ((Targets(tensors()), Dirichlet(1.0)), (Plain(TensorDataset(torch.rand(50, 2))), Iid())):
+        FederatedData(Module(dataset), partition, 5, 0)
+        assert dataset.num_reads == 0
+
+
+def test_samples_without_labels_are_refused_by_a_partition_by_class():
+    with pytest.raises(BadInput, match="no whole-number label"):
+        FederatedData(Module(Plain(TensorDataset(torch.rand(9, 2)))), Dirichlet(1.0), 2, 0)
+
+
+def test_by_column_reads_attributes_and_hugging_face_columns():
+    datasets = pytest.importorskip("datasets")
+
+    who = ["amy", "bob", "cat", "amy", "cat"]
+    rows = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0, 4.0, 5.0], "label": [0, 1, 0, 1, 0], "who": who})
+    with_attribute = tensors(5)
+    with_attribute.who = who
+    for data in (rows, with_attribute):
+        fed = FederatedData(Module(data), ByColumn("who"), 3, 0)
+        assert [fed.indices(i).tolist() for i in (1, 2, 3)] == [[0, 3], [1], [2, 4]]
+    with pytest.raises(BadInput, match=r"no column 'speaker' \(columns: label, who, x\)"):
+        FederatedData(Module(rows), ByColumn("speaker"), 3, 0)
+    by_class = FederatedData(Module(rows.select([4, 3, 2])), ClassesPerClient(1), 2, 0)
+    assert sorted(by_class.indices(i).tolist() for i in (1, 2)) == [[0, 2], [1]]
+    batch = next(FederatedData(Module(rows), Iid(), 1, 0).client(1).batches(generator(), 5, num_epochs=1))
+    assert sorted(batch["x"].tolist()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_test_set_in_order():
+    for kind, calls in ((WithTest, ["prepare", "fit", "test"]), (WithVal, ["prepare", "fit"])):
+        for test in (tensors(10), Plain(tensors(10)), Subset(tensors(20), range(10))):
+            module = kind(tensors(), test)
+            fed = FederatedData(module, Iid(), 2, 0)
+            expected = list(DataLoader(tensors(10), batch_size=4))
+            assert equal(fed.test_batches(), expected) and equal(fed.test_batches(), expected)
+            assert module.calls == calls
+            assert [len(y) for _, y in fed.test_batches(7)] == [7, 3]
+            uncached = FederatedData(kind(tensors(), test), Iid(), 2, 0, cache_bytes=0)
+            assert equal(uncached.test_batches(), expected)
+
+
+def test_a_module_without_test_data_is_told_so_only_when_asked():
+    fed = FederatedData(Module(tensors()), Iid(), 2, 0)
+    with pytest.raises(BadInput, match="no test_dataloader and no val_dataloader"):
+        fed.test_batches()
+
+
+def test_lightnings_own_datamodule_from_data_sets_works():
+    module = LightningDataModule.from_datasets(tensors(), test_dataset=tensors(6), batch_size=5)
+    fed = FederatedData(module, Iid(), 2, 0)
+    assert fed.batch_size == 5 and [len(y) for _, y in fed.test_batches()] == [5, 1]
+
+
+def test_example_batch_is_the_first_samples_collated():
+    x, y = FederatedData(Module(tensors()), Iid(), 2, 0).example_batch(3)
+    assert x.tolist() == [[0, 1], [2, 3], [4, 5]] and y.tolist() == [0, 1, 2]
+    assert len(FederatedData(Module(tensors(4)), Iid(), 2, 0).example_batch(100)[1]) == 4
+
+
+def test_unusable_loaders_are_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    class Two(Module):
+        def train_dataloader(self):
+            return {"a": super().train_dataloader()}
+
+    with pytest.raises(BadInput, match="Stream, whose samples cannot be picked by number"):
+        FederatedData(Module(Stream()), Iid(), 2, 0)
+    with pytest.raises(BadInput, match=r"train_dataloader\(\) returned dict"):
+        FederatedData(Two(tensors()), Iid(), 2, 0)
+
+
+def test_a_batch_sampler_leaves_no_batch_size():
+    module = Module(tensors(), batch_sampler=[[0, 1], [2]])
+    client = FederatedData(module, Iid(), 2, 0).client(1)
+    with pytest.raises(BadInput, match="batch_size is not given"):
+        client.batches(generator(), num_epochs=1)
+    assert len(next(client.batches(generator(), 3, num_epochs=1))[1]) == 3
+
+
+def test_the_users_collate_function_is_used_for_training_and_example():
+    module = Module(
+        tensors(),
+        batch_size=4,
+        collate_fn=lambda samples: {"n": len(samples), "all": default_collate(samples)},
+    )
+    fed = FederatedData(module, Iid(), 2, 0)
+    assert [b["n"] for b in fed.client(1).batches(generator(), num_epochs=1)] == [4] * 6 + [1]
+    assert fed.example_batch(2)["n"] == 2
+
+
+def test_batches_cost_little_more_than_bare_indexing():
+    """Against `x[idx], y[idx]` on tensors of the client's own: no more than 20 microseconds a batch above it."""
+    x, y = torch.rand(4096, 784), torch.randint(0, 10, (4096,))
+    client = ClientData(TensorDataset(x, y), torch.arange(4096))
+
+    def bare():
+        order = torch.randperm(4096, generator=generator())
+        for i in range(0, 4096, 32):
+            idx = order[i : i + 32]
+            x[idx], y[idx]
+
+    def ours():
+        for _ in client.batches(generator(), 32, num_epochs=1):
+            pass
+
+    def best_s(run):
+        times = []
+        for _ in range(15):
+            start_s = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start_s)
+        return min(times)
+
+    assert best_s(ours) < best_s(bare) + 128 * 20e-6

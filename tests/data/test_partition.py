@@ -1,0 +1,213 @@
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, QuantitySkew
+from raafl.errors import BadInput
+
+LABELS = np.repeat(np.arange(10), 100)
+
+
+def distances_from_global(parts, labels):
+    """Per client: half the L1 distance between its label shares and those of all data, 0 (same) to 1 (disjoint)."""
+    values = np.unique(labels)
+    overall = np.array([np.mean(labels == v) for v in values])
+    return [0.5 * sum(abs(np.mean(labels[p] == v) - o) for v, o in zip(values, overall, strict=True)) for p in parts]
+
+
+@settings(deadline=None)
+@given(
+    partition=st.one_of(
+        st.just(Iid()),
+        st.builds(Dirichlet, st.sampled_from([1e-9, 1e-3, 0.1, 1.0, 1e6]), st.integers(1, 4)),
+        st.builds(QuantitySkew, st.sampled_from([1e-9, 0.1, 1.0, 1e6]), st.integers(1, 4)),
+    ),
+    labels=st.lists(st.integers(-3, 3), min_size=40, max_size=80),
+    num_clients=st.integers(1, 10),
+    seed=st.integers(0, 2**31),
+)
+def test_parts_cover_the_data_exactly_once(partition, labels, num_clients, seed):
+    parts = partition.split(labels, num_clients, seed)
+    assert len(parts) == num_clients
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(labels)))
+    assert all(part.dtype == torch.int64 and part.tolist() == sorted(part.tolist()) for part in parts)
+    assert min(map(len, parts)) >= getattr(partition, "min_samples", 1)
+    again = partition.split(torch.tensor(labels), num_clients, seed)
+    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+@pytest.mark.parametrize("partition", [Iid(), Dirichlet(0.5), QuantitySkew(1.0), ClassesPerClient(3)])
+def test_another_seed_gives_other_parts(partition):
+    first, second = (partition.split(LABELS, 5, seed) for seed in (0, 1))
+    assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("partition", [Iid(), Dirichlet(0.5), QuantitySkew(1.0), ClassesPerClient(3)])
+def test_another_process_gives_the_same_parts(partition):
+    code = (
+        "import numpy as np; from raafl.data.partition import *\n"
+        f"for part in {partition!r}.split(np.repeat(np.arange(10), 100), 5, 11): print(*part.tolist())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    theirs = [[int(i) for i in line.split()] for line in out.splitlines()]
+    assert theirs == [part.tolist() for part in partition.split(LABELS, 5, 11)]
+
+
+def test_iid_sizes_differ_by_one():
+    assert sorted(map(len, Iid().split(np.zeros(103, int), 10, 0))) == [10] * 7 + [11] * 3
+
+
+def test_large_alpha_approaches_iid():
+    parts = Dirichlet(1e6).split(LABELS, 10, 0)
+    # 100 samples of each class cut in 10: a cut lies at most one sample away from even
+    counts = np.array([np.bincount(LABELS[p], minlength=10) for p in parts])
+    assert np.abs(counts - 10).max() <= 2
+    assert max(distances_from_global(parts, LABELS)) < 0.05
+
+
+def test_small_alpha_concentrates():
+    labels = np.repeat(np.arange(10), 1000)
+    means = [np.mean(distances_from_global(Dirichlet(a).split(labels, 10, 0), labels)) for a in (100.0, 1.0, 0.1, 0.01)]
+    assert means == sorted(means)
+    assert means[0] < 0.1 and means[-1] > 0.7
+
+
+def test_dirichlet_shares_have_the_moments_of_the_dirichlet():
+    """A class's share at a client has mean 1/N and variance (N-1) / (N^2 (N alpha + 1))."""
+    num_clients, alpha, num_values = 4, 0.8, 400
+    labels = np.repeat(np.arange(num_values), 200)
+    parts = Dirichlet(alpha).split(labels, num_clients, 0)
+    shares = np.array([np.bincount(labels[p], minlength=num_values) for p in parts]) / 200
+    variance = (num_clients - 1) / (num_clients**2 * (num_clients * alpha + 1))
+    assert np.allclose(shares.mean(axis=1), 1 / num_clients, atol=4 * np.sqrt(variance / num_values) + 1 / 200)
+    assert np.allclose(shares.var(axis=1), variance, rtol=0.25)
+
+
+def test_dirichlet_is_repaired_and_says_so_when_no_draw_will_do(caplog):
+    with caplog.at_level(logging.WARNING):
+        parts = Dirichlet(1e-4, min_samples=7).split(LABELS, 50, 0)
+    assert min(map(len, parts)) == 7 and sum(map(len, parts)) == 1000
+    assert "alpha=0.0001" in caplog.text and "50 clients" in caplog.text
+
+
+def test_dirichlet_is_not_repaired_when_a_draw_will_do(caplog):
+    Dirichlet(10.0).split(LABELS, 5, 0)
+    assert caplog.text == ""
+
+
+@settings(deadline=None)
+@given(num_classes=st.integers(1, 10), num_clients=st.integers(1, 30), seed=st.integers(0, 1000))
+def test_classes_per_client_are_exact_and_balanced(num_classes, num_clients, seed):
+    partition = ClassesPerClient(num_classes)
+    if num_classes * num_clients < 10:
+        with pytest.raises(BadInput, match="to nobody"):
+            partition.split(LABELS, num_clients, seed)
+        return
+    parts = partition.split(LABELS, num_clients, seed)
+    assert sorted(torch.cat(parts).tolist()) == list(range(1000))
+    held = [set(LABELS[p].tolist()) for p in parts]
+    assert all(len(classes) == num_classes for classes in held)
+    owners = [sum(value in classes for classes in held) for value in range(10)]
+    assert max(owners) - min(owners) <= 1
+    for value in range(10):
+        shares = [int((LABELS[p] == value).sum()) for p, classes in zip(parts, held, strict=True) if value in classes]
+        assert max(shares) - min(shares) <= 1
+
+
+def test_classes_per_client_errors_name_the_numbers():
+    with pytest.raises(BadInput, match="num_classes is 11 but the data has 10 classes"):
+        ClassesPerClient(11).split(LABELS, 5, 0)
+    with pytest.raises(BadInput, match=r"class 0 has 2 samples for its 4 clients"):
+        ClassesPerClient(2).split([0, 0, 1, 1, 1, 1, 1], 4, 0)
+
+
+def test_quantity_skew_keeps_labels_even_and_sizes_uneven():
+    labels = np.tile(np.arange(2), 5000)
+    parts = QuantitySkew(0.5).split(labels, 5, 1)
+    sizes = sorted(map(len, parts))
+    assert sizes[-1] > 2 * sizes[0]
+    for part in parts:
+        assert abs(labels[part].mean() - 0.5) < 4 * 0.5 / np.sqrt(len(part))
+    even = QuantitySkew(1e9).split(labels, 5, 1)
+    assert all(abs(len(part) - 2000) <= 1 for part in even)
+
+
+def test_by_column_gives_each_value_its_client_in_sorted_order():
+    column = ["bob", "amy", "bob", "cat", "amy", "amy"]
+    parts = ByColumn("who").split(np.zeros(6, int), 3, 0, {"who": column})
+    assert [p.tolist() for p in parts] == [[1, 4, 5], [0, 2], [3]]
+
+
+@given(
+    values=st.lists(st.integers(0, 12), min_size=30, max_size=60),
+    num_clients=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_by_column_never_parts_a_value(values, num_clients, seed):
+    if len(set(values)) < num_clients:
+        return
+    parts = ByColumn("who").split(np.zeros(len(values), int), num_clients, seed, {"who": values})
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(values)))
+    held = [{values[i] for i in part.tolist()} for part in parts]
+    assert sum(map(len, held)) == len(set(values))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_by_column_errors():
+    with pytest.raises(BadInput, match=r"no column 'who' \(columns: x, y\)"):
+        ByColumn("who").split([0, 0], 1, 0, {"x": [1, 2], "y": [1, 2]})
+    with pytest.raises(BadInput, match="2 different values for 3 clients"):
+        ByColumn("who").split([0, 0, 0], 3, 0, {"who": [1, 2, 2]})
+    with pytest.raises(BadInput, match="2 entries for 3 samples"):
+        ByColumn("who").split([0, 0, 0], 1, 0, {"who": [1, 2]})
+
+
+def test_more_clients_than_data_names_both():
+    with pytest.raises(BadInput, match=r"11 clients need 11 samples .* there are 10"):
+        Iid().split(np.zeros(10, int), 11, 0)
+    with pytest.raises(BadInput, match=r"4 clients need 12 samples .* there are 10: use at most 3 clients"):
+        Dirichlet(1.0, min_samples=3).split(np.zeros(10, int), 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dirichlet(0.0), "Dirichlet: alpha is 0.0"),
+        (lambda: Dirichlet(float("nan")), "alpha is nan"),
+        (lambda: Dirichlet(1.0, min_samples=0), "min_samples is 0"),
+        (lambda: QuantitySkew(-1.0), "QuantitySkew: alpha is -1.0"),
+        (lambda: ClassesPerClient(0), "num_classes is 0"),
+        (lambda: Iid().split([0, 1], 0, 0), "num_clients is 0"),
+        (lambda: Iid().split([0, 1], 1, -1), "seed is -1"),
+        (lambda: Iid().split([[0, 1]], 1, 0), r"shape \(1, 2\)"),
+        (lambda: Dirichlet(1.0).split([0.5, 1.5], 1, 0), "float64"),
+    ],
+)
+def test_bad_input_names_field_and_value(make, message):
+    with pytest.raises(BadInput, match=message):
+        make()
+
+
+def test_partitions_parse_by_class_name():
+    from jsonargparse import ArgumentParser
+
+    from raafl.data.partition import Partition
+
+    parser = ArgumentParser()
+    parser.add_argument("--partition", type=Partition)
+    parsed = parser.parse_args(["--partition", "Dirichlet", "--partition.alpha", "0.3"])
+    init = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    assert init(parsed).partition == Dirichlet(0.3)
+
+
+def test_partition_module_imports_no_lightning():
+    modules = "raafl.data, raafl.data.partition, raafl.data.federated, raafl.devices, raafl.devices.measure"
+    code = f"import sys, {modules}; print('lightning' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.strip() == "False"

@@ -1,0 +1,195 @@
+import math
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raafl.devices import Device, Profile, assign, load_devices, two_classes
+
+
+def test_task_time_is_latency_plus_size_over_rate():
+    profile = Profile(flops_per_s=2e9, down_bytes_per_s=1e6, up_bytes_per_s=5e5, latency_s=0.25)
+    time = profile.task_time(flops=6e9, down_bytes=500_000, up_bytes=1_000_000)
+    assert (time.down_s, time.compute_s, time.up_s) == (0.75, 3.0, 2.25)
+    assert time.total_s == 6.0
+
+
+def test_infinite_links_cost_latency_only():
+    time = Profile(flops_per_s=math.inf, latency_s=0.5).task_time(1e9, 10**12, 10**12)
+    assert (time.down_s, time.compute_s, time.up_s) == (0.5, 0.0, 0.5)
+
+
+def test_without_windows_a_client_is_always_there():
+    assert Profile().available(1e9)
+    assert Profile().next_change_s(0.0) == math.inf
+
+
+def test_windows_are_half_open():
+    profile = Profile(availability=((2.0, 5.0), (8.0, 9.0)))
+    assert [t for t in range(12) if profile.available(t)] == [2, 3, 4, 8]
+    assert [profile.next_change_s(t) for t in (0, 2, 4.5, 5, 8.5)] == [2, 5, 5, 8, 9]
+    assert profile.next_change_s(9) == math.inf
+
+
+def test_periodic_windows_that_meet_at_the_period_are_one():
+    night = Profile(availability=((0.0, 6.0), (22.0, 24.0)), period_s=24.0)
+    assert night.available(23) and night.available(24) and night.available(29.9) and not night.available(30)
+    assert [night.next_change_s(t) for t in (0, 6, 22, 24, 30)] == [6, 22, 30, 30, 46]
+
+
+def test_touching_windows_are_joined_and_a_full_period_never_changes():
+    profile = Profile(availability=((0.0, 5.0), (5.0, 20.0)), period_s=20.0)
+    assert profile.availability == ((0.0, 20.0),)
+    assert profile.available(123.0) and profile.next_change_s(123.0) == math.inf
+
+
+@given(
+    edges=st.lists(st.integers(0, 1000), min_size=2, max_size=8, unique=True).map(sorted),
+    scale=st.sampled_from([1.0, 0.1, 1 / 3]),
+    periodic=st.booleans(),
+    at=st.integers(0, 5000),
+)
+def test_availability_changes_exactly_at_the_next_change(edges, scale, periodic, at):
+    windows = tuple((a * scale, b * scale) for a, b in zip(edges[::2], edges[1::2], strict=False))
+    profile = Profile(availability=windows, period_s=1000 * scale if periodic else None)
+    now = at * scale
+    change = profile.next_change_s(now)
+    assert change > now
+    if change < math.inf:
+        assert profile.available(change) != profile.available(now)
+        # no change is skipped: half way there everything is as it was
+        assert profile.available(now + (change - now) / 2) == profile.available(now)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("flops_per_s", 0), ("flops_per_s", -2e9), ("down_bytes_per_s", 0), ("up_bytes_per_s", math.nan),
+        ("memory_bytes", -1), ("latency_s", -0.1), ("latency_s", math.inf), ("flops_per_s", "fast"),
+        ("availability", ((5, 1),)), ("availability", ((0, 4), (3, 5))), ("availability", ()), ("availability", "0:5"),
+        ("period_s", 5.0),
+    ],
+)  # fmt: skip
+def test_bad_fields_are_named_with_their_value(field, value):
+    with pytest.raises(ValueError, match=rf"device profile 'phone': .*{field}") as caught:
+        Profile(name="phone", **{field: value})
+    shown = value[-1][0] if isinstance(value, tuple) and value else value
+    assert str(shown) in str(caught.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError) as caught:
+        Profile(flops_per_s=0, up_bytes_per_s=-1, latency_s=-1)
+    assert all(name in str(caught.value) for name in ("flops_per_s", "up_bytes_per_s", "latency_s"))
+
+
+def test_windows_must_lie_within_the_period():
+    with pytest.raises(ValueError, match="period_s is 10"):
+        Profile(availability=((5, 12),), period_s=10)
+
+
+def test_counts_deal_consecutive_clients_and_the_pattern_repeats():
+    devices = [Device(name="phone", count=2), Profile(name="laptop")]
+    assert [p.name for p in assign(devices, 7)] == ["phone", "phone", "laptop"] * 2 + ["phone"]
+    assert type(assign(devices, 1, seed=0)[0]) is Profile
+
+
+def test_counts_that_do_not_fit_are_an_error_but_a_plain_list_is_cut():
+    with pytest.raises(ValueError, match="add up to 60 but num_clients is 10"):
+        assign([Device(name="slow", count=30), Device(name="fast", count=30)], 10)
+    assert [p.name for p in assign([Profile(name=str(i)) for i in range(5)], 3)] == ["0", "1", "2"]
+
+
+def test_a_seed_draws_without_replacement():
+    devices = [Profile(name=str(i)) for i in range(50)]
+    drawn = [p.name for p in assign(devices, 20, seed=3)]
+    assert len(set(drawn)) == 20
+    assert drawn == [p.name for p in assign(devices, 20, seed=3)] != [p.name for p in assign(devices, 20, seed=4)]
+
+
+def test_no_devices_or_no_clients_is_an_error():
+    with pytest.raises(ValueError, match="devices is empty"):
+        assign([], 3)
+    with pytest.raises(ValueError, match="num_clients is 0"):
+        assign([Profile()], 0)
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0.0, 0), (0.3, 3), (0.25, 3), (0.9, 9), (1.0, 10)])
+def test_two_classes_rounds_the_share_halves_up(beta, expected):
+    for seed in (None, 7):
+        names = [p.name for p in two_classes(10, beta, seed=seed)]
+        assert names.count("slow") == expected and len(names) == 10
+
+
+def test_two_classes_defaults_are_capabilities_1_and_3_and_the_first_are_slow():
+    slow, *_, fast = profiles = two_classes(4, 0.5, up_bytes_per_s=1e6)
+    assert [p.name for p in profiles] == ["slow", "slow", "fast", "fast"]
+    assert fast.flops_per_s == 3 * slow.flops_per_s
+    assert slow.up_bytes_per_s == fast.up_bytes_per_s == 1e6
+    scattered = {tuple(p.name for p in two_classes(4, 0.5, seed=s)) for s in range(20)}
+    assert len(scattered) > 1
+
+
+def test_two_classes_refuses_a_share_above_one():
+    with pytest.raises(ValueError, match=r"share_slow is 1\.5"):
+        two_classes(10, 1.5)
+
+
+def test_yaml_device_file(tmp_path):
+    path = tmp_path / "devices.yaml"
+    path.write_text(
+        textwrap.dedent(
+            """
+            devices:
+              - {name: phone, flops_per_s: 2e9, up_bytes_per_s: 1e6, memory_bytes: 1.0e+8, count: 2}
+              - {name: night, availability: [[0, 5], [10, 20]], period_s: 24, down_bytes_per_s: .inf}
+            """
+        )
+    )
+    assert load_devices(path) == [
+        Device("phone", flops_per_s=2e9, up_bytes_per_s=1e6, memory_bytes=1e8, count=2),
+        Device("night", availability=((0, 5), (10, 20)), period_s=24),
+    ]
+
+
+def test_csv_device_file(tmp_path):
+    path = tmp_path / "devices.csv"
+    path.write_text(
+        "name,flops_per_s,latency_s,availability,period_s,count\nphone,2e9,0.1,0:5;10:20,24,3\nbox,1e12,,,,\n"
+    )
+    assert load_devices(path) == [
+        Device("phone", flops_per_s=2e9, latency_s=0.1, availability=((0, 5), (10, 20)), period_s=24, count=3),
+        Device("box", flops_per_s=1e12),
+    ]
+
+
+def test_bad_entries_of_a_file_are_all_named(tmp_path):
+    path = tmp_path / "devices.yaml"
+    path.write_text("- {name: a, flops_per_s: fast}\n- {name: b}\n- {name: c, speed: 3}\n- {name: d, count: 1.5}\n")
+    with pytest.raises(ValueError) as caught:
+        load_devices(path)
+    message = str(caught.value)
+    assert "entry 1: flops_per_s is 'fast'" in message and "entry 3: unknown field speed" in message
+    assert "entry 4" in message and "count is 1.5" in message and "entry 2" not in message
+
+
+def test_missing_and_unknown_device_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_devices(tmp_path / "nowhere.yaml")
+    (tmp_path / "devices.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"unknown kind of device file '\.txt'"):
+        load_devices(tmp_path / "devices.txt")
+    (tmp_path / "empty.yaml").write_text("[]")
+    with pytest.raises(ValueError, match="holds no devices"):
+        load_devices(tmp_path / "empty.yaml")
+
+
+def test_devices_parse_as_config_lists():
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_argument("--devices", type=list[Device])
+    parsed = parser.parse_args(["--devices", "[{name: phone, flops_per_s: 2e9, count: 2, availability: [[0, 5]]}]"])
+    init = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    assert init(parsed).devices == [Device("phone", flops_per_s=2e9, availability=((0, 5),), count=2)]

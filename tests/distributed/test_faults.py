@@ -1,0 +1,292 @@
+"""Real ranks that die, hang, come late or dawdle: one is lost alone, the run ends well, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import psutil
+import pytest
+import torch
+
+from model_zoo import MLP
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
+from raafl.core.types import Arrived, Joined, Lost
+from raafl.parts.merge import Mean
+from raafl.runtime.session import Waits
+from tests import ranks as here
+from tests.federation import experiment
+from tests.ranks import Watched, held, ranks
+
+pytestmark = pytest.mark.timeout(60)
+SHORT = Waits(join_s=20.0, task_s=20.0, idle_s=20.0, stop_s=5.0)
+
+
+class Dawdling(MLP):
+    """Its second client takes a second for each step, the others a hundredth."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(1.0 if here.RANK == 2 else 0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def dawdling():
+    return Dawdling(64, (24,), 10, lr=0.05, momentum=0.5)
+
+
+def settings(tmp_path, algorithm, **fields):
+    known = {"clients": 3, "emulate": False, "waits": SHORT, "max_updates": 30, **fields}
+    return experiment(tmp_path / "run", algorithm, **known)
+
+
+def after(number, kind, action):
+    """An inbox that acts when the server takes the so-manieth event of a kind."""
+    seen = []
+
+    def look(event):
+        if isinstance(event, kind):
+            seen.append(event)
+            if len(seen) == number:
+                action()
+
+    return Watched(look)
+
+
+def lost_rows(run):
+    return [row for row in run.rows() if row["outcome"].startswith("lost")]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fed_async(), fed_buff(buffer_size=4), fed_raa(), fed_avg()], ids=lambda a: a.name
+)
+def test_a_client_killed_in_a_task_is_lost_alone_and_at_once(tmp_path, algorithm):
+    killed_at = []
+    with ranks(settings(tmp_path, algorithm, model=dawdling)) as fleet:
+
+        def kill():
+            killed_at.append(time.perf_counter())
+            fleet.send(2, signal.SIGKILL)
+
+        inbox = after(2, Arrived, kill)
+        run = fleet.serve(inbox)
+        assert fleet.exit_codes() == {1: 0, 2: -signal.SIGKILL, 3: 0}
+    assert run.summary["finished"] == "max_updates"
+    assert run.summary["updates_merged"] >= 30
+    (reason,) = run.summary["updates_lost_by_reason"]
+    assert reason.startswith("disconnected: connection-")
+    assert [(row["client"], row["task"]) for row in lost_rows(run)] == [("2", "0")]
+    assert run.summary["participation"]["2"] == 0
+    assert min(run.summary["participation"]["1"], run.summary["participation"]["3"]) > 0
+    (put_at,) = [at for at, event in inbox.put_at if isinstance(event, Lost) and event.client == 2]
+    assert put_at - killed_at[0] < 2.0
+
+
+def test_a_client_that_hangs_is_lost_at_its_deadline(tmp_path):
+    waits = replace(SHORT, task_s=1.5, stop_s=2.0)
+    more = {"model": lambda: Slowly(64, (24,), 10), "waits": waits, "max_updates": None, "max_time": 8.0}
+    with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
+        stopped_at = []
+
+        def stop():
+            stopped_at.append(time.perf_counter())
+            fleet.send(2, signal.SIGSTOP)
+
+        inbox = after(8, Arrived, stop)
+        run = fleet.serve(inbox)
+        fleet.send(2, signal.SIGCONT)
+        codes = fleet.exit_codes()
+    assert run.summary["finished"] == "max_time"
+    (row,) = lost_rows(run)
+    assert (row["client"], row["outcome"]) == ("2", "lost:timeout: nothing from the peer within 1.5 s")
+    (put_at,) = [at for at, event in inbox.put_at if isinstance(event, Lost) and event.client == 2]
+    assert 1.0 < put_at - stopped_at[0] < 3.5
+    # the others went on meanwhile and afterwards
+    later = [at for at, event in inbox.put_at if isinstance(event, Arrived) and at > put_at]
+    assert len(later) > 5
+    assert codes == {1: 0, 2: 0, 3: 0}  # by the time the second goes on, the run has ended
+
+
+class Slowly(MLP):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_round_does_not_wait_for_a_client_that_hangs_beyond_its_deadline(tmp_path):
+    with ranks(settings(tmp_path, fed_avg(), waits=replace(SHORT, task_s=1.0, stop_s=1.0), max_updates=9)) as fleet:
+        run = fleet.serve(after(3, Arrived, lambda: fleet.send(3, signal.SIGSTOP)))
+    assert run.summary["finished"] == "max_updates"
+    assert [row["client"] for row in lost_rows(run)] == ["3"]
+    assert run.summary["participation"] == {"1": 4, "2": 4, "3": 1}
+
+
+@pytest.mark.parametrize("when", ["before it joins", "while others are still to join"])
+def test_a_client_that_dies_before_the_start_is_not_waited_for(tmp_path, when):
+    waits = replace(SHORT, join_s=12.0, idle_s=3.0)  # joining may take seconds: c10d looks up names
+    ready = tmp_path / "ready"
+
+    def before(rank):
+        if rank == 2 and when == "before it joins":
+            os._exit(3)
+        while rank == 3 and when != "before it joins" and not ready.exists():
+            time.sleep(0.02)
+
+    with ranks(settings(tmp_path, fed_avg(), waits=waits, max_updates=4), before) as fleet:
+        inbox = Watched()
+
+        def look(event):
+            if when != "before it joins" and isinstance(event, Joined) and event.client.id == 2:
+                fleet.send(2, signal.SIGKILL)
+            if isinstance(event, Lost):
+                ready.touch()
+
+        inbox.seen = look
+        run = fleet.serve(inbox)
+        assert {code for rank, code in fleet.exit_codes().items() if rank != 2} == {0}
+    assert run.summary["finished"] == "max_updates"
+    assert [event["client"] for event in run.events("lost")] == [2]
+    assert run.summary["participation"]["1"] == run.summary["participation"]["3"] == 2
+
+
+def test_when_every_client_dies_the_run_fails_by_name(tmp_path):
+    with ranks(settings(tmp_path, fed_async(), model=dawdling)) as fleet:
+        run = fleet.serve(after(2, Arrived, lambda: [fleet.send(rank, signal.SIGKILL) for rank in (1, 2, 3)]))
+    assert run.summary["finished"] == "failed: every client was lost"
+    assert run.summary["updates_merged"] >= 1
+    assert (run.folder / "summary.json").is_file()
+
+
+def test_a_run_does_not_wait_for_a_task_that_nobody_needs_and_its_client_ends_well(tmp_path):
+    """The second client's task takes three seconds more than the run lets it."""
+    more = {"model": dawdling, "waits": replace(SHORT, stop_s=0.5), "max_updates": 10}
+    with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
+        run = fleet.serve()
+        assert run.summary["wall_s"] < 2.5
+        assert fleet.exit_codes() == {1: 0, 2: 0, 3: 0}
+    assert {row["client"] for row in run.rows() if row["outcome"] == "unused"} >= {"2"}
+
+
+def test_clients_notice_that_the_server_is_gone(tmp_path):
+    """A server that dies without a word: they end soon, as failed."""
+    with ranks(settings(tmp_path, fed_async(), max_updates=100000)) as fleet:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                fleet.serve()
+            finally:
+                os._exit(0)
+        deadline = time.monotonic() + 20
+        journal = tmp_path / "run" / "events.jsonl"
+        while time.monotonic() < deadline and (not journal.exists() or journal.read_text().count("arrived") < 5):
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert fleet.exit_codes(20.0) == {1: 1, 2: 1, 3: 1}
+    # what was journalled is whole
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+# ---- nothing waits for what it need not wait for ----
+
+
+class Measured(MLP):
+    """Notes how many updates had come in when a validation began and when it ended."""
+
+    arrived = 0
+    spans: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def validation_step(self, batch, batch_idx):
+        began = Measured.arrived
+        time.sleep(0.4)
+        Measured.spans.append((began, Measured.arrived))
+        return super().validation_step(batch, batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_slow_evaluation_delays_no_merge_and_measures_a_snapshot(tmp_path):
+    Measured.arrived, Measured.spans = 0, []
+
+    def count(event):
+        Measured.arrived += isinstance(event, Arrived)
+
+    more = {"model": lambda: Measured(64, (24,), 10, lr=0.05), "eval_every": 1, "max_updates": 200}
+    with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
+        run = fleet.serve(Watched(count))
+    assert run.summary["finished"] == "max_updates"
+    during = [end - start for start, end in Measured.spans if start and end < 200]
+    assert max(during) >= 10
+    # test data is six batches: no evaluation ends within 2.4 s, so most versions are passed over, in order
+    versions = [int(row["version"]) for row in run.rows("metrics.csv")]
+    assert versions == sorted(versions) and versions[0] == 0 and versions[-1] == 200
+    assert len(versions) < 20
+    merged_s = [float(row["arrived_s"]) for row in run.rows() if row["outcome"] == "merged"]
+    gaps = [b - a for a, b in zip(sorted(merged_s), sorted(merged_s)[1:], strict=False)]
+    assert max(gaps) < 0.4
+
+
+@dataclass(frozen=True)
+class SlowMean(Mean):
+    """A merge that takes as long as several tasks."""
+
+    def apply(self, state):
+        began = time.perf_counter()
+        time.sleep(0.15)
+        super().apply(state)
+        state.memory.setdefault("spans", []).append(0)
+        SPANS.append((began, time.perf_counter()))
+
+
+SPANS: list[tuple[float, float]] = []
+
+
+def test_updates_are_received_while_others_are_merged(tmp_path):
+    SPANS.clear()
+    algorithm = replace(fed_async(), merge=SlowMean(alpha=0.5, by_samples=False))
+    inbox = Watched()
+    with ranks(settings(tmp_path, algorithm, max_updates=12)) as fleet:
+        fleet.serve(inbox)
+    arrivals = [at for at, event in inbox.put_at if isinstance(event, Arrived)]
+    within = [at for at in arrivals if any(began < at < ended for began, ended in SPANS)]
+    assert len(within) >= 6
+
+
+# ---- nothing is left ----
+
+
+def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
+    def one(name, inbox_action=None):
+        base = settings(tmp_path, fed_async(), max_updates=8, waits=replace(SHORT, task_s=1.0, stop_s=1.0))
+        with ranks(replace(base, output=str(tmp_path / name))) as fleet:
+            action = None if inbox_action is None else (lambda: fleet.send(2, inbox_action))
+            run = fleet.serve(after(3, Arrived, action) if action else None)
+            assert run.summary["finished"] == "max_updates"
+
+    one("warm")
+    before = held()
+    one("plain")
+    one("killed", signal.SIGKILL)
+    one("hung", signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while held() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert held()[0] <= before[0] and held()[2] <= before[2], (before, held())
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("client-", "evaluator", "checkpoint"))] == []
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU: a server and clients on cuda")
+@pytest.mark.parametrize("algorithm", [fed_async(), fed_buff(buffer_size=3)], ids=lambda a: a.name)
+def test_a_model_may_lie_on_a_gpu(tmp_path, algorithm):
+    from raafl.local.train import FabricOptions
+    from raafl.run import simulate
+
+    base = settings(tmp_path, algorithm, server_device="cuda:0", fabric=FabricOptions(accelerator="cuda"))
+    summary, _ = simulate(base)
+    assert summary["finished"] == "max_updates"

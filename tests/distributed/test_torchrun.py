@@ -1,0 +1,86 @@
+"""The command line under torchrun, whole: processes, run folder, exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "3",
+    "-m",
+    "raafl",
+    "fit",
+]
+OPTIONS = ["--config", "configs/quickstart.yaml", "--clients", "2", "--progress", "quiet"]
+
+
+def start(*options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*TORCHRUN, *OPTIONS, *options], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def end(process, timeout_s=90):
+    """Wait for it; kill its whole session if it does not end."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, out, err
+
+
+def test_three_ranks_train_and_leave_a_run_folder(tmp_path):
+    code, out, err = end(start("--max_updates", "6", "--output", str(tmp_path / "run"), "--json"))
+    assert code == 0, err
+    summary = json.loads(out)
+    assert (summary["runtime"], summary["finished"]) == ("distributed", "max_updates")
+    assert summary["updates_merged"] == sum(summary["participation"].values()) == 6
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    names = {"config.yaml", "events.jsonl", "metrics.csv", "clients.csv", "checkpoints", "summary.json"}
+    assert names <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_a_task_in_progress_when_the_run_ends_makes_no_rank_fail(tmp_path):
+    """The second device needs a minute for a task, of which the run lets it do a second or so."""
+    devices = '[{"name": "quick", "flops_per_s": 1.0e9}, {"name": "dawdling", "flops_per_s": 1.0e6}]'
+    options = ("--devices", devices, "--algorithm", "fed_async", "--max_updates", "4", "--waits.stop_s", "1")
+    began = time.monotonic()
+    code, out, err = end(start(*options, "--output", str(tmp_path / "run"), "--json"))
+    assert code == 0, err
+    assert json.loads(out)["participation"] == {"1": 4, "2": 0}
+    assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path):
+    """That is torchrun's way; what the run had done is on disk, and no process stays."""
+    process = start("--max_updates", "1000000", "--output", str(tmp_path / "run"))
+    journal, deadline = tmp_path / "run" / "events.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline and not (journal.exists() and '"arrived"' in journal.read_text()):
+        time.sleep(0.1)
+    started = psutil.Process(process.pid).children(recursive=True)
+    ranks = {child.environ().get("RANK"): child for child in started if "raafl" in child.cmdline()}
+    ranks["1"].kill()
+    code, _, _ = end(process, 60)
+    assert code != 0
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == []
+    assert all(json.loads(line) for line in journal.read_text().splitlines())

@@ -1,0 +1,83 @@
+"""Small whole runs on the bundled digits, and what they leave behind, read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule
+
+from model_zoo import MLP
+from raafl.algorithms import ALGORITHMS
+from raafl.core.algorithm import Algorithm, Training
+from raafl.data import Digits, Iid
+from raafl.devices.profiles import Device
+from raafl.experiment import Experiment
+from raafl.run import simulate
+
+SPEEDS = (8e7, 5e7, 3e7, 2e7)
+"""FLOP/s of four clients, none a multiple of another: no two tasks end at the same instant."""
+
+
+def small_mlp() -> LightningModule:
+    return MLP(64, (24,), 10, lr=0.05, momentum=0.5)
+
+
+def digits() -> Digits:
+    return Digits(batch_size=64)
+
+
+def unequal(speeds: Sequence[float] = SPEEDS, **more: Any) -> list[Device]:
+    """One device for each speed, with a link so that bytes count."""
+    link = {"down_bytes_per_s": 1e6, "up_bytes_per_s": 5e5, "latency_s": 0.01, **more}
+    return [Device(name=f"device-{i}", flops_per_s=speed, **link) for i, speed in enumerate(speeds, start=1)]
+
+
+def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: Any) -> Experiment:
+    """A run of four unequal clients on digits, that ends after twelve updates unless `fields` say otherwise."""
+    if isinstance(algorithm, str):
+        algorithm = ALGORITHMS[algorithm]()
+    clients = fields.get("clients", 4)
+    speeds = [SPEEDS[i % 4] / (1 + i // 4) for i in range(clients)]
+    settings: dict[str, Any] = {
+        "model": small_mlp, "data": digits, "partition": Iid(), "clients": clients, "devices": unequal(speeds),
+        "train": Training(num_epochs=None, num_steps=3), "max_updates": 12, "progress": "quiet", "output": str(output),
+    }  # fmt: skip
+    return Experiment(algorithm=algorithm, **{**settings, **fields})
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended: its summary, and its folder read back."""
+
+    summary: dict[str, Any]
+    folder: Path
+
+    @property
+    def digest(self) -> str:
+        digest: str = self.summary["model_digest"]
+        return digest
+
+    def text(self, name: str) -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in self.text("events.jsonl").splitlines()]
+        return [row for row in rows if kind in (None, row["event"])]
+
+    def rows(self, name: str = "clients.csv") -> list[dict[str, str]]:
+        with (self.folder / name).open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The events alone, without a line on the run's own conditions."""
+        return [row for row in self.events() if row["event"] != "run"]
+
+
+def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, Any], Path]] = simulate) -> Finished:
+    """Run it to its end."""
+    return Finished(*run(experiment))

@@ -1,0 +1,54 @@
+"""Every shipped config loads, and everything that can be built from it before training starts is built."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.habits.source import ROOT
+
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+NEED_DATA = r"class_path: raafl\.data\.(MNIST|CIFAR10)\b"
+
+
+def test_there_are_configs():
+    assert "configs/quickstart.yaml" in CONFIGS
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_config_loads(config):
+    from raafl.config import load_experiment
+
+    experiment = load_experiment(ROOT / config)
+    experiment.check()
+    assert experiment.output is None, "a config names no folder, or its second run would find it full"
+    assert experiment.name == config.removeprefix("configs/").removesuffix(".yaml")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_config_says_how_to_run_it(config):
+    """The comment at the top names the command, with the config's own path."""
+    head = re.match(r"(#.*\n)+", (ROOT / config).read_text())
+    assert head is not None
+    assert f"--config {config}" in head[0]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_config_builds(config, tmp_path, request):
+    """Model, data, partition, devices and algorithm are built; the model is measured and tried for one step."""
+    from raafl.config import load_experiment
+    from raafl.run import Run, build
+
+    options = ["--output", str(tmp_path / "run"), "--progress", "quiet"]
+    if re.search(NEED_DATA, (ROOT / config).read_text()):
+        request.getfixturevalue("raafl_data")
+        options += ["--data.download", "false"]
+    experiment = load_experiment(ROOT / config, *options)
+    experiment.check()
+    parts = build(experiment, pace=False)
+    assert len(parts.clients) == experiment.clients
+    assert all(client.num_samples >= 1 for client in parts.clients)
+    run = Run(parts, "", "simulated")
+    run.close()
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 2  # the header, and the initial model

@@ -1,0 +1,96 @@
+"""The guards in tests/conftest.py fail the tests that they should, and no others."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.habits.source import ROOT
+
+TESTS = """
+import os, subprocess, sys, threading, time
+import pytest
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+def test_process():
+    test_process.child = subprocess.Popen(SLEEP)
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(4.5,), name="left over").start()
+
+def test_group():
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def test_environment():
+    os.environ["LEFT_OVER"] = "1"
+
+def test_folder(tmp_path):
+    os.chdir(tmp_path)
+
+def test_clean(monkeypatch, tmp_path, free_port):
+    assert "LEFT_OVER" not in os.environ
+    monkeypatch.setenv("PUT_BACK", "1")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-c", ""])
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+def test_data(raafl_data):
+    pass
+
+def test_skipped():
+    pytest.skip("needs two GPUs")
+"""
+
+
+@pytest.fixture
+def outcomes(tmp_path):
+    """A function that runs some of TESTS under the project's conftest; returns each one's outcomes and the output."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_it.py").write_text(TESTS)
+
+    def run(*options, **environment):
+        clean = {k: v for k, v in os.environ.items() if k not in ("RAAFL_DATA", "RAAFL_REQUIRE_DATA")}
+        command = [sys.executable, "-m", "pytest", "-vrA", "-p", "no:cacheprovider", *options, str(tmp_path)]
+        text = subprocess.run(
+            command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, timeout=100
+        ).stdout
+        found: dict[str, list[str]] = {}
+        for name, outcome in re.findall(r"test_it\.py::test_(\w+) (PASSED|FAILED|ERROR|SKIPPED)", text):
+            found.setdefault(name, []).append(outcome)
+        return found, text
+
+    return run
+
+
+def test_each_leftover_fails_its_test_and_no_other(outcomes):
+    found, text = outcomes()
+    left = ["PASSED", "ERROR"]  # the test itself passes; what it left is found when it is torn down
+    assert found == {
+        **dict.fromkeys(("process", "thread", "group", "environment", "folder"), left),
+        "clean": ["PASSED"],
+        "data": ["SKIPPED"],
+        "skipped": ["SKIPPED"],
+    }
+    for reason in (
+        "time.sleep(60)",
+        "thread left over",
+        "process group",
+        "variable LEFT_OVER",
+        "directory",
+    ):
+        assert reason in text
+
+
+def test_required_data_may_not_be_skipped(outcomes):
+    found, text = outcomes("-k", "data or skipped", RAAFL_REQUIRE_DATA="1")
+    assert found["data"] == ["ERROR"]
+    assert found["skipped"] == ["SKIPPED"]
+    assert "RAAFL_REQUIRE_DATA=1 forbids this skip" in text

@@ -1,0 +1,89 @@
+"""Measuring a global model: means over samples, from what a module returns or else logs, without touching anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raafl.errors import BadInput
+from raafl.local.evaluate import Evaluator
+from raafl.submodel import Submodels
+from tests.local.bench import Net, samples
+
+
+class Returning(Net):
+    def validation_step(self, batch, index):
+        x, y = batch
+        return {"loss": F.cross_entropy(self(x), y), "accuracy": (self(x).argmax(1) == y).float().mean()}
+
+
+class Logging(Returning):
+    def validation_step(self, batch, index):
+        self.log_dict(super().validation_step(batch, index), prog_bar=True)
+
+
+def evaluator_of(make, sizes=(5, 5, 5, 5, 2)):
+    torch.manual_seed(1)
+    module = make()
+    x, y = samples().tensors
+    split = list(zip(torch.split(x, sizes), torch.split(y, sizes), strict=True))
+    submodels = Submodels(module, split[0])
+    return Evaluator(submodels, lambda: iter(split)), submodels.state(module), module
+
+
+@pytest.mark.parametrize("make", [Returning, Logging])
+def test_the_mean_is_over_samples_whatever_the_batches(make):
+    evaluator, values, module = evaluator_of(make)
+    x, y = samples().tensors
+    with torch.no_grad():
+        loss, correct = F.cross_entropy(module(x), y).item(), (module(x).argmax(1) == y).float().mean().item()
+    assert evaluator(values) == {"loss": pytest.approx(loss, rel=1e-6), "accuracy": pytest.approx(correct, rel=1e-6)}
+
+
+def test_the_values_given_are_measured_not_those_before():
+    evaluator, values, _ = evaluator_of(Returning)
+    first = evaluator(values)
+    zero = values.clone()
+    for buffer in zero.buffers.values():
+        buffer.zero_()
+    assert evaluator(zero)["loss"] == pytest.approx(torch.log(torch.tensor(3.0)).item(), rel=1e-6)
+    assert evaluator(values) == first
+
+
+def test_measuring_changes_nothing_and_drops_nothing():
+    class Heavy(Returning):
+        dropout = 0.9
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    evaluator, values, _ = evaluator_of(Heavy)
+    before = values.fingerprint()
+    assert evaluator(values) == evaluator(values)
+    assert values.fingerprint() == before
+
+
+def test_a_module_that_replaces_its_buffer_is_measured_with_the_values_given():
+    class Counting(Returning):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.zeros(6))
+
+        def validation_step(self, batch, index):
+            self.shift = self.shift + 1.0
+            return {"shift": self.shift[0]}
+
+    evaluator, values, _ = evaluator_of(Counting, sizes=(11, 11))
+    assert evaluator(values) == {"shift": 1.5}
+    assert evaluator(values) == {"shift": 1.5}
+
+
+def test_a_model_without_a_validation_step_is_named():
+    with pytest.raises(BadInput, match="Net has no validation_step: define one"):
+        evaluator_of(Net)

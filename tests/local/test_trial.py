@@ -1,0 +1,137 @@
+"""A model is tried on the data before a run; what fails is named by layer, shape and line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import nn
+
+from raafl.errors import BadInput
+from raafl.local.trial import explained, shapes, try_training
+
+BATCH = (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+
+
+class Net(LightningModule):
+    """Six inputs, five hidden units, three classes; each test breaks one thing."""
+
+    def __init__(self, inputs: int = 6) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(inputs, 5), nn.Dropout(0.5), nn.Linear(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.last(self.drop(self.first(x))))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def failure(module, batch=BATCH) -> str:
+    with pytest.raises(BadInput) as error:
+        try_training(module, batch)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_sound_model_passes_and_keeps_values_gradients_and_random_state():
+    module = Net()
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    logged = module.log
+    state = torch.get_rng_state()
+    try_training(module, BATCH)
+    assert torch.equal(torch.get_rng_state(), state), "dropout has drawn from a state of its own"
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in module.named_parameters())
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()) == hooks == 0
+    assert module.log == logged
+
+
+def test_a_layer_of_the_wrong_width_is_named_with_both_shapes_and_the_line():
+    text = failure(Net(inputs=7))
+    assert text.startswith(
+        "Net.training_step fails on a batch of float32 (2, 6), int64 (2,), where first, "
+        "Linear(in_features=7, out_features=5, bias=True), is given float32 (2, 6): RuntimeError: "
+    )
+    assert "(tests/local/test_trial.py:" in text
+    assert text.endswith(": make the model's arguments and the data fit")
+
+
+def test_a_loss_that_fails_outside_any_layer_is_not_blamed_on_one():
+    text = failure(Net(), (torch.zeros(2, 6), torch.full((2,), 3)))  # classes are 0 to 2
+    assert text.startswith("Net.training_step fails on a batch of float32 (2, 6), int64 (2,): IndexError: Target 3")
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        (lambda loss: None, "nothing"),
+        (lambda loss: {"score": loss}, "nothing"),
+        (lambda loss: loss.item(), "float"),
+        (lambda loss: loss.detach(), "detached float32 ()"),
+        (lambda loss: torch.stack([loss, loss]), "float32 (2,)"),
+    ],
+)
+def test_a_step_without_a_usable_loss(answer, given):
+    class Wrong(Net):
+        def training_step(self, batch, batch_idx):
+            return answer(super().training_step(batch, batch_idx))
+
+    assert failure(Wrong()) == (
+        f"Wrong.training_step gives {given}: return the loss, one number that depends on the parameters, "
+        "or a dict with it under 'loss'"
+    )
+
+
+def test_a_loss_in_a_dict_passes():
+    class InDict(Net):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "more": 1}
+
+    try_training(InDict(), BATCH)
+
+
+def test_an_optimizer_that_refuses_its_arguments():
+    class Eager(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=-1.0)
+
+    text = failure(Eager())
+    assert text.startswith(
+        "Eager.configure_optimizers fails: ValueError: Invalid learning rate: -1.0 (tests/local/test_t"
+    )
+
+
+def test_two_optimizers_are_refused_in_the_trainers_own_words():
+    class Two(Net):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    assert "Two.configure_optimizers must give exactly one optimizer" in failure(Two())
+
+
+def test_the_innermost_layer_is_named_and_layers_that_ended_are_not():
+    class Deep(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), nn.Linear(3, 2)))
+
+    module = Deep()
+    with pytest.raises(BadInput) as error, explained(module, "validation_step", BATCH):
+        module.body(BATCH[0])
+    assert "where body.1.1, Linear(in_features=3, out_features=2, bias=True), is given float32 (2, 4)" in str(
+        error.value
+    )
+
+
+def test_shapes_of_nested_batches():
+    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64), "more": [torch.zeros(1), "text"]}
+    assert shapes(batch) == "ids int64 (2, 3), more float32 (1,)"
+    assert shapes("text") == "str"

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from raafl.errors import BadInput
+from raafl.parts.staleness import Staleness
+
+
+def test_the_three_functions_of_fed_async():
+    assert [Staleness()(x) for x in (0, 5)] == [1.0, 1.0]
+    poly = Staleness("polynomial", a=0.5)
+    assert poly(0) == 1.0 and poly(3) == pytest.approx(0.5)  # 4^-0.5
+    hinge = Staleness("hinge", a=10.0, b=4.0)
+    assert hinge(4) == 1.0 and hinge(6) == pytest.approx(1 / 21)  # 1 / (10 * 2 + 1)
+
+
+def test_an_unknown_kind_names_the_nearest():
+    with pytest.raises(BadInput, match="did you mean 'polynomial'"):
+        Staleness("polinomial")

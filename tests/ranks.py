@@ -1,0 +1,127 @@
+"""Real ranks for tests: each client a forked process, the server in the test's own, so that it can be watched."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from raafl.core.types import Event
+from raafl.errors import RunFailed
+from raafl.experiment import Experiment
+from raafl.run import _join, _serve
+from raafl.runtime.inbox import Inbox
+from raafl.runtime.rendezvous import Rendezvous
+from tests.federation import Finished
+
+HOST = "127.0.0.1"
+RANK = 0
+"""The client that this process is; 0 in the test's own."""
+
+
+def _rendezvous(experiment: Experiment, rank: int, store: Any) -> Rendezvous:
+    return Rendezvous(rank, experiment.clients + 1, dist.PrefixStore("test", store), True, experiment)
+
+
+def _client(experiment: Experiment, rank: int, port: int, before: Callable[[int], None] | None) -> None:
+    global RANK
+    RANK = rank
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if before is not None:
+        before(rank)
+    store = dist.TCPStore(HOST, port, None, False, timeout=timedelta(seconds=10))
+    try:
+        _join(experiment, _rendezvous(experiment, rank, store))
+    except (RunFailed, SystemExit) as error:
+        print(error, file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+class Ranks:
+    """An experiment's clients, and the store they meet at."""
+
+    def __init__(self, experiment: Experiment, before: Callable[[int], None] | None = None) -> None:
+        """Fork the clients; each calls ``before(rank)`` first."""
+        self.experiment = experiment
+        self.store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+        context = mp.get_context("fork")
+        self.processes = {
+            rank: context.Process(target=_client, args=(experiment, rank, self.store.port, before), daemon=True)
+            for rank in range(1, experiment.clients + 1)
+        }
+        for process in self.processes.values():
+            process.start()
+
+    def serve(self, inbox: Inbox | None = None) -> Finished:
+        """Coordinate them to the end of the run."""
+        return Finished(*_serve(self.experiment, _rendezvous(self.experiment, 0, self.store), "", None, inbox))
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a client."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def exit_codes(self, timeout_s: float = 20.0) -> dict[int, int | None]:
+        """How each client ended; None = it still runs after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes.values():
+            process.join(timeout=max(deadline - time.monotonic(), 0.0))
+        return {rank: process.exitcode for rank, process in self.processes.items()}
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self.processes.values():
+            with contextlib.suppress(ValueError):
+                process.kill()
+                process.join(timeout=5)
+                process.close()
+        del self.store
+
+
+@contextmanager
+def ranks(experiment: Experiment, before: Callable[[int], None] | None = None) -> Iterator[Ranks]:
+    """The experiment's clients, killed at the end."""
+    started = Ranks(experiment, before)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+class Watched(Inbox):
+    """An inbox that tells of each event as the server takes it, and notes when each was put in."""
+
+    def __init__(self, seen: Callable[[Event], None] | None = None) -> None:
+        super().__init__()
+        self.seen, self.put_at = seen, []
+
+    def put(self, event: Event) -> None:
+        self.put_at.append((time.perf_counter(), event))
+        super().put(event)
+
+    def get(self, timeout_s: float) -> Event | None:
+        event = super().get(timeout_s)
+        if event is not None and self.seen is not None:
+            self.seen(event)
+        return event
+
+
+def held() -> tuple[int, int, int]:
+    """Threads of Python, threads of the process, and open files of this process."""
+    gc.collect()
+    process = psutil.Process()
+    return threading.active_count(), process.num_threads(), process.num_fds()

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config import parse
+from raafl.errors import BadInput
+from raafl.rerun import replay
+from raafl.run import simulate
+from raafl.runtime import checkpoint
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def simulated(folder: Path, *options: str) -> dict:
+    parsed = parse("simulate", ["--config", CONFIG, "--progress=quiet", f"--output={folder}", *options])
+    return simulate(parsed.experiment, parsed.config_yaml)[0]
+
+
+def rewrite(folder: Path, change) -> None:
+    path = folder / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    change(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_simulated_run_replays_to_the_last_bit(tmp_path, name):
+    summary = simulated(tmp_path / "run", "--algorithm", name, "--max_updates=24")
+    result = replay(tmp_path / "run")
+    assert result["equal"] is True and result["parted_at"] is None and result["differences"] == []
+    assert result["model_digest"] == summary["model_digest"] and result["versions"] == summary["versions"]
+
+
+def test_clients_that_come_and_go_are_replayed(tmp_path):
+    devices = (
+        '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
+        ' "availability": [[0.0, 0.3]], "period_s": 0.5}]'
+    )
+    summary = simulated(tmp_path / "run", f"--devices={devices}", "--max_updates=40")
+    assert summary["updates_lost"] > 0
+    assert replay(tmp_path / "run", workers=2)["equal"] is True
+
+
+def test_a_wall_clock_run_of_real_ranks_replays_to_the_last_bit(tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "raafl", "fit",
+        "--config", CONFIG, "--clients=3", "--max_updates=40", f"--output={tmp_path / 'run'}", "--progress=quiet",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=100, capture_output=True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["runtime"] == "distributed" and summary["updates_merged"] == 40
+    result = replay(tmp_path / "run")
+    assert result["equal"] is True and result["model_digest"] == summary["model_digest"]
+
+
+def test_the_first_update_that_differs_is_named(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=24")
+    arrivals = []
+
+    def forge(rows):
+        arrivals.extend(row for row in rows if row["event"] == "arrived")
+        arrivals[10]["fingerprint"] = "0" * 32
+
+    rewrite(tmp_path / "run", forge)
+    parted = replay(tmp_path / "run")["parted_at"]
+    assert parted["event"] == 4 + 11  # four joined, then the eleventh arrival
+    assert parted["what"] == f"update of client {arrivals[10]['client']} for assignment {arrivals[10]['assignment']}"
+    assert parted["recorded"] == "0" * 32 and len(parted["replayed"]) == 32
+
+
+def test_another_order_of_arrivals_parts_from_the_recording(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=24")
+
+    def swap(rows):
+        places = [place for place, row in enumerate(rows) if row["event"] == "arrived"]
+        first, second = places[8], places[9]
+        rows[first], rows[second] = rows[second], rows[first]
+
+    rewrite(tmp_path / "run", swap)
+    result = replay(tmp_path / "run")
+    assert result["equal"] is False and result["parted_at"]["event"] >= 4 + 9
+    assert result["distance"]["max"] > 0 and result["distance"]["rms"] > 0
+
+
+def test_another_seed_is_not_the_same_run(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=12")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("\nseed: 0\n", "\nseed: 1\n"))
+    result = replay(tmp_path / "run")
+    assert result["equal"] is False and result["parted_at"]["event"] == 4
+
+
+def test_until_stops_after_an_event_and_leaves_a_checkpoint(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=24", "--checkpoint_every=10", "--keep_checkpoints=5")
+    result = replay(tmp_path / "run", until=4 + 10)
+    assert result["events"] == 14 and result["versions"] == 10 and result["equal"] is None
+    at_ten = checkpoint.load(tmp_path / "run" / "checkpoints" / "version-000010.ckpt")
+    replayed = checkpoint.load(result["checkpoint"])
+    assert at_ten.state_dict.keys() == replayed.state_dict.keys()
+    assert all(torch.equal(at_ten.state_dict[name], replayed.state_dict[name]) for name in at_ten.state_dict)
+
+
+def test_different_conditions_are_said(tmp_path):
+    simulated(tmp_path / "run", "--max_updates=8")
+
+    def change(rows):
+        run = next(row for row in rows if row["event"] == "run")
+        run["conditions"]["torch"] = "1.0"
+
+    rewrite(tmp_path / "run", change)
+    assert replay(tmp_path / "run")["differences"] == [f"torch was 1.0, is {torch.__version__} here"]
+
+
+def test_a_folder_that_is_not_a_run_is_named(tmp_path):
+    with pytest.raises(BadInput, match=r"is not a run folder: it has no config\.yaml"):
+        replay(tmp_path)
+    with pytest.raises(BadInput, match="until is 0"):
+        replay(tmp_path, until=0)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config import parse
+from raafl.errors import BadInput
+from raafl.rerun import replay
+from raafl.run import simulate
+from raafl.runtime.saver import Saver
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+DEVICES = (
+    '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
+    ' "availability": [[0.0, 0.3]], "period_s": 0.5}]'
+)
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process between two events."""
+
+
+def simulated(*options: str) -> dict:
+    parsed = parse("simulate", ["--progress=quiet", *options])
+    return simulate(parsed.experiment, parsed.config_yaml)[0]
+
+
+def crash_after(monkeypatch, num_settled: int) -> None:
+    """Let the next run end without a word after so many settled tasks."""
+    seen = []
+
+    def on_settled(self, settled, now):
+        seen.append(settled)
+        if len(seen) == num_settled:
+            raise Crash
+
+    monkeypatch.setattr(Saver, "on_settled", on_settled)
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def metric_rows(folder: Path) -> list[list[str]]:
+    """Rows without the wall-clock column."""
+    return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("cut", [13, 30])
+def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name, cut):
+    options = ["--config", CONFIG, "--algorithm", name, "--max_updates=40", "--checkpoint_every=1"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    with monkeypatch.context() as patch:
+        crash_after(patch, cut)
+        with pytest.raises(Crash):
+            simulated(*options, f"--output={tmp_path / 'cut'}")
+    assert not (tmp_path / "cut" / "summary.json").exists()
+    resumed = simulated("--resume", str(tmp_path / "cut"))
+    assert resumed["model_digest"] == whole["model_digest"]
+    assert rows(tmp_path / "cut" / "clients.csv") == rows(tmp_path / "whole" / "clients.csv")
+    assert metric_rows(tmp_path / "cut") == metric_rows(tmp_path / "whole")
+    same = set(whole) - {"wall_s"}
+    assert {key: resumed[key] for key in same} == {key: whole[key] for key in same}
+    assert replay(tmp_path / "cut")["equal"] is True
+
+
+def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
+    options = ["--config", CONFIG, f"--devices={DEVICES}", "--max_updates=60", "--checkpoint_every=7"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    with monkeypatch.context() as patch:
+        crash_after(patch, 41)
+        with pytest.raises(Crash):
+            simulated(*options, "--workers=2", f"--output={tmp_path / 'cut'}")
+    resumed = simulated("--resume", str(tmp_path / "cut"), "--workers=2")
+    assert resumed["model_digest"] == whole["model_digest"] and resumed["updates_lost"] == whole["updates_lost"] > 0
+
+
+def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):
+    """Real processes, SIGKILL, wherever it hits."""
+    whole = simulated("--config", CONFIG, "--max_updates=400", f"--output={tmp_path / 'whole'}")
+    base = [sys.executable, "-m", "raafl", "simulate", "--progress=quiet"]
+    start = [*base, "--config", CONFIG, "--max_updates=400", "--checkpoint_every=5", f"--output={tmp_path / 'cut'}"]
+    for version, command in [(40, start), (160, [*base, "--resume", str(tmp_path / "cut")])]:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        deadline = time.monotonic() + 60
+        while newest_version(tmp_path / "cut") < version and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    assert 160 <= newest_version(tmp_path / "cut") < 400
+    assert simulated("--resume", str(tmp_path / "cut"))["model_digest"] == whole["model_digest"]
+
+
+def newest_version(folder: Path) -> int:
+    return max((int(file.stem.split("-")[1]) for file in folder.glob("checkpoints/version-*.ckpt")), default=0)
+
+
+def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tmp_path):
+    folder = tmp_path / "run"
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "raafl",
+        "fit",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        [*torchrun, "--config", CONFIG, "--clients=3", "--max_updates=120", "--checkpoint_every=10", f"--output={folder}",
+         "--progress=quiet"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while newest_version(folder) < 30 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    rank_0 = [p for p in psutil.Process(first.pid).children(recursive=True) if p.environ().get("RANK") == "0"]
+    os.kill(rank_0[0].pid, signal.SIGKILL)
+    assert first.wait(timeout=60) != 0 and not (folder / "summary.json").exists()
+
+    subprocess.run(
+        [*torchrun, "--resume", str(folder), "--progress=quiet"], cwd=ROOT, env=environment, check=True, timeout=100,
+        capture_output=True,
+    )  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates_merged"] == 120 == summary["versions"]
+    assert summary["updates_lost_by_reason"]["restart"] >= 3  # three clients were at work, at the least
+    table = rows(folder / "clients.csv")
+    number, outcome = table[0].index("assignment"), table[0].index("outcome")
+    ids = [row[number] for row in table[1:]]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert sorted(map(int, ids)) == sorted(row["id"] for row in events if row["event"] == "assigned")
+    assert len(ids) == len(set(ids))  # each assignment is accounted for exactly once
+    assert sum(row[outcome] == "lost:restart" for row in table) == summary["updates_lost_by_reason"]["restart"]
+    assert replay(folder)["equal"] is True
+
+
+def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path):
+    """With --max-restarts: a killed client ends all ranks of the node; the next attempt goes on."""
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=4", "-m",
+         "raafl", "fit", "--config", CONFIG, "--clients=3", "--max_updates=120", "--checkpoint_every=10",
+         f"--output={folder}", "--progress=quiet"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while newest_version(folder) < 30 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    client = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "2"]
+    os.kill(client[0].pid, signal.SIGKILL)
+    assert process.wait(timeout=100) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates_merged"] == 120 and summary["updates_lost_by_reason"]["restart"] > 0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in events].count("resumed") == 1
+    assert replay(folder)["equal"] is True
+
+
+def test_what_cannot_be_resumed_is_named(tmp_path):
+    simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
+    with pytest.raises(BadInput, match=r"whose run is finished \(max_updates\)"):
+        simulated("--resume", str(tmp_path / "done"))
+    with pytest.raises(BadInput, match="which is not a run folder"):
+        simulated("--resume", str(tmp_path / "nowhere"))

@@ -1,0 +1,260 @@
+"""The server's side of one client, against clients that behave and clients that do not, over a real pair."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import raafl
+from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
+from raafl.devices.profiles import Profile
+from raafl.runtime.inbox import Inbox
+from raafl.runtime.session import Session, Waits
+from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost
+from raafl.submodel import FULL, FlatTensors
+from tests.tools import filled, line_state
+
+pytestmark = pytest.mark.timeout(60)
+HOST = "127.0.0.1"
+CONNECT_S = 20.0  # c10d looks up the names of its sockets: where the name server is slow, that takes seconds
+INFO = ClientInfo(4, 17, Profile(name="phone", flops_per_s=1e8))
+
+
+def task(number=1, **fields):
+    values = {"id": number, "client": 4, "incarnation": 0, "task": 0, "version": 0, "spec": FULL, "region": 0}
+    return Assignment(**{**values, "num_epochs": 1, "num_steps": None, "seed": 5, "assigned_s": 0.0, **fields})
+
+
+class Table:
+    """A session and the other end of its pair, which the test plays."""
+
+    def __init__(self, **waits):
+        self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
+        store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=20), wait_for_workers=False)
+        times = Waits(**{"join_s": 5.0, "task_s": 5.0, "idle_s": 5.0, "stop_s": 2.0, **waits})
+        self.session = Session(
+            4, 0, lambda: GlooPair.connect(store, "pair", True, CONNECT_S, HOST), self.state.submodels, self.inbox, times,
+            lambda down, up: self.moved.append((down, up)),
+        )  # fmt: skip
+        self.session.start()
+        self.pair = GlooPair.connect(store, "pair", False, CONNECT_S, HOST)
+
+    def hello(self, **changes):
+        meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
+        return self.say(Kind.HELLO, meta={**meta, **changes})
+
+    def greet(self):
+        self.hello()
+        assert self.hear().kind is Kind.WELCOME
+        return self.event()
+
+    def say(self, kind, number=0, meta=None, tensors=None, incarnation=0):
+        return self.pair.send(Message(kind, number, incarnation, meta or {}, tensors))
+
+    def update(self, number=1, tensors=None, meta=None, incarnation=0):
+        tensors = filled(self.state, 3.0) if tensors is None else tensors
+        counts = {"num_samples": 17, "num_steps": 2, "metrics": {"loss": 0.5}}
+        return self.say(Kind.UPDATE, number, {**counts, **(meta or {})}, tensors, incarnation)
+
+    def hear(self, into=None):
+        return self.pair.recv(lambda kind, number, meta: into, 5.0)
+
+    def assign(self, number=1):
+        self.session.assign(task(number), self.state.values.clone())
+        into = FlatTensors.empty(self.state.submodels.layout())
+        return self.hear(into)
+
+    def event(self, timeout_s=5.0):
+        return self.inbox.get(timeout_s)
+
+    def close(self):
+        self.pair.close()
+        self.session.stop("over")
+        self.session.join(timeout=8)
+        assert not self.session.is_alive()
+
+
+@pytest.fixture
+def table():
+    table = Table()
+    yield table
+    table.close()
+
+
+def test_a_client_is_greeted_given_work_and_let_go(table):
+    event = table.greet()
+    assert event == Joined(INFO)
+    message = table.assign()
+    assert (message.kind, message.assignment, message.meta["seed"]) == (Kind.ASSIGN, 1, 5)
+    assert message.tensors.fingerprint() == table.state.values.fingerprint()
+    sent = table.update()
+    event = table.event()
+    assert isinstance(event, Arrived)
+    update = event.update
+    assert (update.assignment, update.client, update.num_samples, update.num_steps) == (1, 4, 17, 2)
+    assert (update.metrics, update.refusal, update.bytes_up) == ({"loss": 0.5}, None, sent)
+    assert update.tensors.fingerprint() == filled(table.state, 3.0).fingerprint()
+    assert table.moved == [(update.bytes_down, 0), (0, sent)]
+    table.session.stop("max_updates")
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.session.join(timeout=5)
+    assert table.event(0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"raafl": "0.0.0"}, "different raafl: the server has"), ({"model": "0" * 32}, "different model: the server has")],
+)
+def test_a_client_with_another_version_or_model_is_told_so_and_lost(table, changes, named):
+    table.hello(**changes)
+    message = table.hear()
+    assert message.kind is Kind.STOP
+    assert message.meta["reason"].startswith("refused: ") and named in message.meta["reason"]
+    event = table.event()
+    assert (event.client, event.incarnation) == (4, 0)
+    assert named in event.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_samples": -1}, {"num_samples": 0},
+        {"num_samples": "many"}, {"num_samples": True}, {"num_samples": 10**30}, {"profile": None},
+        {"profile": 3}, {"profile": {"flops_per_s": -1.0}}, {"profile": {"flops_per_s": "fast"}},
+        {"profile": {"unheard_of": 1}}, {"profile": {"flops_per_s": 10**400}},
+    ],
+)  # fmt: skip
+def test_a_hello_that_makes_no_sense_loses_the_client_and_never_hangs(table, changes):
+    table.hello(**changes)
+    event = table.event()
+    assert isinstance(event, Lost), event
+    assert event.client == 4
+
+
+def test_a_client_that_does_not_say_hello_is_lost(table):
+    table.update()
+    event = table.event()
+    assert isinstance(event, Lost)
+    assert "wrong-layout: declared float32[13], expected no tensors" in event.reason  # a hello has none
+
+
+def test_a_client_that_begins_with_something_else_is_lost(table):
+    table.say(Kind.KEEPALIVE)
+    assert "expected HELLO, got KEEPALIVE" in table.hear().meta["reason"]
+    assert "expected HELLO, got KEEPALIVE" in table.event().reason
+
+
+# what a client may answer, and why it is refused; the session must be usable afterwards
+BAD_ANSWERS = {
+    "another assignment": ("unknown-assignment", lambda t: t.update(number=9)),
+    "not an update": ("bad-kind", lambda t: t.say(Kind.KEEPALIVE)),
+    "another hello": ("bad-kind", lambda t: t.hello()),
+    "no tensors": ("wrong-layout", lambda t: t.say(Kind.UPDATE, 1, {"num_samples": 1, "num_steps": 1})),
+    "too few values": ("wrong-layout", lambda t: t.update(tensors=FlatTensors.from_named({"w": torch.ones(3)}))),
+    "not a number": ("non-finite", lambda t: t.update(tensors=filled(t.state, float("nan")))),
+    "infinity": ("non-finite", lambda t: t.update(tensors=filled(t.state, float("-inf")))),
+    "no counts": ("bad-json", lambda t: t.say(Kind.UPDATE, 1, {}, filled(t.state, 1.0))),
+    "a negative count": ("bad-json", lambda t: t.update(meta={"num_samples": -4})),
+    "no samples at all": ("bad-json", lambda t: t.update(meta={"num_samples": 0})),
+    "a count that is true": ("bad-json", lambda t: t.update(meta={"num_steps": True})),
+    "metrics that are a list": ("bad-json", lambda t: t.update(meta={"metrics": [1, 2]})),
+    "too many metrics": ("bad-json", lambda t: t.update(meta={"metrics": {str(i): 1.0 for i in range(101)}})),
+    "a metric beyond all floats": ("bad-json", lambda t: t.update(meta={"metrics": {"loss": 10**400}})),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_bad_answer_is_refused_by_name_and_the_next_one_is_taken(table, name):
+    reason, answer = BAD_ANSWERS[name]
+    table.greet()
+    table.assign(1)
+    answer(table)
+    event = table.event()
+    assert isinstance(event, Arrived), event
+    assert (event.update.refusal, event.update.assignment, event.update.client) == (reason, 1, 4)
+    table.assign(2)
+    table.update(2)
+    event = table.event()
+    assert (event.update.refusal, event.update.assignment) == (None, 2)
+
+
+def test_an_answer_from_another_life_is_passed_on_with_its_number(table):
+    """Whether it counts is for the coordinator to say."""
+    table.greet()
+    table.assign()
+    table.update(incarnation=3)
+    assert table.event().update.incarnation == 3
+
+
+def test_a_client_that_goes_is_lost_at_once_idle_or_not():
+    for in_task in (True, False):
+        table = Table(idle_s=0.3)
+        table.greet()
+        if in_task:
+            table.assign()
+        table.pair.close()
+        began = time.monotonic()
+        event = table.event()
+        assert isinstance(event, Lost) and event.reason.startswith("disconnected: "), event
+        assert time.monotonic() - began < 2.0
+        table.close()
+
+
+def test_a_client_that_never_answers_is_lost_at_the_deadline():
+    table = Table(task_s=0.5)
+    table.greet()
+    table.assign()
+    event = table.event()
+    assert event == Lost(4, "timeout: nothing from the peer within 0.5 s", 0)
+    with pytest.raises(PeerLost):
+        table.hear()
+    table.close()
+
+
+def test_a_client_that_never_says_hello_is_lost_at_the_deadline():
+    table = Table(join_s=0.4)
+    assert table.event() == Lost(4, "timeout: nothing from the peer within 0.4 s", 0)
+    table.close()
+
+
+def test_an_idle_client_hears_that_the_server_is_alive():
+    table = Table(idle_s=0.3)
+    table.greet()
+    assert [table.hear().kind for _ in range(3)] == [Kind.KEEPALIVE] * 3
+    table.close()
+
+
+def test_abandoning_wakes_a_session_that_waits_for_an_answer():
+    table = Table()
+    table.greet()
+    table.assign()
+    began = time.monotonic()
+    table.session.abandon()
+    table.session.join(timeout=5)
+    assert not table.session.is_alive()
+    assert time.monotonic() - began < 2.0
+    table.close()
+
+
+def test_a_client_that_does_not_come_is_lost_at_the_deadline():
+    state, inbox = line_state(), Inbox()
+    store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=1), wait_for_workers=False)
+    session = Session(
+        4,
+        0,
+        lambda: GlooPair.connect(store, "pair", True, 0.5, HOST),
+        state.submodels,
+        inbox,
+        Waits(),
+        lambda d, u: None,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(session.run)
+        event = inbox.get(20.0)
+    assert isinstance(event, Lost) and event.reason.startswith(("timeout: ", "disconnected: "))

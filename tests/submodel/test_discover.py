@@ -1,0 +1,199 @@
+"""Discovery: what couples is found together, and what may not shrink is kept whole, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raafl.submodel import Member, Spec, SpecError, Submodels
+from raafl.submodel.rules import RULES, register
+from tests.submodel.models import CASES
+
+
+def sizes(module):
+    return {name: axis.size for name, axis in Submodels(module).axes.items()}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_known_models_have_the_known_axes(name):
+    assert sizes(CASES[name].make()) == dict(CASES[name].axes)
+
+
+def traced(forward, **layers):
+    """A module with these layers and this forward."""
+
+    class Traced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, layer in layers.items():
+                setattr(self, name, layer)
+
+    Traced.forward = forward
+    return Traced()
+
+
+LINEAR = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "c": nn.Linear(6, 2)}
+
+
+@pytest.mark.parametrize(
+    ("forward", "axes"),
+    [
+        (lambda self, x: self.c(self.a(x).relu()), {"a": 6}),
+        (lambda self, x: self.c(F.dropout(F.relu(self.a(x)), 0.1, self.training)), {"a": 6}),
+        (lambda self, x: self.c(self.b(self.a(x)) * 2 + 1), {"a": 6, "b": 6}),
+        (lambda self, x: self.c(self.a(x) + self.b(self.a(x))), {"a": 6}),  # a residual joins both
+        (lambda self, x: self.c(torch.sigmoid(self.a(x)) * self.b(self.a(x))), {"a": 6}),  # and so does a gate
+        (lambda self, x: self.c(self.b(self.b(self.a(x)))), {"a": 6}),  # a layer used twice has one input width
+        (lambda self, x: self.c(torch.softmax(self.a(x), -1)), {}),
+        (lambda self, x: self.c(self.a(x).sort().values), {}),
+        (lambda self, x: self.c(F.layer_norm(self.a(x), (6,))), {}),
+        (lambda self, x: self.c(self.a(x)[:, :6]), {}),
+        (lambda self, x: self.c(torch.cat([self.a(x)], 1)), {}),
+        (lambda self, x: (self.c(self.a(x)), self.a(x)), {}),  # it is an output, too
+        (lambda self, x: self.c(self.a(x) @ self.b.weight), {}),  # a tensor of a layer used by hand
+        (lambda self, x: self.c(self.a(x) + x.new_ones(6)), {}),
+        (lambda self, x: self.c(self.a(x).view(-1, 6)), {}),  # a width written as a number
+        (lambda self, x: self.c(self.a(x).view(x.size(0), -1)), {"a": 6}),
+    ],
+)
+def test_operations(forward, axes):
+    assert sizes(traced(forward, **LINEAR)) == axes
+
+
+def conv(*args, **options):
+    return nn.Conv2d(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("layers", "axes"),
+    [
+        ([conv(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(24, 2)], {"0": 6}),
+        ([conv(3, 6, 1), nn.BatchNorm2d(6, affine=False), conv(6, 2, 1)], {"0": 6}),
+        ([conv(3, 6, 1), nn.InstanceNorm2d(6), conv(6, 2, 1)], {}),  # nothing tells its width
+        ([conv(3, 6, 1), nn.GroupNorm(1, 6), conv(6, 2, 1)], {}),
+        ([conv(3, 6, 1), nn.GroupNorm(2, 6), conv(6, 2, 1)], {"0": 2}),
+        ([conv(3, 6, 1), nn.GroupNorm(6, 6), conv(6, 2, 1)], {"0": 6}),
+        ([conv(3, 6, 1), nn.GroupNorm(2, 6, affine=False), conv(6, 2, 1)], {}),
+        ([conv(3, 6, 1), conv(6, 6, 3, groups=6), conv(6, 2, 1)], {"0": 6}),
+        ([conv(3, 6, 1), conv(6, 6, 3, groups=3), conv(6, 2, 1)], {"0": 3}),
+        ([conv(3, 6, 1), conv(6, 12, 3, groups=3), conv(12, 2, 1)], {}),
+        ([conv(4, 4, 3, groups=2), conv(4, 2, 1)], {}),  # its inputs are the model's
+        (
+            [conv(3, 6, 1), nn.ConvTranspose2d(6, 5, 2), nn.PReLU(5), nn.Upsample(scale_factor=2), conv(5, 2, 1)],
+            {"0": 6, "1": 5},
+        ),
+        ([nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(12, 2)], {"0": 6}),
+        ([nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 2)], {"0": 6}),
+        ([nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2)], {}),
+        ([nn.Linear(3, 6), nn.Flatten(), nn.Linear(24, 2)], {"0": 6}),  # four positions of six features
+        ([nn.Embedding(9, 6), nn.Flatten(), nn.Linear(24, 2)], {"0": 6}),
+        ([nn.EmbeddingBag(9, 6), nn.Linear(6, 2)], {"0": 6}),
+        (
+            [conv(3, 6, 1), nn.Linear(4, 4), nn.Flatten(), nn.Linear(96, 2)],
+            {"1": 4},
+        ),  # along the pixels, not the channels
+        ([nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 2)], {}),
+        ([nn.Linear(3, 1), nn.Linear(1, 2)], {}),  # nothing to drop
+        ([nn.Linear(3, 2)], {}),
+    ],
+)
+def test_layers(layers, axes):
+    assert sizes(nn.Sequential(*layers)) == axes
+
+
+@pytest.mark.parametrize(
+    ("layers", "inputs"),
+    [
+        ([conv(3, 6, 1), conv(6, 6, 3, groups=3), conv(6, 2, 1)], (2, 3, 4, 4)),
+        ([conv(3, 6, 1), nn.ConvTranspose2d(6, 5, 2), nn.PReLU(5), conv(5, 2, 1)], (2, 3, 4, 4)),
+        ([nn.Linear(3, 6), nn.Flatten(), nn.BatchNorm1d(24), nn.Linear(24, 2)], (2, 4, 3)),
+        ([nn.Conv1d(3, 6, 1), nn.Flatten(), nn.BatchNorm1d(24), nn.Linear(24, 2)], (2, 3, 4)),
+    ],
+)
+def test_less_common_layers_run_and_equal_the_zeroed_model(layers, inputs):
+    module = nn.Sequential(*layers).eval()
+    submodels = Submodels(module)
+    spec = Spec.keep({name: range(axis.size - 1) for name, axis in submodels.axes.items()})
+    plan, full = submodels.plan(spec, "present"), submodels.state(module)
+    small = submodels.shrink(spec)
+    plan.gather(full, out=small.present)
+    x = torch.randn(inputs)
+    for buffer in full.buffers.values():
+        buffer.zero_()
+    plan.scatter_(full, small.present)
+    submodels.load_(module, full)
+    torch.testing.assert_close(small.module.eval()(x), module(x))
+
+
+def test_a_flattened_sequence_repeats_its_axis():
+    axis = Submodels(nn.Sequential(nn.Linear(3, 6), nn.Flatten(), nn.Linear(12, 2))).axes["0"]
+    assert [m for m in axis.members if m.name == "2.weight"] == [
+        Member("2.weight", 1, 1, 0),
+        Member("2.weight", 1, 1, 6),
+    ]
+
+
+def test_tied_layers_with_different_roles_are_kept_whole():
+    first, second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    second.weight = first.weight  # its inputs are the model's in one place and hidden in the other
+    submodels = Submodels(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(6, 2)))
+    assert submodels.axes == {}
+
+
+def test_a_width_kept_whole_says_why():
+    submodels = Submodels(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2)))
+    assert submodels.axes == {}
+    assert submodels.kept_whole == {"0": "layer '1' takes statistics across it", "2": "it is an output of the model"}
+    with pytest.raises(SpecError, match="'0' cannot shrink: layer '1' takes statistics across it"):
+        submodels.validate(Spec.keep({"0": [0]}))
+
+
+def test_a_forward_that_cannot_be_traced_leaves_the_full_model():
+    def forward(self, x):
+        return self.c(self.a(x) if x.sum() > 0 else -self.a(x))
+
+    submodels = Submodels(traced(forward, **LINEAR))
+    assert submodels.axes == {}
+    assert "forward, line" in submodels.problem and "declare `submodel_axes`" in submodels.problem
+    assert submodels.shrink().module(torch.ones(1, 4)).shape == (1, 2)
+    with pytest.raises(SpecError, match=r"cannot be traced .*train the full model"):
+        submodels.validate(Spec.keep({"a": [0]}))
+
+
+def test_a_subclass_with_a_forward_of_its_own_has_no_rule():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).cumsum(-1)
+
+    class Same(nn.Linear):
+        pass
+
+    assert sizes(nn.Sequential(Odd(3, 6), nn.Linear(6, 2))) == {}
+    assert sizes(nn.Sequential(Same(3, 6), nn.Linear(6, 2))) == {"0": 6}
+
+
+def test_a_rule_can_be_added_for_another_type():
+    class Scale(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(width))
+
+        def forward(self, x):
+            return x.mul(self.gain) if x.dim() == 2 else x
+
+    model = nn.Sequential(nn.Linear(3, 6), Scale(6), nn.Linear(6, 2))
+    assert sizes(model) == {}
+
+    @register(Scale)
+    def _scale(layer, name, flow, groups):
+        groups.consume(flow, f"{name}.gain", 0, name)
+        return flow
+
+    try:
+        submodels = Submodels(model)
+        assert Member("1.gain", 0) in submodels.axes["0"].members
+        assert submodels.shrink(Spec.keep({"0": [0, 5]})).module(torch.ones(1, 3)).shape == (1, 2)
+    finally:
+        del RULES[Scale]

@@ -18,6 +18,8 @@ from raafl.data.partition import Iid, Partition
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, nearest
 from raafl.local.train import FabricOptions
+from raafl.parts.privacy import Privacy, noise_key, private
+from raafl.parts.robust import Guard, guarded
 from raafl.progress import MODES
 from raafl.runtime.record import Target
 from raafl.runtime.session import Waits
@@ -59,6 +61,8 @@ class Experiment:
         devices: what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike.
         train: how much a task trains.
         fabric: how local steps run (accelerator, precision, clipping).
+        guard: how the merge is protected from bad updates: clipping, refusing, trimmed mean, median.
+        privacy: client-level differential privacy of the global model.
         max_updates: end after so many merged updates (a round that is begun is merged whole).
         max_time: end after so many seconds of the run's own clock (or 90s, 5m, 2h).
         target: a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached.
@@ -85,6 +89,8 @@ class Experiment:
     devices: list[Device] | str | None = None
     train: Training = field(default_factory=Training)
     fabric: FabricOptions = field(default_factory=FabricOptions)
+    guard: Guard = field(default_factory=Guard)
+    privacy: Privacy = field(default_factory=Privacy)
     max_updates: int | None = None
     max_time: float | str | None = None
     target: str | list[str] | None = None
@@ -120,14 +126,17 @@ class Experiment:
             yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
         if self.progress not in MODES:
             yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
-        for name in ("join_s", "task_s", "idle_s", "stop_s"):
+        for name in ("join_s", "task_s", "idle_s", "stop_s", "alone_s"):
             if not getattr(self.waits, name) > 0:
                 yield f"waits.{name} is {getattr(self.waits, name)}: give seconds above 0"
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:
             yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
+        if self.guard.is_on and self.privacy.is_on:
+            yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
         yield from self._machine_problems()
-        for check in (lambda: seconds("max_time", self.max_time), self.targets, self.profiles, self._output):
+        checks = (lambda: seconds("max_time", self.max_time), self.targets, self.profiles, self._output)
+        for check in (*checks, lambda: self._protected(b"")):
             try:
                 check()
             except (ValueError, OSError) as error:
@@ -176,6 +185,13 @@ class Experiment:
         parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise BadInput(f"output is '{self.output}', but nothing may be written in {parent}: name another folder")
+
+    def protected(self) -> Algorithm:
+        """Return the algorithm with its merge as `guard` and `privacy` ask; for the server, which has the noise's seed."""
+        return self._protected(noise_key(self.privacy, self.seed) if self.privacy.is_on else b"")
+
+    def _protected(self, key: bytes) -> Algorithm:
+        return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
 
     def limits(self, min_clients: int) -> Limits:
         """Return what the coordinator needs to know of beginning and end."""

@@ -85,13 +85,14 @@ def build(experiment: Experiment, *, pace: bool) -> Parts:
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
     clients = client_infos(experiment, data)
     min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
+    algorithm = experiment.protected()
     coordinator = Coordinator(
-        experiment.algorithm, state, experiment.limits(min_clients),
+        algorithm, state, experiment.limits(min_clients),
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
     )  # fmt: skip
     everyone = {client.id: client for client in clients}
     fleet = Fleet(state, everyone, coordinator.fleet.rng, experiment.train, batch_size)
-    problems = experiment.algorithm.select.check(fleet)
+    problems = algorithm.merge.check(state) + algorithm.select.check(fleet)
     if problems:
         raise BadInput(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
@@ -187,7 +188,7 @@ class Run:
     def start(self) -> None:
         """Start the clock and the view."""
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
-        described = experiment.algorithm.describe()
+        described = coordinator.algorithm.describe()
         self.progress.start(
             f"{experiment.name}: {described['name']} on {len(self.parts.clients)} clients, "
             f"select {described['select']}, merge {described['merge']}, "
@@ -206,6 +207,7 @@ class Run:
             algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
         )  # fmt: skip
+        summary |= coordinator.algorithm.merge.report(coordinator.state)
         self.saver.close()
         self._writer.summary(summary)
         return summary
@@ -294,7 +296,7 @@ def _serve(
     sessions = [
         Session(
             client.id,
-            parts.coordinator.roster.lives(client.id),
+            parts.coordinator.roster.joins[client.id],
             rendezvous.connector(client.id, device),
             parts.submodels,
             inbox,
@@ -306,7 +308,7 @@ def _serve(
     ]
     server = Server(
         parts.coordinator, sessions, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.saver,
-        progress=run.progress, on_end=rendezvous.announce_end,
+        progress=run.progress, announce=rendezvous.announce,
     )  # fmt: skip
     if saved is not None:
         server.restore(saved.section["clock"])
@@ -321,7 +323,7 @@ def _serve(
 
 def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
     from raafl.runtime.client import Client
-    from raafl.runtime.transport import PeerLost, PeerTimeout
+    from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
 
     torch.set_num_threads(experiment.threads)
     data = load_data(experiment)
@@ -332,10 +334,9 @@ def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
     trainer = make_trainer(experiment, submodels, rendezvous.fabric_options(), max_built=1)
     try:
         with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
-            mine, waits = data.client(info.id), experiment.waits
-            reason = Client(info, pair, submodels, trainer, mine, waits, rendezvous.watcher()).run()
-    except (PeerLost, PeerTimeout) as error:
-        reason = f"failed: the server is gone: {error}"
+            reason = Client(info, pair, submodels, trainer, data.client(info.id), experiment.waits).run()
+    except (PeerLost, PeerTimeout, Refused) as error:
+        reason = rendezvous.let_go() or f"failed: the server is gone: {error}"
     if reason.startswith(("refused", "failed")):
         raise RunFailed(f"client {info.id}: {reason}")
 

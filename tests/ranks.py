@@ -7,12 +7,14 @@ import gc
 import multiprocessing as mp
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -27,6 +29,7 @@ from raafl.runtime.rendezvous import Rendezvous
 from tests.federation import Finished
 
 HOST = "127.0.0.1"
+PY_SPY = os.path.join(os.path.dirname(sys.executable), "py-spy")
 RANK = 0
 """The client that this process is; 0 in the test's own."""
 
@@ -35,15 +38,22 @@ def _rendezvous(experiment: Experiment, rank: int, store: Any) -> Rendezvous:
     return Rendezvous(rank, experiment.clients + 1, dist.PrefixStore("test", store), True, experiment)
 
 
-def _client(experiment: Experiment, rank: int, port: int, before: Callable[[int], None] | None) -> None:
+def _rank(experiment: Experiment, rank: int, told: Connection, before: Callable[[int], None] | None) -> None:
     global RANK
     RANK = rank
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        port = told.recv()
+    except EOFError:
+        os._exit(1)
     if before is not None:
         before(rank)
     store = dist.TCPStore(HOST, port, None, False, timeout=timedelta(seconds=10))
     try:
-        _join(experiment, _rendezvous(experiment, rank, store))
+        if rank == 0:
+            _serve(experiment, _rendezvous(experiment, 0, store), "", None)
+        else:
+            _join(experiment, _rendezvous(experiment, rank, store))
     except (RunFailed, SystemExit) as error:
         print(error, file=sys.stderr)
         os._exit(1)
@@ -53,17 +63,28 @@ def _client(experiment: Experiment, rank: int, port: int, before: Callable[[int]
 class Ranks:
     """An experiment's clients, and the store they meet at."""
 
-    def __init__(self, experiment: Experiment, before: Callable[[int], None] | None = None) -> None:
-        """Fork the clients; each calls ``before(rank)`` first."""
+    def __init__(
+        self, experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False
+    ) -> None:
+        """Fork the clients, and with ``fork_server`` rank 0; each calls ``before(rank)`` first.
+
+        They are all forked before there is a store: its thread looks up names, and a process forked while it does waits
+        for ever for the resolver's lock.
+        """
         self.experiment = experiment
-        self.store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
         context = mp.get_context("fork")
-        self.processes = {
-            rank: context.Process(target=_client, args=(experiment, rank, self.store.port, before), daemon=True)
-            for rank in range(1, experiment.clients + 1)
-        }
-        for process in self.processes.values():
+        self.processes, tell = {}, []
+        for rank in range(0 if fork_server else 1, experiment.clients + 1):
+            told, telling = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(experiment, rank, told, before), daemon=True)
             process.start()
+            told.close()
+            self.processes[rank] = process
+            tell.append(telling)
+        self.store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+        for telling in tell:
+            telling.send(self.store.port)
+            telling.close()
 
     def serve(self, inbox: Inbox | None = None) -> Finished:
         """Coordinate them to the end of the run."""
@@ -80,6 +101,9 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         for process in self.processes.values():
             process.join(timeout=max(deadline - time.monotonic(), 0.0))
+        for process in self.processes.values():
+            if process.exitcode is None:  # where does it hang?
+                subprocess.run([PY_SPY, "dump", "--native", "--pid", str(process.pid)], timeout=20)
         return {rank: process.exitcode for rank, process in self.processes.items()}
 
     def close(self) -> None:
@@ -93,9 +117,11 @@ class Ranks:
 
 
 @contextmanager
-def ranks(experiment: Experiment, before: Callable[[int], None] | None = None) -> Iterator[Ranks]:
-    """The experiment's clients, killed at the end."""
-    started = Ranks(experiment, before)
+def ranks(
+    experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False
+) -> Iterator[Ranks]:
+    """The experiment's clients (and rank 0, if asked for), killed at the end."""
+    started = Ranks(experiment, before, fork_server=fork_server)
     try:
         yield started
     finally:

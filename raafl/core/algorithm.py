@@ -177,6 +177,14 @@ class Merge(ABC):
 
     sends: Literal["values", "delta"] = "values"
 
+    def check(self, state: GlobalState) -> list[str]:
+        """Return every problem found before training starts, one line each."""
+        return []
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return why a sound update is not to be received, as REASON in refused:REASON, or None; asked before `receive`."""
+        return None
+
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Take in one update; its tensors may be gone once this returns."""
@@ -188,6 +196,10 @@ class Merge(ABC):
     @abstractmethod
     def apply(self, state: GlobalState) -> None:
         """Fold all that was received since the last call into ``state.values``, in place."""
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return what the run's summary is to say of the merge: plain data by name."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,10 @@ class Coordinator:
         if update.refusal is not None:
             return update.refusal
         expected = self.state.submodels.layout(assignment.spec, "trained")
-        return None if update.tensors.layout is expected or update.tensors.layout == expected else "wrong-layout"
+        if update.tensors.layout is not expected and update.tensors.layout != expected:
+            return "wrong-layout"
+        staleness = self.state.version - assignment.version
+        return self.algorithm.merge.problem(self.state, update, assignment.spec, staleness)
 
     def _refuse(self, update: Update, assignment: Assignment | None, problem: str) -> None:
         self.refused[problem] += 1
@@ -119,7 +122,7 @@ class Coordinator:
             return
         if client is not None:
             self._drop(event.client, event.reason)
-        if not self.started:
+        if not self.started and self.limits.count_lost:
             self._absent.add(event.client)
 
     def _timer(self, event: Timer, now: float) -> None:

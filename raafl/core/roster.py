@@ -19,6 +19,7 @@ class Roster:
         drawn: who has been drawn to start as soon as concurrency allows, in order.
         busy: what each client works on, by assignment id.
         tasks: how many tasks each client has had.
+        joins: how often each client has joined: the incarnation of its next life.
         last_id: the newest assignment's id; ids count from 1.
     """
 
@@ -31,6 +32,7 @@ class Roster:
         self.drawn: deque[int] = deque()
         self.busy: dict[int, int] = {}  # client -> assignment id
         self.tasks: Counter[int] = Counter()
+        self.joins: Counter[int] = Counter()
 
     @property
     def num_out(self) -> int:
@@ -40,11 +42,8 @@ class Roster:
     def join(self, client: ClientInfo) -> None:
         """Add an idle client."""
         self.clients[client.id] = client
+        self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
         self.idle.add(client.id)
-
-    def lives(self, client: int) -> int:
-        """Return how often ``client`` has joined so far: the incarnation of its next life."""
-        return self.clients[client].incarnation + 1 if client in self.clients else 0
 
     def drop(self, client: int) -> Assignment | None:
         """Forget a client and return what it was working on, now off the books."""

@@ -77,6 +77,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "drawn": list(roster.drawn),
         "busy": [[client, number] for client, number in roster.busy.items()],
         "tasks": [[client, n] for client, n in roster.tasks.items()],
+        "joins": [[client, n] for client, n in roster.joins.items()],
         "last_id": roster.last_id,
         "waiting": [[assignment_to_json(a), _update_to_plain(u), staleness] for a, u, staleness in coordinator.waiting],
         "arrived_s": list(coordinator.arrived_s),
@@ -107,6 +108,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     roster.drawn = deque(data["drawn"])
     roster.busy = dict(data["busy"])
     roster.tasks = Counter(dict(data["tasks"]))
+    roster.joins = Counter(dict(data["joins"]))
     roster.last_id = data["last_id"]
     coordinator.waiting[:] = [_waiting_from_plain(coordinator, item) for item in data["waiting"]]
     coordinator.arrived_s[:] = data["arrived_s"]

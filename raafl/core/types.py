@@ -25,12 +25,14 @@ class ClientInfo:
         num_samples: size of the client's training data, |D_n|.
         profile: what its device and link can do.
         incarnation: how often it has joined before; separates a client that came back from the one that was lost.
+        own_data: it trains on data that only it has, not on its share of the run's.
     """
 
     id: int
     num_samples: int
     profile: Profile = field(default_factory=Profile)
     incarnation: int = 0
+    own_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,7 @@ class Limits:
 
     Attributes:
         min_clients: work starts once this many have joined.
+        count_lost: those lost before the start count as joined, since they cannot come back.
         max_updates: end after this many merged updates.
         max_time_s: end at this time.
         eval_every: versions between evaluations.
@@ -221,6 +224,7 @@ class Limits:
     """
 
     min_clients: int = 1
+    count_lost: bool = True
     max_updates: int | None = None
     max_time_s: float | None = None
     eval_every: int = 1
@@ -241,6 +245,7 @@ def client_to_json(client: ClientInfo) -> dict[str, Any]:
         "client": client.id,
         "incarnation": client.incarnation,
         "num_samples": client.num_samples,
+        "own_data": client.own_data,
         "profile": profile,
     }
 
@@ -251,7 +256,8 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     profile: dict[str, Any] = {
         name: math.inf if value is None and name in rates else value for name, value in data["profile"].items()
     }
-    return ClientInfo(data["client"], data["num_samples"], Profile(**profile), data["incarnation"])
+    own_data = data.get("own_data", False) is True
+    return ClientInfo(data["client"], data["num_samples"], Profile(**profile), data["incarnation"], own_data)
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

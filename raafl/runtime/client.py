@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import raafl
@@ -17,87 +18,129 @@ from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 
 
 class Client:
-    """Works for the server at the other end of a pair."""
+    """Works for the server at the other end of a pair.
+
+    One thread receives all the time, so that a stop, or the end of the connection, interrupts the task at hand: nobody
+    waits for its result. The server sends nothing but a stop or a sign of life while a task is out.
+
+    Attributes:
+        unsent: id of an assignment that was answered but could not be sent; None = there is none.
+        greeted: whether the server has taken the client in.
+    """
 
     def __init__(
         self, info: ClientInfo, pair: Pair, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Waits,
-        ended: Callable[[], str | None] = lambda: None,
+        *, config: Mapping[str, str] | None = None, unsent: int | None = None,
     ) -> None:  # fmt: skip
-        """Prepare; `run` greets the server. ``ended`` says whether, and why, the whole run has ended meanwhile."""
-        self._ended, self._watching = ended, threading.Event()
+        """Prepare; `run` greets the server.
+
+        Args:
+            info: what the server is told of this client.
+            pair: to the server.
+            submodels: of the model, without values.
+            trainer: for its tasks.
+            data: the client's.
+            waits: deadlines.
+            config: digest of each section of the config that the server is to compare with its own.
+            unsent: an answer from an earlier connection, for the server to count.
+        """
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
-        self._data, self._waits = data, waits
+        self._data, self._waits, self._config = data, waits, config
+        self.unsent, self.greeted = unsent, False
         self._storage: tuple[Layout, FlatTensors] | None = None
         self._assignment: Assignment | None = None
         self._since = 0.0
+        self._free = threading.Event()
+        self._free.set()
+        self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
 
     def run(self) -> str:
-        """Work until the server says stop; return its reason.
+        """Work until the server says stop; return its reason. The pair is closed then.
 
         Raises:
             PeerLost: the server is gone.
             PeerTimeout: it has said nothing for ``Waits.idle_s``.
+            Refused: it has sent what is not raafl's.
         """
         self._trainer.stop = threading.Event()
-        watch = threading.Thread(target=self._watch, name="watch", daemon=True)
-        watch.start()
-        try:
-            return self._work_until_stopped()
-        except (Stopped, PeerLost, PeerTimeout):
-            reason = self._ended()
-            if reason is None:
-                raise
-            return reason
-        finally:
-            self._watching.set()
-            watch.join()
-
-    def _watch(self) -> None:
-        """Interrupt the task at hand once the run has ended: nobody waits for its result."""
-        while not self._watching.wait(0.5):
-            if self._ended() is not None and self._trainer.stop is not None:
-                self._trainer.stop.set()
-                return
-
-    def _work_until_stopped(self) -> str:
         self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello(), None))
+        reader = threading.Thread(target=self._read, name="reader", daemon=True)
+        reader.start()
+        try:
+            while True:
+                item = self._received.get()  # the reader's last word is a reason or an error
+                if isinstance(item, str):
+                    return item
+                if isinstance(item, Exception):
+                    raise item
+                self._work(*item)
+                del item  # its submodel goes before the next one comes
+                self._free.set()
+        finally:
+            self._pair.close()
+            reader.join(timeout=self._waits.stop_s)
+
+    def _read(self) -> None:
+        """Receive until the server says stop or is gone."""
         wait_s = self._waits.join_s
-        while True:
-            message = self._pair.recv(self._expect, wait_s)
-            wait_s = self._waits.idle_s  # once greeted, it hears from the server that often, whatever the others do
-            if message.kind is Kind.STOP:
-                return str(message.meta.get("reason", ""))
-            if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
-                self._work(self._assignment, message.tensors)
+        try:
+            while True:
+                message = self._pair.recv(self._expect, wait_s)
+                self.greeted, wait_s = True, self._waits.idle_s  # it is heard from that often, whatever the others do
+                if message.kind is Kind.STOP:
+                    self._received.put(str(message.meta.get("reason", "")))
+                    break
+                if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
+                    self._received.put((self._assignment, message.tensors))
+                    wait_s += self._waits.task_s  # a server that waits for an answer says nothing
+        except Exception as error:
+            self._received.put(error)
+        if self._trainer.stop is not None:
+            self._trainer.stop.set()
 
     def _hello(self) -> dict[str, Any]:
         return {
             "raafl": raafl.__version__,
             "model": self._submodels.layout().fingerprint,
+            "config": None if self._config is None else dict(self._config),
+            "unsent": self.unsent,
             **client_to_json(self._info),
         }
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
         if kind is not Kind.ASSIGN:
             return None
+        if self._assignment is not None:
+            raise Refused("bad-kind", f"assignment {assignment} came before {self._assignment.id} was answered")
         self._since = time.perf_counter()
         try:
-            self._assignment = assignment_from_json(meta)
-            layout = self._submodels.layout(self._assignment.spec, "present")
+            found = assignment_from_json(meta)
+            layout = self._submodels.layout(found.spec, "present")
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {error}") from None
+        self._free.wait(self._waits.stop_s)
+        self._free.clear()
         if self._storage is None or self._storage[0] != layout:
             self._storage = None  # the old submodel goes before the new one comes
             self._storage = (layout, FlatTensors.empty(layout, self._trainer.fabric.device))
+        self._assignment = found
         return self._storage[1]
 
     def _work(self, assignment: Assignment, received: FlatTensors) -> None:
-        update = self._trainer.run(assignment, received, self._data)
-        left = assignment.pace_s - (time.perf_counter() - self._since)
-        if left > 0 and self._trainer.stop is not None and self._trainer.stop.wait(left):
-            raise Stopped
+        try:
+            update = self._trainer.run(assignment, received, self._data)
+            left = assignment.pace_s - (time.perf_counter() - self._since)
+            if left > 0 and self._trainer.stop is not None and self._trainer.stop.wait(left):
+                raise Stopped
+        except Stopped:
+            return  # what the reader has to say comes next
         meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": _finite(update.metrics)}
-        self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, update.tensors))
+        self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
+        try:
+            self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, update.tensors))
+        except (PeerLost, PeerTimeout):
+            return
+        self.unsent = None
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from raafl.core.types import (
     Evaluate,
     Event,
     Finish,
+    Joined,
     Lost,
     SetTimer,
     Settled,
@@ -35,7 +37,11 @@ from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.record import RunRecord, view
 from raafl.runtime.session import Session, Waits
 from raafl.runtime.snapshots import Snapshots
+from raafl.runtime.transport import Refused
 from raafl.submodel import FlatTensors
+
+_Life = tuple[int, int]  # client, incarnation
+_MAX_ENTERING = 4
 
 
 class SnapshotEvaluator(threading.Thread):
@@ -113,18 +119,28 @@ class Server:
         waits: Waits | None = None,
         hooks: Hooks | None = None,
         progress: Progress | None = None,
-        on_end: Callable[[str], None] = lambda reason: None,
+        announce: Callable[[int | None, str], None] = lambda client, reason: None,
+        patience_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare; `run` starts the sessions and the clock. ``on_end`` is told the reason before clients are let go."""
-        self._on_end = on_end
+        """Prepare; `run` starts the sessions and the clock. ``announce`` is told why a client (None = all) is let go.
+
+        With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
+        without, when none is left.
+        """
+        self._announce = announce
+        self._patience_s, self._alone_since = patience_s, 0.0
         self.coordinator, self.inbox, self.record = coordinator, inbox, record
         self.hooks, self.progress, self.waits = hooks or Hooks(), progress, waits or Waits()
         self.sessions = {session.client: session for session in sessions}
         self.reason = ""
         self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
         self._snapshots = Snapshots(coordinator.state)
-        self._sent: dict[int, FlatTensors] = {}  # client -> the values it was last sent
+        self._sent: dict[_Life, tuple[int, FlatTensors]] = {}  # the assignment and values that each was last sent
+        self._entering: dict[_Life, Session] = {}  # not yet joined
+        self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
+        self._lives: Counter[int] = Counter()
+        self._door = threading.Lock()
         self._timers: list[tuple[float, int]] = []
         self._clock, self._start, self._resumed_at = clock, 0.0, 0.0
         self._interrupt = Interrupt()
@@ -144,9 +160,27 @@ class Server:
         self._timers = [(at, number) for at, number in data["timers"]]
         heapq.heapify(self._timers)
 
+    def enter(self, client: int, make: Callable[[int], Session]) -> None:
+        """Let a client in, from any thread: ``make(incarnation)`` gives its session, which is started here.
+
+        Once it has joined it replaces the client's earlier session, if there is one: a client that comes back may be
+        the first to know that its old connection is dead.
+
+        Raises:
+            Refused: too many connections of this client are on their way in.
+        """
+        with self._door:
+            if sum(client == other for other, _ in self._entering) >= _MAX_ENTERING:
+                raise Refused("busy", f"client {client} has {_MAX_ENTERING} connections on their way in")
+            incarnation = max(self._lives[client], self.coordinator.roster.joins[client])
+            self._lives[client] = incarnation + 1
+            session = self._entering[client, incarnation] = make(incarnation)
+        session.start()
+
     def run(self) -> str:
         """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
         self._start = self._clock() - self._resumed_at
+        self._alone_since = self._clock()
         for client in sorted(self.coordinator.roster.clients):
             self._tell(Lost(client, "restart", self.coordinator.roster.clients[client].incarnation), ours=False)
         if self._evaluator is not None:
@@ -179,8 +213,27 @@ class Server:
             self._tell(event)
         if self._evaluator is not None and not self.reason:
             self._note(self._evaluator.done())
-        if not self.reason and not self.sessions:
-            self._tell(Stop("failed: every client was lost"))
+        if not self.reason:
+            self._look_after_sessions()
+
+    def _look_after_sessions(self) -> None:
+        """End the run when it has been left alone for too long, and sessions that were replaced and do not end."""
+        now, there = self._clock(), len(self.sessions)
+        for until, session in list(self._leaving):
+            if not session.is_alive():
+                self._leaving.remove((until, session))
+                self._sent_no_more(session.client, session.incarnation)
+            elif until <= now:
+                session.abandon()
+        if self._patience_s is None:
+            if not there:
+                self._tell(Stop("failed: every client was lost"))
+            return
+        if there and self.coordinator.started:
+            self._alone_since = now
+        elif now - self._alone_since > self._patience_s:
+            wanted = "" if self.coordinator.started else f" of {self.coordinator.limits.min_clients}"
+            self._tell(Stop(f"failed: {there}{wanted} clients for {self._patience_s:g} s (waits.alone_s)"))
 
     def _tell(self, event: Event, *, ours: bool = True) -> None:
         """Let the coordinator know; ``ours`` is False for what concerns clients of an earlier life."""
@@ -188,14 +241,11 @@ class Server:
         if isinstance(event, Arrived):
             assignment = self.coordinator.roster.active.get(event.update.assignment)
             event.update.train_s = now - assignment.assigned_s if assignment is not None else 0.0
-        elif isinstance(event, Lost) and ours:
-            self.sessions.pop(event.client, None)
-            if self.progress is not None:
-                self.progress.note(f"client {event.client} was lost: {event.reason}")
-        if isinstance(event, Arrived | Lost):  # its session has sent, or sends no more
-            snapshot = self._sent.pop(event.update.client if isinstance(event, Arrived) else event.client, None)
-            if snapshot is not None:
-                self._snapshots.give_back(snapshot)
+            self._sent_no_more(event.update.client, event.update.incarnation, event.update.assignment)
+        elif isinstance(event, Joined):
+            self._take_in(event)
+        elif isinstance(event, Lost) and ours and not self._let_go(event):
+            return  # it never joined: the coordinator has not heard of it
         self.record.event(event, now)
         actions = self.coordinator.handle(event, now)
         for action in actions:
@@ -211,7 +261,8 @@ class Server:
             case Assign(assignment):
                 session = self.sessions.get(assignment.client)
                 if session is not None:
-                    snapshot = self._sent[assignment.client] = self._snapshots.cut(assignment)
+                    snapshot = self._snapshots.cut(assignment)
+                    self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
                     session.assign(assignment, snapshot)
                 self.record.assigned(assignment)
             case Settled():
@@ -236,7 +287,7 @@ class Server:
 
     def _end(self) -> None:
         """Let the clients go, then take in the last evaluation."""
-        self._on_end(self.reason or "failed")
+        self._announce(None, self.reason or "failed")
         for session in self.sessions.values():
             session.stop(self.reason or "failed")
         if self._evaluator is not None and self._evaluator.is_alive():
@@ -247,12 +298,55 @@ class Server:
 
     def close(self) -> None:
         """Break with the clients that have not let go by now; harmless when there are none."""
-        for session in self.sessions.values():
+        with self._door:
+            everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
+        for session in everyone:
             if session.is_alive():
                 session.abandon()
-        for session in self.sessions.values():
+        for session in everyone:
             if session.is_alive():
                 session.join(timeout=1.0)
+
+    def _take_in(self, event: Joined) -> None:
+        """Give a client that has joined its place; the session it replaces is told and, if need be, broken with."""
+        client = event.client.id
+        with self._door:
+            session = self._entering.pop((client, event.client.incarnation), None)
+        if session is None:  # one that was there from the start
+            return
+        earlier, self.sessions[client] = self.sessions.get(client), session
+        if earlier is not None:
+            earlier.stop(f"replaced: client {client} has joined from elsewhere")
+            self._leaving.append((self._clock() + self.waits.stop_s, earlier))
+
+    def _let_go(self, event: Lost) -> bool:
+        """Forget a session that has ended; return whether its client had joined."""
+        client, incarnation = event.client, event.incarnation or 0
+        self._sent_no_more(client, incarnation)
+        with self._door:
+            entering = self._entering.pop((client, incarnation), None)
+        if entering is not None:
+            kind, _, detail = event.reason.partition(": ")
+            self.record.turned_away(detail.partition(":")[0] if kind == "disconnected" else kind)
+        elif self._is_current(client, incarnation):
+            del self.sessions[client]
+            self._announce(client, f"lost: {event.reason}")
+        self._note_text(f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}")
+        return entering is None
+
+    def _is_current(self, client: int, incarnation: int) -> bool:
+        return client in self.sessions and self.sessions[client].incarnation == incarnation
+
+    def _sent_no_more(self, client: int, incarnation: int, assignment: int | None = None) -> None:
+        """Note that a session has sent what it was given, or sends no more."""
+        number, snapshot = self._sent.get((client, incarnation), (None, None))
+        if snapshot is not None and assignment in (None, number):
+            del self._sent[client, incarnation]
+            self._snapshots.give_back(snapshot)
+
+    def _note_text(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.note(text)
 
     def _view(self) -> ProgressState:
         return view(self.coordinator, self.record, self.now)

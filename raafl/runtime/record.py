@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -87,6 +88,8 @@ class RunRecord:
         self.num_events = self.num_rows = 0
         self._busy_s: dict[int, float] = {}
         self._staleness_sum = self._staleness_max = 0
+        self._turned_away: Counter[str] = Counter()
+        self._door = threading.Lock()
 
     @property
     def wall_s(self) -> float:
@@ -123,6 +126,11 @@ class RunRecord:
         """Count bytes over a link."""
         self.bytes_down += down
         self.bytes_up += up
+
+    def turned_away(self, reason: str) -> None:
+        """Count a connection that did not become a client; from any thread."""
+        with self._door:
+            self._turned_away[reason] += 1
 
     def settled(self, settled: Settled, now: float) -> None:
         """Count the end of an assignment and write its row."""
@@ -182,6 +190,7 @@ class RunRecord:
             "num_rows": self.num_rows,
             "busy_s": dict(self._busy_s),
             "staleness": [self._staleness_sum, self._staleness_max],
+            "turned_away": dict(self._turned_away),
         }
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -195,6 +204,7 @@ class RunRecord:
         self.num_events, self.num_rows = data["num_events"], data["num_rows"]
         self._busy_s.update(data["busy_s"])
         self._staleness_sum, self._staleness_max = data["staleness"]
+        self._turned_away.update(data["turned_away"])
 
     def lose(self, num: int) -> None:
         """Count assignments whose rows were marked lost when the run was resumed."""
@@ -225,6 +235,7 @@ class RunRecord:
             "updates_lost": sum(by_reason("lost").values()),
             "updates_lost_by_reason": by_reason("lost"),
             "updates_unused": self.outcomes["unused"],
+            "connections_refused": dict(sorted(self._turned_away.items())),
             "time_s": time_s,
             "wall_s": self.wall_s,
             "bytes_up": self.bytes_up,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 dist: Any = _distributed  # much of it is not typed
 
-_ENDED = "ended"
+_LET_GO = "let-go"
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -90,22 +90,18 @@ class Rendezvous:
 
         return connect_pair
 
-    def announce_end(self, reason: str) -> None:
-        """Let clients that are still in a task know that the run is over, not broken."""
+    def announce(self, client: int | None, reason: str) -> None:
+        """Leave word why ``client`` (None = everybody) is let go, for one whose pair breaks before it hears so."""
         with suppress(RuntimeError):
-            self.store.set(_ENDED, reason or "ended")
+            self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
 
-    def watcher(self) -> Callable[[], str | None]:
-        """Return what says why the run is over, or None while it is not; over a connection of its own, for a thread."""
-        store = self.store.clone()
-
-        def ended() -> str | None:
-            with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
-                if store.check([_ENDED]):
-                    return str(store.get(_ENDED).decode())
-            return None
-
-        return ended
+    def let_go(self) -> str | None:
+        """Return why this client was let go, or None when nobody has left word."""
+        with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
+            for key in (_LET_GO, f"{_LET_GO}/{self.rank}"):
+                if self.store.check([key]):
+                    return str(self.store.get(key).decode())
+        return None
 
     def fabric_options(self) -> FabricOptions:
         """Return the client's Fabric options: each rank takes the GPU of its local rank (shared when there are fewer)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, Submodels
 
+_LOOK_S = 0.5  # how often an idle session looks whether its client is still there
+
 
 @dataclass(frozen=True, slots=True)
 class Waits:
@@ -26,12 +29,38 @@ class Waits:
         task_s: for the answer to an assignment.
         idle_s: for a client to hear anything at all; the server says it is alive three times as often.
         stop_s: for threads and clients to end.
+        alone_s: how long `raafl serve` goes on without clients, or too few to start, and `raafl join` without a server.
     """
 
     join_s: float = 120.0
     task_s: float = 600.0
     idle_s: float = 60.0
     stop_s: float = 10.0
+    alone_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a client must agree on with the server.
+
+    Attributes:
+        config_yaml: the run's config, for a client that has none.
+        sections: digest of each section of it that both must have alike; None = not compared (they share one file).
+    """
+
+    config_yaml: str = ""
+    sections: Mapping[str, str] | None = None
+
+    def problem(self, theirs: Any) -> str | None:
+        """Return which section of a client's config is not the server's, or None."""
+        if self.sections is None:
+            return None
+        if not isinstance(theirs, dict):
+            return "the client names no config"
+        for name, digest in self.sections.items():
+            if theirs.get(name) != digest and not (name == "data" and theirs.get(name) == "own"):
+                return f"different config: '{name}' is not as in the server's config.yaml"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +78,7 @@ class Session(threading.Thread):
 
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
-        waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu",
+        waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
@@ -62,6 +91,7 @@ class Session(threading.Thread):
             waits: deadlines.
             moved: told of bytes over the link, (down, up).
             device: where received tensors are to lie.
+            terms: what the client must agree on beside raafl's version and the model.
         """
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
@@ -71,14 +101,25 @@ class Session(threading.Thread):
         self._out: Assignment | None = None
         self._device = device
         self._pair: Pair | None = None
+        self._terms = terms or Terms()
+        self._sending = threading.Lock()
+        self._stopping: str | None = None
+        self.greeted = False
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
         """Send work; returns at once."""
         self._outbox.put(_Task(assignment, snapshot))
 
     def stop(self, reason: str) -> None:
-        """Tell the client to stop once its present task is answered; returns at once."""
+        """Tell the client to stop, also in the middle of a task; returns at once."""
+        self._stopping = reason
         self._outbox.put(reason)
+        # While the thread waits for an answer nobody sends; if it is about to, it will find the reason itself.
+        if self._out is not None and self._sending.acquire(blocking=False):
+            try:
+                self._say_stop(reason)
+            finally:
+                self._sending.release()
 
     def abandon(self) -> None:
         """Close the pair under a thread that has not ended in time; its client finds the server gone."""
@@ -86,59 +127,96 @@ class Session(threading.Thread):
             self._pair.close()
 
     def run(self) -> None:
-        """Serve the client; every end but `stop` becomes a `Lost` event."""
+        """Serve the client; every end becomes a `Lost` event, but for a client that was told to stop before."""
         pair: Pair | None = None
         try:
             pair = self._pair = self._connect()
-            self._inbox.put(Joined(self._greet(pair)))
+            hello = self._greet(pair)
+            info = self._info(hello)
+            self.greeted = True
+            self._inbox.put(Joined(info))
+            self._take_late(hello)
             self._serve(pair)
+            reason = "stopped"
         except PeerTimeout as error:
-            self._inbox.put(Lost(self.client, f"timeout: {error}", self.incarnation))
+            reason = f"timeout: {error}"
         except (PeerLost, Refused, OSError, RuntimeError) as error:
-            self._inbox.put(Lost(self.client, f"disconnected: {error}", self.incarnation))
+            reason = f"disconnected: {error}"
         except Exception as error:  # whatever it is, the run must hear that nothing more will come
-            self._inbox.put(Lost(self.client, f"failed: {type(error).__name__}: {error}", self.incarnation))
+            reason = f"failed: {type(error).__name__}: {error}"
         finally:
             if pair is not None:
                 pair.close()
+        if self._stopping is None:
+            self._inbox.put(Lost(self.client, reason, self.incarnation))
 
-    def _greet(self, pair: Pair) -> ClientInfo:
-        """Check that the client runs the same raafl and model, and welcome it."""
+    def _greet(self, pair: Pair) -> dict[str, Any]:
+        """Check that the client runs the same raafl, config and model, and welcome it; return what it says of itself."""
         hello = pair.recv(_nothing, self._waits.join_s)
+        if hello.kind is Kind.CONFIG and self._terms.config_yaml:
+            pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
+            hello = pair.recv(_nothing, self._waits.join_s)
         expected = {"raafl": raafl.__version__, "model": self._submodels.layout().fingerprint}
         problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
         for field, value in expected.items():
             if problem is None and hello.meta.get(field) != value:
                 problem = f"different {field}: the server has {value}, client {self.client} has {hello.meta.get(field)}"
+            if problem is None and field == "raafl":  # before the model, which follows from the config
+                problem = self._terms.problem(hello.meta.get("config"))
         if problem is not None:
-            pair.send(Message(Kind.STOP, 0, self.incarnation, {"reason": f"refused: {problem}"}, None))
+            self._say_stop(f"refused: {problem}")
             raise Refused("incompatible", problem)
         pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client}, None))
-        _count(hello.meta, "num_samples", least=1)
+        return hello.meta
+
+    def _info(self, hello: dict[str, Any]) -> ClientInfo:
+        _count(hello, "num_samples", least=1)
         try:
-            info = client_from_json({**hello.meta, "client": self.client, "incarnation": self.incarnation})
+            return client_from_json({**hello, "client": self.client, "incarnation": self.incarnation})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Refused("bad-json", f"profile of client {self.client}: {error}") from None
-        return info
+
+    def _take_late(self, hello: dict[str, Any]) -> None:
+        """Report an answer that a client still held when its connection broke; the coordinator refuses it by id."""
+        if hello.get("unsent") is not None:
+            nothing = FlatTensors.empty(Layout(()))
+            number = _count(hello, "unsent", least=1)
+            self._inbox.put(Arrived(Update(number, self.client, self.incarnation, nothing, 0, refusal="late")))
 
     def _serve(self, pair: Pair) -> None:
+        idle_s = 0.0
         while True:
             try:
-                command = self._outbox.get(timeout=self._waits.idle_s / 3)
+                command = self._outbox.get(timeout=_LOOK_S)
             except queue.Empty:
-                pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {}, None))
+                idle_s += _LOOK_S
+                if idle_s >= self._waits.idle_s / 3:
+                    with self._sending:
+                        pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {}, None))
+                    idle_s = 0.0
+                pair.check()
                 continue
             if isinstance(command, str):
-                pair.send(Message(Kind.STOP, 0, self.incarnation, {"reason": command}, None))
+                with self._sending:
+                    self._say_stop(command)
                 return
             self._task(pair, command)
+            self._out, idle_s = None, 0.0
+
+    def _say_stop(self, reason: str) -> None:
+        with suppress(PeerLost, PeerTimeout):
+            if self._pair is not None:
+                self._pair.send(Message(Kind.STOP, 0, self.incarnation, {"reason": reason}, None), self._waits.stop_s)
 
     def _task(self, pair: Pair, task: _Task) -> None:
-        self._out = task.assignment
         message = Message(
             Kind.ASSIGN, task.assignment.id, self.incarnation, assignment_to_json(task.assignment), task.snapshot
         )
-        sent = pair.send(message)
+        with self._sending:
+            self._out = task.assignment
+            sent = pair.send(message)
+            if self._stopping is not None:  # too late for `stop` to say it, or said before the assignment
+                self._say_stop(self._stopping)
         self._moved(sent, 0)
         try:
             answer = pair.recv(self._expect, self._waits.task_s, finite=True)
@@ -158,8 +236,10 @@ class Session(threading.Thread):
         meta = answer.meta
         if answer.kind is not Kind.UPDATE or answer.tensors is None:
             raise Refused("bad-kind", f"expected UPDATE, got {answer.kind.name}")
+        if answer.incarnation != self.incarnation:
+            raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
         return Update(
-            answer.assignment, self.client, answer.incarnation, answer.tensors, _count(meta, "num_samples", least=1),
+            answer.assignment, self.client, self.incarnation, answer.tensors, _count(meta, "num_samples", least=1),
             _count(meta, "num_steps"), _metrics(meta),
         )  # fmt: skip
 

@@ -172,20 +172,13 @@ def test_a_run_does_not_wait_for_a_task_that_nobody_needs_and_its_client_ends_we
 
 def test_clients_notice_that_the_server_is_gone(tmp_path):
     """A server that dies without a word: they end soon, as failed."""
-    with ranks(settings(tmp_path, fed_async(), max_updates=100000)) as fleet:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                fleet.serve()
-            finally:
-                os._exit(0)
+    with ranks(settings(tmp_path, fed_async(), max_updates=100000), fork_server=True) as fleet:
         deadline = time.monotonic() + 20
         journal = tmp_path / "run" / "events.jsonl"
         while time.monotonic() < deadline and (not journal.exists() or journal.read_text().count("arrived") < 5):
             time.sleep(0.02)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        assert fleet.exit_codes(20.0) == {1: 1, 2: 1, 3: 1}
+        fleet.send(0, signal.SIGKILL)
+        assert fleet.exit_codes(20.0) == {0: -signal.SIGKILL, 1: 1, 2: 1, 3: 1}
     # what was journalled is whole
     assert all(json.loads(line) for line in journal.read_text().splitlines())
 

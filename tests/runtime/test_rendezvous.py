@@ -79,9 +79,9 @@ def test_a_restarted_job_does_not_read_what_the_last_attempt_wrote(monkeypatch, 
         more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
         torchrun(monkeypatch, 0, agent.port, **more)
         stores.append(Rendezvous.from_environment(run))
-    stores[0].announce_end("failed: for once")
-    assert stores[0].watcher()() == "failed: for once"
-    assert stores[1].watcher()() is None
+    stores[0].announce(None, "failed: for once")
+    assert stores[0].let_go() == "failed: for once"
+    assert stores[1].let_go() is None
 
 
 def test_rank_0_holds_the_store_when_there_is_no_agent(monkeypatch, run, free_port):
@@ -111,26 +111,25 @@ def test_a_server_that_is_not_there_is_named_at_the_deadline(monkeypatch, run, f
     assert time.monotonic() - began < 10
 
 
-def test_the_end_is_announced_and_a_store_that_is_gone_says_nothing(run, agent):
-    client_store = dist.TCPStore(HOST, agent.port, None, False, timeout=timedelta(seconds=2))
-    server = Rendezvous(0, 5, agent, True, run)
-    ended = Rendezvous(1, 5, client_store, True, run).watcher()
-    assert ended() is None
-    server.announce_end("max_updates")
-    assert ended() == "max_updates"
-    late = Rendezvous(2, 5, client_store, True, run).watcher()
-    assert late() == "max_updates"
+def test_clients_find_out_why_they_were_let_go_and_a_store_that_is_gone_says_nothing(run, agent):
+    def client(rank):
+        return Rendezvous(rank, 5, dist.TCPStore(HOST, agent.port, None, False, timeout=timedelta(seconds=2)), True, run)
+
+    server, one, two = Rendezvous(0, 5, agent, True, run), client(1), client(2)
+    assert one.let_go() is None
+    server.announce(1, "lost: timeout")
+    assert (one.let_go(), two.let_go()) == ("lost: timeout", None)
+    server.announce(None, "max_updates")
+    assert (one.let_go(), two.let_go(), client(3).let_go()) == ("max_updates",) * 3
 
 
-def test_a_watcher_whose_store_has_gone_says_nothing(run):
+def test_a_store_that_has_gone_says_nothing(run):
     store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
-    ended = Rendezvous(
-        1, 5, dist.TCPStore(HOST, store.port, None, False, timeout=timedelta(seconds=2)), True, run
-    ).watcher()
-    assert ended() is None
+    client = Rendezvous(1, 5, dist.TCPStore(HOST, store.port, None, False, timeout=timedelta(seconds=2)), True, run)
+    assert client.let_go() is None
     del store
     gc.collect()
-    assert ended() is None
+    assert client.let_go() is None
 
 
 def test_both_ends_of_a_pair_meet(run, agent):

@@ -184,12 +184,12 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_one_is_taken(table, name):
     assert (event.update.refusal, event.update.assignment) == (None, 2)
 
 
-def test_an_answer_from_another_life_is_passed_on_with_its_number(table):
-    """Whether it counts is for the coordinator to say."""
+def test_an_answer_from_another_life_is_refused(table):
     table.greet()
     table.assign()
     table.update(incarnation=3)
-    assert table.event().update.incarnation == 3
+    update = table.event().update
+    assert (update.assignment, update.incarnation, update.refusal) == (1, 0, "wrong-incarnation")
 
 
 def test_a_client_that_goes_is_lost_at_once_idle_or_not():

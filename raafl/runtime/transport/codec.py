@@ -63,7 +63,7 @@ class Kind(IntEnum):
     KEEPALIVE = 5
     STOP = 6
     REFUSED = 7
-    CHALLENGE = 8
+    CONFIG = 8
 
 
 @dataclass(frozen=True, slots=True)

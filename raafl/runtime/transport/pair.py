@@ -62,6 +62,10 @@ class Pair(ABC):
             PeerLost: at once when the peer is gone. PeerTimeout: at the deadline. The pair is closed with both.
         """
 
+    def check(self) -> None:
+        """Raise `PeerLost` if the peer is known to be gone; asks nothing of it, for an end that neither sends nor waits."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """End the session and release its threads and sockets; a waiting thread is woken by `PeerLost`. Idempotent."""

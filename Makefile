@@ -4,10 +4,12 @@ BIN := .venv/bin
 RANKS ?= 5
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
+KILLS ?= 200
+SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 BENCHMARKS = $(filter-out common,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test chaos lint format bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -20,6 +22,10 @@ demo: .venv/.light  ## train the quick start on this machine: one coordinator, f
 
 test: .venv/.full  ## run the tests (ARGS="-k journal" to choose)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+chaos: .venv/.full  ## torment a federation for KILLS=200 (or SECONDS=600), SEED=0; report in build/chaos/report.json
+	rm -rf build/chaos
+	$(BIN)/python -m tests.chaos.run $(if $(SECONDS),--seconds $(SECONDS),--kills $(KILLS)) --seed $(SEED) --out build/chaos $(ARGS)
 
 lint: .venv/.full  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .
@@ -51,5 +57,5 @@ $(BIN)/python:
 
 .venv/.full: .venv/.light
 	@echo "[raafl] installing what tests and checks need"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,vision,hf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,vision,hf,privacy]'
 	@touch $@

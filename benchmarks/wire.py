@@ -1,12 +1,16 @@
 """One task's round trip over the wire against the raw Gloo transfer of the same bytes.
 
-A task is an assignment out and an update back through `GlooPair`, with every check: header, JSON, checksum of both
-payloads, finiteness of the update. Raw is one Gloo send and receive of one buffer each way. Both run between the same
-two processes, in turn, one thread each for torch; a row holds the medians and the ratio of the two.
+A task is an assignment out and an update back, with every check: header, JSON, checksum of both payloads, finiteness of
+the update. It goes over `GlooPair` (torchrun), `TcpPair` (serve and join), and `TcpPair` with encryption. Raw is one
+Gloo send and receive of one buffer each way. All run between the same two processes, in turn, one thread each for
+torch; a row holds the medians and the ratio to raw. The last rows are the ciphers that encryption could use, alone.
 """
 
 from __future__ import annotations
 
+import os
+import queue
+import secrets
 import statistics
 import subprocess
 import sys
@@ -19,7 +23,8 @@ import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
-from raafl.runtime.transport import GlooPair, Kind, Message
+from raafl.runtime.transport import Door, GlooPair, Kind, Message, Pair, call, load_secret
+from raafl.runtime.transport.seal import RECORD_BYTES
 from raafl.submodel.flat import FlatTensors, Layout
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}
@@ -33,39 +38,79 @@ dist: Any = _distributed
 def rows() -> list[Row]:
     """Measure with a second process as the client."""
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    os.environ["RAAFL_SECRET"] = secrets.token_hex(32)
     client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port)])
     try:
         measured = _run(store, server=True)
         client.wait(_TIMEOUT_S)
     finally:
         client.kill()
-    return [_row(num_bytes, *times) for num_bytes, times in measured.items()]
+    made = []
+    for num_bytes, times in measured.items():
+        raw = times.pop("raw")
+        made += [_row(name, num_bytes, seconds, raw) for name, seconds in times.items()]
+    return made + _ciphers()
 
 
-def _row(num_bytes: int, seconds: list[float], raw_seconds: list[float]) -> Row:
+def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[float]) -> Row:
     ours, raw = statistics.median(seconds), statistics.median(raw_seconds)
     best = {"best_seconds": min(seconds), "best_raw_seconds": min(raw_seconds), "repeats": len(seconds)}
-    return {"bytes": num_bytes, "seconds": ours, "raw_seconds": raw, "ratio": ours / raw, **best}
+    return {"transport": name, "bytes": num_bytes, "seconds": ours, "raw_seconds": raw, "ratio": ours / raw, **best}
 
 
-def _run(store: Any, server: bool) -> dict[int, tuple[list[float], list[float]]]:
+def _run(store: Any, server: bool) -> dict[int, dict[str, list[float]]]:
     torch.set_num_threads(1)
     raw_group = _raw_group(store, 0 if server else 1)
-    measured: dict[int, tuple[list[float], list[float]]] = {}
-    with GlooPair.connect(store, "pair", server, _TIMEOUT_S, _HOST) as pair:
-        for num_bytes, repeats in SIZES.items():
-            layout = Layout.pack([("weight", (num_bytes // 4,), torch.float32)])
-            down, up = (FlatTensors.from_named({"weight": torch.randn(num_bytes // 4)}, layout) for _ in range(2))
-            task = _serve_task(pair, down, up) if server else _answer_task(pair, down, up)
-            raw = _raw_trip(raw_group, down.buffers[torch.float32], up.buffers[torch.float32], server)
-            measured[num_bytes] = ([], [])
-            for repeat in range(-2, repeats):
-                for step, times in zip((task, raw), measured[num_bytes], strict=True):
-                    start = time.perf_counter()
-                    step()
-                    if repeat >= 0:  # the first two warm up
-                        times.append(time.perf_counter() - start)
+    measured: dict[int, dict[str, list[float]]] = {}
+    pairs = {"gloo": GlooPair.connect(store, "pair", server, _TIMEOUT_S, _HOST), **_tcp_pairs(store, server)}
+    for num_bytes, repeats in SIZES.items():
+        layout = Layout.pack([("weight", (num_bytes // 4,), torch.float32)])
+        down, up = (FlatTensors.from_named({"weight": torch.randn(num_bytes // 4)}, layout) for _ in range(2))
+        trip = _serve_task if server else _answer_task
+        steps = {name: trip(pair, down, up) for name, pair in pairs.items()}
+        steps["raw"] = _raw_trip(raw_group, down.buffers[torch.float32], up.buffers[torch.float32], server)
+        times = measured[num_bytes] = {name: [] for name in steps}
+        for repeat in range(-2, repeats):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                if repeat >= 0:  # the first two warm up
+                    times[name].append(time.perf_counter() - start)
+    for pair in pairs.values():
+        pair.close()
     return measured
+
+
+def _tcp_pairs(store: Any, server: bool) -> dict[str, Pair]:
+    """Return this end's pairs through a door, plain and encrypted."""
+    secret, pairs = load_secret(), dict[str, Pair]()
+    for name, encrypt in (("tcp", False), ("tcp, encrypted", True)):
+        if not server:
+            pairs[name] = call(store.get(name).decode(), secret.for_client(1), timeout_s=_TIMEOUT_S)
+            continue
+        admitted: queue.SimpleQueue[Pair] = queue.SimpleQueue()
+        with Door(f"{_HOST}:0", secret, lambda pair, *_, q=admitted: q.put(pair), print, encrypt=encrypt) as door:
+            store.set(name, door.address)
+            pairs[name] = admitted.get(timeout=_TIMEOUT_S)
+    return pairs
+
+
+def _ciphers() -> list[Row]:
+    """Return the GB/s, there and back, of the ciphers of TLS 1.3 on records of the length that `SealedStream` uses."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+    plain, sealed, repeats = bytearray(os.urandom(RECORD_BYTES)), bytearray(RECORD_BYTES + 16), 400
+    made = []
+    for cipher in (AESGCM, ChaCha20Poly1305):
+        one, seconds = cipher(os.urandom(32)), []
+        for repeat in range(repeats):
+            nonce, start = repeat.to_bytes(12, "little"), time.perf_counter()
+            one.encrypt_into(nonce, plain, None, sealed)
+            one.decrypt_into(nonce, sealed, None, plain)
+            seconds.append(time.perf_counter() - start)
+        rate = 2 * RECORD_BYTES / statistics.median(seconds) / 1e9
+        made.append({"cipher": cipher.__name__, "bytes": RECORD_BYTES, "gb_per_s": rate, "repeats": repeats})
+    return made
 
 
 def _raw_group(store: Any, rank: int) -> Any:
@@ -96,7 +141,7 @@ def _raw_trip(group: Any, down: torch.Tensor, up: torch.Tensor, server: bool) ->
 _META = {"id": 1, "client": 1, "incarnation": 0, "task": 0, "version": 1, "region": 0, "seed": 1 << 61, "spec": {}}
 
 
-def _serve_task(pair: GlooPair, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
+def _serve_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
     def step() -> None:
         pair.send(Message(Kind.ASSIGN, 1, 0, _META, down))
         pair.recv(lambda kind, assignment, meta: up, _TIMEOUT_S, finite=True)
@@ -104,7 +149,7 @@ def _serve_task(pair: GlooPair, down: FlatTensors, up: FlatTensors) -> Callable[
     return step
 
 
-def _answer_task(pair: GlooPair, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
+def _answer_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
     def step() -> None:
         pair.recv(lambda kind, assignment, meta: down, _TIMEOUT_S)
         pair.send(Message(Kind.UPDATE, 1, 0, {"num_samples": 600, "metrics": {"loss": 0.5}}, up))

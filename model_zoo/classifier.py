@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
+Batch = Sequence[Tensor] | Mapping[str, Tensor]
+
 
 class Classifier(LightningModule):
     """A module whose forward gives logits (batch, num_classes), trained with SGD on the cross-entropy.
 
-    Batches are ``(inputs, labels)``.
+    Batches are ``(inputs, labels)``, ``(tokens, attention mask, labels)`` and the like, or mappings with an entry
+    ``labels`` or ``label``; everything but the labels goes to ``forward``.
     """
 
-    def __init__(self, lr: float, momentum: float) -> None:
+    def __init__(self, lr: float, momentum: float = 0.0) -> None:
         """Note the learning rate and momentum of SGD."""
         super().__init__()
         self.lr, self.momentum = lr, momentum
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch."""
-        x, y = batch
-        return F.cross_entropy(self(x), y)
+        return F.cross_entropy(*self._logits_and_labels(batch))
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return and log the mean loss and accuracy of a batch."""
-        x, y = batch
-        logits = self(x)
+        logits, y = self._logits_and_labels(batch)
         metrics = {"loss": F.cross_entropy(logits, y), "accuracy": accuracy(logits, y)}
         self.log_dict(metrics)
         return metrics
@@ -36,6 +39,14 @@ class Classifier(LightningModule):
         """Return SGD over the parameters that train."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum)
+
+    def _logits_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, Mapping):
+            inputs = dict(batch)
+            y = inputs.pop("labels") if "labels" in inputs else inputs.pop("label")
+            return self(**inputs), y
+        *values, y = batch
+        return self(*values), y
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:

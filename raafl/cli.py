@@ -1,4 +1,4 @@
-"""The command line: raafl fit | simulate | replay | algorithms."""
+"""The command line: raafl fit | simulate | serve | join | replay | algorithms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from raafl._lean import quick_imports
@@ -30,8 +31,15 @@ usage: raafl COMMAND [options]
 
   simulate     train on a virtual clock, in this process:
                  raafl simulate --config configs/quickstart.yaml
-  fit          train on real ranks, started by torchrun; rank 0 coordinates, the others are the clients:
+  fit          train on real ranks: a server and N clients on this machine, or what torchrun starts:
+                 raafl fit --config configs/quickstart.yaml --local 4
                  torchrun --standalone --nproc-per-node 5 -m raafl fit --config configs/quickstart.yaml
+  serve        coordinate clients on other machines, which come and go:
+                 raafl serve --config C --address HOST:PORT --secret_file FILE [--min_clients N]
+  join         be such a client:
+                 raafl join --address HOST:PORT --client ID --secret_file FILE [--config C] [--data ...]
+  key          print the key of one client, for a file that is handed to it instead of the run's secret:
+                 raafl key --client ID --secret_file FILE > client-ID.key
   replay       re-execute a recorded run from its journal, to the last bit:
                  raafl replay RUN [--until EVENT] [--workers N] [--json]
   algorithms   list the algorithms and what each does; raafl algorithms NAME says what one takes
@@ -45,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
-        "fit": _fit, "simulate": _simulate, "replay": _replay, "algorithms": _algorithms,
+        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
+        "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -58,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in commands:
             raise BadInput(f"unknown command '{argv[0]}': {nearest(argv[0], commands)}")
-        return commands[argv[0]](argv[1:])
+        from raafl.runtime.interrupt import ends_process
+
+        with ends_process():
+            return commands[argv[0]](argv[1:])
     except (BadInput, FileNotFoundError) as error:
         _complain(str(error), known_to_all=True)
         return 2
@@ -83,6 +95,12 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _fit(argv: list[str]) -> int:
+    if any(item.partition("=")[0] == "--local" for item in argv):
+        from raafl.fit_local import fit_local, without
+
+        if not any(option in argv for option in ("--help", "-h", "--print_config")):
+            return fit_local(argv, lambda text: print(textwrap.indent(text, "raafl: "), file=sys.stderr, flush=True))
+        argv = without(argv, "--local", "--max_restarts")
     with quick_imports():
         from raafl.config import parse
         from raafl.run import fit
@@ -110,6 +128,75 @@ def _simulate(argv: list[str]) -> int:
     return _report(*result, as_json=parsed.as_json)
 
 
+def _serve(argv: list[str]) -> int:
+    from raafl.remote_options import split
+
+    own, rest = split("serve", argv)
+    with _json_alone(rest) as progress:
+        with quick_imports():
+            from raafl.config import parse
+            from raafl.runtime.transport.handshake import load_secret
+            from raafl.serve import serve
+
+            parsed = parse("serve", rest)
+            secret = load_secret(own.secret_file)
+        result = serve(
+            parsed.experiment, parsed.config_yaml, own.address, secret,
+            min_clients=own.min_clients, encrypt=own.encrypt, progress_file=progress,
+        )  # fmt: skip
+    return _report(*result, as_json=parsed.as_json)
+
+
+def _join(argv: list[str]) -> int:
+    """Be a client until the server lets it go; exit code 0 then, 1 when it was refused or the server stayed away."""
+    from raafl.remote_options import names_data, split
+
+    own, rest = split("join", argv)
+    with quick_imports():
+        from raafl.config import parse
+        from raafl.join import Site, join
+        from raafl.runtime.transport.handshake import load_secret
+
+        has_config = any(item.partition("=")[0] in ("--config", "--help", "-h") for item in rest)
+        parsed = parse("join", rest) if has_config else None
+        secret = load_secret(own.secret_file)
+
+    def make_site(config_yaml: str | None) -> Site:
+        found = parsed
+        if found is None:
+            with TemporaryDirectory(prefix="raafl-") as folder, quick_imports():
+                file = Path(folder) / "server.yaml"
+                file.write_text(config_yaml or "", encoding="utf-8")
+                found = parse("join", ["--config", str(file), *rest])
+        named = names_data(rest)
+        own_data = named and not own.share_of_data
+        return Site.build(found.experiment, found.config_yaml, own.client, own_data=own_data, data_named=named)
+
+    alone_s = parsed.experiment.waits.alone_s if parsed is not None else None
+
+    def say(text: str) -> None:
+        print(f"raafl, client {own.client}: {text}", file=sys.stderr, flush=True)
+
+    reason = join(
+        own.address, own.client, secret, make_site,
+        needs_config=parsed is None, encrypt=own.encrypt, alone_s=alone_s, say=say,
+    )  # fmt: skip
+    say(f"the run has ended: {_REASONS.get(reason, reason)}")
+    return 0
+
+
+def _key(argv: list[str]) -> int:
+    """Print one client's key."""
+    from raafl.remote_options import split
+    from raafl.runtime.transport.handshake import load_secret
+
+    own, rest = split("key", argv)
+    if rest:
+        raise BadInput(f"unknown option '{rest[0]}': raafl key takes --client and --secret_file")
+    print(load_secret(own.secret_file).for_client(own.client).text())
+    return 0
+
+
 def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 when the same model came out, 1 when not."""
     from argparse import ArgumentError, ArgumentParser
@@ -121,6 +208,10 @@ def _replay(argv: list[str]) -> int:
     parser.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
     parser.add_argument("--workers", type=int, default=1, help="processes that train")
     parser.add_argument(
+        "--client_data", action="append", default=[], metavar="ID=FILE",
+        help="YAML file with the data section of a client that trained on data of its own; once for each",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
     )
     try:
@@ -128,13 +219,25 @@ def _replay(argv: list[str]) -> int:
     except ArgumentError as error:
         raise BadInput(f"raafl replay: {error}") from None
     if unknown:
-        raise BadInput(f"unknown option '{unknown[0]}': raafl replay takes RUN, --until, --workers and --json")
+        raise BadInput(
+            f"unknown option '{unknown[0]}': raafl replay takes RUN, --until, --workers, --client_data and --json"
+        )
     if options.workers < 1:
         raise BadInput(f"workers is {options.workers}: give 1 or more")
     with _json_alone(argv):
-        result = replay(options.run, until=options.until, workers=options.workers)
+        files = {number: Path(file) for number, file in map(_client_file, options.client_data)}
+        result = replay(options.run, until=options.until, workers=options.workers, client_data=files)
     print(json.dumps(result) if options.json else "\n".join(_replay_lines(result)))
     return 1 if result["equal"] is False else 0
+
+
+def _client_file(text: str) -> tuple[int, str]:
+    number, sign, file = text.partition("=")
+    if not sign or not number.isdecimal() or not Path(file).is_file():
+        raise BadInput(
+            f"client_data is '{text}': give ID=FILE, a client's number and a YAML file with its data section"
+        )
+    return int(number), file
 
 
 def _replay_lines(result: dict[str, Any]) -> list[str]:
@@ -243,8 +346,10 @@ def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
 
     try:
         print(to_json(summary) if as_json else "\n".join(_lines(summary, folder)), flush=True)
-    except BrokenPipeError:  # whoever read the output has gone; the run ended as it ended
+    except OSError as error:  # whoever read the output has gone, or its disk is full; the run ended as it ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            _complain(f"the summary cannot be printed: {error.strerror}; see {folder}")
     if summary["finished"] == "interrupted":
         return 130
     return 1 if summary["finished"].startswith("failed") else 0
@@ -275,6 +380,8 @@ def _lines(summary: dict[str, Any], folder: Path) -> list[str]:
         bad["lost"] = summary["updates_lost"]
     if bad:
         lines.append("not merged: " + ", ".join(f"{n} {reason}" for reason, n in bad.items()))
+    lines += [f"not written: {n} of {name}" for name, n in summary["unwritten"].items()]
+    lines += [f"logger {name}: {n['failed']} calls failed" for name, n in summary["loggers"].items() if n["failed"]]
     lines += [f"model digest {summary['model_digest'][:16]}", f"run folder: {folder}"]
     return lines
 

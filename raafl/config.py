@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl import remote_options
 from raafl.complaints import explain, relative
 from raafl.errors import BadInput, nearest
 
@@ -23,15 +24,16 @@ _GROUPS = {
     "who trains what": ("model", "data", "partition", "clients", "devices", "algorithm"),
     "when it ends (the first that comes)": ("max_updates", "max_time", "target"),
     "what is measured, kept and shown": (
-        "eval_every", "checkpoint_every", "keep_checkpoints", "name", "output", "resume", "progress",
+        "eval_every", "checkpoint_every", "checkpoint_s", "keep_checkpoints", "name", "output", "resume", "progress",
+        "logger",
     ),
     "how it is computed": ("seed", "threads", "workers", "server_device", "emulate"),
 }  # fmt: skip
 _METAVARS = {
     "model": "CLASS", "data": "CLASS", "partition": "CLASS", "algorithm": "NAME", "clients": "N", "devices": "FILE",
     "max_updates": "N", "max_time": "SECONDS", "target": "METRIC=VALUE", "eval_every": "N", "checkpoint_every": "N",
-    "keep_checkpoints": "N", "name": "NAME", "output": "DIR", "resume": "RUN", "progress": "HOW", "seed": "N", "threads": "N",
-    "workers": "N", "server_device": "DEVICE",
+    "checkpoint_s": "SECONDS", "keep_checkpoints": "N", "name": "NAME", "output": "DIR", "resume": "RUN", "progress": "HOW",
+    "logger": "NAME", "seed": "N", "threads": "N", "workers": "N", "server_device": "DEVICE",
 }  # fmt: skip
 _EPILOG = """\
 Options win over the file. CLASS is the path of a class, such as model_zoo.MLP or my_module.MyModel; NAME is one that
@@ -39,6 +41,9 @@ Options win over the file. CLASS is the path of a class, such as model_zoo.MLP o
 --partition.alpha 1. Another --algorithm than the file's keeps the arguments that both take and drops the others.
 What a part takes is said by --model.help CLASS, --data.help CLASS, --partition.help CLASS, --devices.help and
 `raafl algorithms NAME`."""
+_LOCAL = """
+--local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
+started again, --max_restarts times in all (100)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def make_parser(command: str) -> ArgumentParser:
     parser = jsonargparse.ArgumentParser(
         prog=f"raafl {command}",
         usage=f"raafl {command} --config FILE [--FIELD VALUE ...] [--json]",
-        epilog=_EPILOG,
+        epilog=_EPILOG + {"fit": _LOCAL, "serve": remote_options.SERVE, "join": remote_options.JOIN}.get(command, ""),
         formatter_class=_formatter(),
         exit_on_error=False,
         allow_abbrev=False,
@@ -83,6 +88,10 @@ def make_parser(command: str) -> ArgumentParser:
         "model": Callable[[], LightningModule],
         "data": Callable[[], LightningDataModule],
         "algorithm": Algorithm,
+        "logger": str
+        | dict[str, Any]
+        | list[str | dict[str, Any]]
+        | None,  # built by the server alone, in its own time
     }
     texts = _attribute_texts(Experiment.__doc__ or "")
     hints = _hints(Experiment, special)
@@ -202,7 +211,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 def _check_groups(namespace: Namespace) -> None:
     """Raise `BadInput` for a single value where a group of fields is wanted, as in `train: 5`."""
-    for name in ("train", "fabric", "waits"):
+    for name in ("train", "fabric", "guard", "privacy", "waits"):
         if not hasattr(namespace[name], "as_dict"):
             raise BadInput(f"{name} is {namespace[name]!r}: give its fields, as in --{name}.FIELD VALUE (see --help)")
 

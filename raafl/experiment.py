@@ -21,6 +21,7 @@ from raafl.local.train import FabricOptions
 from raafl.parts.privacy import Privacy, noise_key, private
 from raafl.parts.robust import Guard, guarded
 from raafl.progress import MODES
+from raafl.runtime.logger_specs import specs
 from raafl.runtime.record import Target
 from raafl.runtime.session import Waits
 
@@ -67,8 +68,12 @@ class Experiment:
         max_time: end after so many seconds of the run's own clock (or 90s, 5m, 2h).
         target: a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached.
         eval_every: versions between evaluations; null = about one for each N updates.
-        checkpoint_every: versions between checkpoints; null = only at the end.
+        checkpoint_every: versions between checkpoints; null = by time only.
+        checkpoint_s: seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at
+            the end in any case.
         keep_checkpoints: how many checkpoints to keep.
+        logger: Lightning loggers to send metrics to: csv, mlflow, tensorboard, wandb, a class_path with init_args, or a
+            list of these.
         emulate: in a wall-clock run, make each rank take as long as its device would.
         server_device: where the global model lies and is merged and measured: cpu, or cuda:0.
         workers: processes that train in a simulated run, this one included.
@@ -96,6 +101,7 @@ class Experiment:
     target: str | list[str] | None = None
     eval_every: int | None = None
     checkpoint_every: int | None = None
+    checkpoint_s: float | str | None = 60.0
     keep_checkpoints: int = 3
     emulate: bool = True
     server_device: str = "cpu"
@@ -104,6 +110,7 @@ class Experiment:
     output: str | None = None
     resume: str | None = None
     progress: str = "auto"
+    logger: Any = None
     waits: Waits = field(default_factory=Waits)
 
     def check(self) -> None:
@@ -126,7 +133,7 @@ class Experiment:
             yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
         if self.progress not in MODES:
             yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
-        for name in ("join_s", "task_s", "idle_s", "stop_s", "alone_s"):
+        for name in ("join_s", "task_s", "idle_s", "stop_s", "eval_s", "alone_s"):
             if not getattr(self.waits, name) > 0:
                 yield f"waits.{name} is {getattr(self.waits, name)}: give seconds above 0"
         cohort = getattr(self.algorithm.sample, "cohort", None)
@@ -135,7 +142,10 @@ class Experiment:
         if self.guard.is_on and self.privacy.is_on:
             yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
         yield from self._machine_problems()
-        checks = (lambda: seconds("max_time", self.max_time), self.targets, self.profiles, self._output)
+        checks = (
+            lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
+            lambda: specs(self.logger), self.targets, self.profiles, self._output,
+        )  # fmt: skip
         for check in (*checks, lambda: self._protected(b"")):
             try:
                 check()
@@ -193,10 +203,11 @@ class Experiment:
     def _protected(self, key: bytes) -> Algorithm:
         return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
 
-    def limits(self, min_clients: int) -> Limits:
+    def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
         """Return what the coordinator needs to know of beginning and end."""
         return Limits(
             min_clients=min_clients,
+            count_lost=count_lost,
             max_updates=self.max_updates,
             max_time_s=seconds("max_time", self.max_time),
             eval_every=self.eval_every or self._round(),

@@ -19,6 +19,7 @@ MODES: tuple[Mode, ...] = ("auto", "live", "plain", "quiet")
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
 _MAX_CLIENT_ROWS = 16
+_MAX_WARNINGS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class Progress:
         mode: One of the four.
         file: Where to; standard output when None. Give standard error where standard output carries something else.
         clock: Seconds, monotonic.
+
+    Attributes:
+        warnings: What was said by `warn`, in order.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Progress:
         self._live: Live | None = None
         self._title = ""
         self._state: ProgressState | None = None
+        self.warnings: list[str] = []
 
     def start(self, title: str) -> None:
         """Begin; `title` says what runs. Updates before this show nothing."""
@@ -126,6 +131,26 @@ class Progress:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
             self._line(text)
+
+    def warn(self, text: str) -> None:
+        """Say what is wrong, in the view and on standard error, and keep it in `warnings`; from any thread.
+
+        What has been said is not said again. On a terminal that shows both it is said once.
+        """
+        if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
+            return
+        self.warnings.append(text)
+        alike = self._file is sys.stderr or (_is_terminal(self._file) and _is_terminal(sys.stderr))
+        if self.mode != "quiet":
+            self.note(f"warning: {text}")
+        if self.mode == "quiet" or not alike:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(f"raafl: warning: {text}", file=sys.stderr, flush=True)
+
+    def abandon(self) -> None:
+        """Give the terminal its cursor back without waiting for anything; for a process that ends at once."""
+        if self._live is not None:
+            os.write(self._file.fileno(), b"\x1b[?25h\n")
 
     def stop(self) -> None:
         """Show what the last evaluation found, end, and give the terminal back; a second call does nothing."""
@@ -189,6 +214,12 @@ class _Rate:
             del self._seen[0]
         (then, before) = self._seen[0]
         self.per_s = (num_updates - before) / (now - then) if now > then else 0.0
+
+
+def _is_terminal(file: TextIO | None) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return file is not None and file.isatty()
+    return False
 
 
 def _updates(state: ProgressState) -> str:

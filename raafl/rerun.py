@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from raafl.config import load_experiment
+from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
 from raafl.run import Parts, build, make_executor
 from raafl.runtime import checkpoint
 from raafl.runtime.conditions import conditions, differences
-from raafl.runtime.replay import Replay, read_run
+from raafl.runtime.replay import Replay, check_whole, read_run
 from raafl.runtime.saver import with_ties
 from raafl.submodel import FlatTensors
 
 
-def replay(folder: Path, *, until: int | None = None, workers: int = 1) -> dict[str, Any]:
+def replay(
+    folder: Path, *, until: int | None = None, workers: int = 1, client_data: Mapping[int, Path] | None = None
+) -> dict[str, Any]:
     """Re-execute a run's journal and return what came of it.
 
     Args:
         folder: the run's.
         until: stop after so many events and write the state as a checkpoint in ``folder/replay``.
         workers: processes that train.
+        client_data: for clients that trained on data of their own: a YAML file with the ``data`` section each had.
 
     Returns:
         ``equal``: whether the same model came out (None when there is nothing to compare with); ``model_digest``,
@@ -33,15 +38,18 @@ def replay(folder: Path, *, until: int | None = None, workers: int = 1) -> dict[
         last checkpoint, when they differ; ``events``; ``differences``: conditions that are not those of the run.
 
     Raises:
-        BadInput: the folder is not a run's.
+        BadInput: the folder is not a run's, or data are missing.
     """
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
     rows, recorded, summary = read_run(folder)
+    check_whole(rows, summary, until)
     experiment = load_experiment(folder / "config.yaml", "--output=null")
     found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
-    parts = build(experiment, pace=False)
-    executor = make_executor(parts, workers)
+    own = _own_data(folder, rows, client_data or {})
+    start: dict[str, Any] = next((row.get("start", {}) for row in rows if row.get("event") == "run"), {})
+    parts = build(experiment, pace=False, **start)
+    executor = make_executor(parts, workers, own)
     try:
         played = Replay(parts.coordinator, executor)
         played.run(rows, until)
@@ -63,6 +71,23 @@ def replay(folder: Path, *, until: int | None = None, workers: int = 1) -> dict[
     if until is not None:
         result["checkpoint"] = str(_save(folder / "replay", parts, experiment))
     return result
+
+
+def _own_data(folder: Path, rows: list[dict[str, Any]], files: Mapping[int, Path]) -> dict[int, ClientData]:
+    """Return the data of the clients that did not train on their share of the run's."""
+    from raafl.join import whole
+
+    wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
+    for client in sorted(wanted - set(files)):
+        raise BadInput(
+            f"client {client} trained on data of its own: give --client_data {client}=FILE, "
+            "a YAML file with the data section that it had"
+        )
+    loaded = {
+        client: load_experiment(folder / "config.yaml", "--output=null", f"--config={files[client]}")
+        for client in wanted
+    }
+    return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
 
 
 def _save(folder: Path, parts: Parts, experiment: Experiment) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,19 @@ from raafl.core.algorithm import Fleet
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, derive_seed
-from raafl.data.federated import FederatedData
+from raafl.data.federated import ClientData, FederatedData
 from raafl.errors import BadInput, RunFailed
-from raafl.experiment import Experiment
+from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.local.trial import explained, try_training
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
+from raafl.runtime.hooks import Several
+from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.journal import RunFolder, default_run_folder
+from raafl.runtime.loggers import Loggers, hyper_parameters
 from raafl.runtime.record import RunRecord
 from raafl.runtime.saver import Saver
 from raafl.submodel import FULL, Submodels, skeleton
@@ -33,6 +36,7 @@ from raafl.submodel import FULL, Submodels, skeleton
 if TYPE_CHECKING:
     from lightning import LightningModule
 
+    from raafl.runtime.distributed import Server
     from raafl.runtime.inbox import Inbox
     from raafl.runtime.pool import Executor
     from raafl.runtime.rendezvous import Rendezvous
@@ -67,12 +71,14 @@ def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo
     return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
 
 
-def build(experiment: Experiment, *, pace: bool) -> Parts:
-    """Build the server's parts. Work starts once all clients have joined that are available at the start.
+def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True) -> Parts:
+    """Build the server's parts.
 
     Args:
         experiment: validated by `Experiment.check`.
         pace: clients on the wall clock take their device's time.
+        min_clients: work starts once so many have joined; None = all that are available at the start.
+        count_lost: clients lost before the start count as joined.
 
     Raises:
         BadInput: data and clients, or clients and submodels, do not go together.
@@ -84,10 +90,11 @@ def build(experiment: Experiment, *, pace: bool) -> Parts:
     submodels = Submodels(module, data.example_batch(2))
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
     clients = client_infos(experiment, data)
-    min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
+    if min_clients is None:
+        min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
     algorithm = experiment.protected()
     coordinator = Coordinator(
-        algorithm, state, experiment.limits(min_clients),
+        algorithm, state, experiment.limits(min_clients, count_lost),
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
     )  # fmt: skip
     everyone = {client.id: client for client in clients}
@@ -137,21 +144,30 @@ class Run:
         else:
             self.folder = Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
             try:
-                self._writer = RunFolder(self.folder, config_yaml)
+                self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
             except OSError as error:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
                 ) from error
             self.record = RunRecord(self._writer, experiment.targets())
             self.record.evaluated(0, 0.0, metrics)
-        self.saver = Saver(self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record)
+        self.saver = Saver(
+            self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
+            every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
+        )  # fmt: skip
+        self.loggers = Loggers(experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note)
+        self.hooks, self._config_yaml = Several(self.saver, self.loggers), config_yaml
+        self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
     def _go_on(self, saved: resume.SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
         coordinator, section = self.parts.coordinator, saved.section
         self.folder = saved.folder
-        last_id, num_lost = resume.mend(saved)
-        self._writer = RunFolder.reopen(self.folder)
+        try:
+            last_id, num_lost, num_missing = resume.mend(saved)
+            self._writer = RunFolder.reopen(self.folder, self.progress.warn)
+        except OSError as error:
+            raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets())
         self.record.restore(section["record"])
         coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
@@ -159,6 +175,9 @@ class Run:
         if self.runtime != "simulated":  # ids are never used twice, also for tasks that were lost
             coordinator.roster.last_id = max(coordinator.roster.last_id, last_id)
             self.record.lose(num_lost)
+        if num_missing:
+            self._writer.gap(num_missing)
+            self.progress.warn(resume.missing(self.folder, num_missing))
         row = {
             "kept": self.record.num_events,
             "last_id": coordinator.roster.last_id,
@@ -194,11 +213,16 @@ class Run:
             f"select {described['select']}, merge {described['merge']}, "
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )
+        self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
+        self.loggers.start(hyper_parameters(self._config_yaml))
         if self._resumed:
             return
         found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
-        self._writer.event({"time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found})
+        start = {"min_clients": coordinator.limits.min_clients, "count_lost": coordinator.limits.count_lost}
+        row = {"time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found, "start": start}
+        self._writer.event(row)
         self.record.restart_clock()
+        self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
     def finish(self, reason: str, time_s: float) -> dict[str, Any]:
         """Write the summary and return it."""
@@ -209,7 +233,9 @@ class Run:
         )  # fmt: skip
         summary |= coordinator.algorithm.merge.report(coordinator.state)
         self.saver.close()
-        self._writer.summary(summary)
+        outcome = {"interrupted": "interrupted"}.get(reason, "failed" if reason.startswith("failed") else "success")
+        summary["loggers"] = self.loggers.finish(outcome)
+        self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
         return summary
 
     def close(self) -> None:
@@ -217,18 +243,31 @@ class Run:
         self.progress.stop()
         self._writer.close()
         self.saver.close()
+        self.loggers.close()
+        self._interrupt.__exit__(None, None, None)
 
 
-def make_executor(parts: Parts, workers: int) -> Executor:
-    """Return what trains the tasks of a simulated run or a replay, in so many processes."""
+def make_executor(parts: Parts, workers: int, own: Mapping[int, ClientData] | None = None) -> Executor:
+    """Return what trains the tasks of a simulated run or a replay, in so many processes.
+
+    Args:
+        parts: the run's.
+        workers: number of processes.
+        own: data of clients that do not train on their share of the run's.
+    """
     from raafl.runtime.pool import Inline, Pool
 
     trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built=16)
+    own = own or {}
+
+    def data_of(client: int) -> ClientData:
+        return own[client] if client in own else parts.data.client(client)
+
     for client in parts.clients:  # before workers are forked, so that they share what each client caches
-        parts.data.client(client.id)
+        data_of(client.id)
     if workers > 1:
-        return Pool(trainer, parts.data.client, parts.submodels, workers)
-    return Inline(trainer, parts.data.client)
+        return Pool(trainer, data_of, parts.submodels, workers)
+    return Inline(trainer, data_of)
 
 
 def simulate(experiment: Experiment, config_yaml: str = "", progress_file: Any = None) -> tuple[dict[str, Any], Path]:
@@ -250,7 +289,7 @@ def simulate(experiment: Experiment, config_yaml: str = "", progress_file: Any =
             executor,
             run.record,
             run.evaluator,
-            hooks=run.saver,
+            hooks=run.hooks,
             progress=run.progress,
         )
         if saved is not None:
@@ -286,12 +325,6 @@ def _serve(
     run = Run(parts, config_yaml, "distributed", progress_file, saved)
     resume.leave_note(run.folder)
     inbox = inbox or Inbox()
-    lock = threading.Lock()
-
-    def moved(down: int, up: int) -> None:
-        with lock:  # sessions count from their own threads
-            run.record.moved(down=down, up=up)
-
     device = experiment.server_device
     sessions = [
         Session(
@@ -301,18 +334,23 @@ def _serve(
             parts.submodels,
             inbox,
             experiment.waits,
-            moved,
+            run.record.moved,
             device,
         )
         for client in parts.clients
     ]
     server = Server(
-        parts.coordinator, sessions, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.saver,
+        parts.coordinator, sessions, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
         progress=run.progress, announce=rendezvous.announce,
     )  # fmt: skip
-    if saved is not None:
-        server.restore(saved.section["clock"])
+    return coordinate(run, server, saved)
+
+
+def coordinate(run: Run, server: Server, saved: resume.SavedRun | None) -> tuple[dict[str, Any], Path]:
+    """Drive a run on real clients to its end; return the summary and the run folder."""
     try:
+        if saved is not None:
+            server.restore(saved.section["clock"])
         run.start()
         reason = server.run()
         return run.finish(reason, server.now), run.folder

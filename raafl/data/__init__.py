@@ -12,28 +12,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raafl.data.federated import ClientData, FederatedData
     from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
-    from raafl.data.sources import CIFAR10, MNIST, Digits, HuggingFace
+    from raafl.data.shakespeare import Shakespeare
+    from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, HuggingFace
     from raafl.data.tensors import TensorImages
+    from raafl.data.text import FPB, SST2, AGNews, HuggingFaceText
+    from raafl.data.tokens import TensorTokens, TensorWindows
 
 _HOME = {
+    "AGNews": "text",
     "ByColumn": "partition",
     "CIFAR10": "sources",
+    "CIFAR100": "sources",
     "ClassesPerClient": "partition",
     "ClientData": "federated",
     "Digits": "sources",
     "Dirichlet": "partition",
+    "FPB": "text",
     "FederatedData": "federated",
     "HuggingFace": "sources",
+    "HuggingFaceText": "text",
     "Iid": "partition",
     "MNIST": "sources",
     "Partition": "partition",
     "QuantitySkew": "partition",
+    "SST2": "text",
+    "Shakespeare": "shakespeare",
     "TensorImages": "tensors",
+    "TensorTokens": "tokens",
+    "TensorWindows": "tokens",
 }
 
 __all__ = [
     "CIFAR10",
+    "CIFAR100",
+    "FPB",
     "MNIST",
+    "SST2",
+    "AGNews",
     "ByColumn",
     "ClassesPerClient",
     "ClientData",
@@ -41,10 +56,14 @@ __all__ = [
     "Dirichlet",
     "FederatedData",
     "HuggingFace",
+    "HuggingFaceText",
     "Iid",
     "Partition",
     "QuantitySkew",
+    "Shakespeare",
     "TensorImages",
+    "TensorTokens",
+    "TensorWindows",
 ]
 
 

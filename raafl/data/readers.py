@@ -9,9 +9,10 @@ import importlib.util
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,8 @@ import torch
 from raafl.errors import BadInput
 
 Bytes = npt.NDArray[np.uint8]
-Arrays = tuple[Bytes, npt.NDArray[np.int64]]
-Tensors = tuple[torch.Tensor, torch.Tensor]
+Arrays = tuple[npt.NDArray[Any], ...]
+Tensors = tuple[torch.Tensor, ...]
 
 _USER_CACHE = Path("~/.cache/raafl")
 _MNIST_STEMS = {"train": "train", "test": "t10k"}
@@ -89,24 +90,49 @@ def read_idx(path: Path) -> torch.Tensor:
     return torch.from_numpy(content[start:].reshape(shape))
 
 
-def find_cifar10(root: Path) -> Path | None:
-    """The folder of CIFAR-10 as parquet files or as torchvision's batches, or None."""
-    return next((folder for folder in cifar10_places(root) if _has_cifar10(folder)), None)
+@dataclass(frozen=True, slots=True)
+class Cifar:
+    """One of the two CIFAR sets: how its files are called.
+
+    Attributes:
+        folder: of the parquet files, as on the hub.
+        batches: of torchvision's files.
+        torchvision: name of torchvision's class.
+        label: column of the labels.
+        files: patterns of torchvision's files, by split.
+    """
+
+    folder: str
+    batches: str
+    torchvision: str
+    label: str
+    files: Mapping[str, str]
+
+    def places(self, root: Path) -> list[Path]:
+        """Where the set may lie: first parquet as on the hub, then torchvision's layout."""
+        return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
+
+    def find(self, root: Path) -> Path | None:
+        """The folder that has it, or None."""
+        return next((folder for folder in self.places(root) if self._is_in(folder)), None)
+
+    def read(self, folder: Path, split: str) -> Tensors:
+        """The train or test split: `(n, 3, 32, 32)` uint8 and `(n,)` int64, decoded once per machine."""
+        name = f"{self.folder}-{split}"
+        if folder.name == self.folder:
+            sources = sorted(folder.rglob(f"{split}*.parquet"))
+            return cached(sources, folder.parent, name, lambda: _read_image_parquet(sources, self.label))
+        sources = sorted(folder.glob(self.files[split]))
+        return cached(sources, folder.parent, name, lambda: _read_cifar_batches(folder.parent, split, self.torchvision))
+
+    def _is_in(self, folder: Path) -> bool:
+        if folder.name == self.folder:
+            return all(next(folder.rglob(f"{split}*.parquet"), None) for split in ("train", "test"))
+        return any(folder.glob(self.files["test"]))
 
 
-def cifar10_places(root: Path) -> list[Path]:
-    """Where CIFAR-10 may lie: first parquet as on the hub, then torchvision's layout."""
-    batches = "cifar-10-batches-py"
-    return [root / "cifar10", root / "torchvision" / batches, root / batches]
-
-
-def read_cifar10(folder: Path, split: str) -> Tensors:
-    """CIFAR-10's train or test split: `(n, 3, 32, 32)` uint8 and `(n,)` int64, decoded once per machine."""
-    if folder.name == "cifar10":
-        sources = sorted(folder.rglob(f"{split}*.parquet"))
-        return cached(sources, folder.parent, f"cifar10-{split}", lambda: _read_image_parquet(sources))
-    sources = sorted(folder.glob("data_batch_*" if split == "train" else "test_batch"))
-    return cached(sources, folder.parent, f"cifar10-{split}", lambda: _read_cifar_batches(folder.parent, split))
+CIFAR10 = Cifar("cifar10", "cifar-10-batches-py", "CIFAR10", "label", {"train": "data_batch_*", "test": "test_batch"})
+CIFAR100 = Cifar("cifar100", "cifar-100-python", "CIFAR100", "fine_label", {"train": "train", "test": "test"})
 
 
 def stack_images(images: Sequence[Any]) -> Bytes:
@@ -126,8 +152,14 @@ def stack_images(images: Sequence[Any]) -> Bytes:
     return np.ascontiguousarray(out.transpose(0, 3, 1, 2))
 
 
-def cached(sources: Sequence[Path | str], folder: Path, name: str, build: Callable[[], Arrays]) -> Tensors:
-    """What `build` makes of the sources, made once per machine and then mapped from .npy files.
+def cached(
+    sources: Sequence[Path | str],
+    folder: Path,
+    name: str,
+    build: Callable[[], Arrays],
+    parts: Sequence[str] = ("images", "labels"),
+) -> Tensors:
+    """What `build` makes of the sources (one array for each of `parts`), made once per machine, then mapped from .npy files.
 
     The files lie in `folder/.raafl`, or in the user's cache where that cannot be written, under a name that changes
     with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. Where nothing
@@ -141,20 +173,21 @@ def cached(sources: Sequence[Path | str], folder: Path, name: str, build: Callab
     stem = f"{name}-{digest.hexdigest()[:12]}"
     homes = [folder / ".raafl", _USER_CACHE.expanduser() / ".raafl"]
     for place in homes:
-        if all(path.is_file() for path in _cache_files(place, stem)):
-            return _mapped(place, stem)
+        if all(path.is_file() for path in _cache_files(place, stem, parts)):
+            return _mapped(_cache_files(place, stem, parts))
     home = next((place for place in homes if _is_writable(place)), None)
     if home is None:
         return _as_tensors(build())
+    files = _cache_files(home, stem, parts)
     with locked(home / f"{name}.lock"):
-        if not all(path.is_file() for path in _cache_files(home, stem)):
+        if not all(path.is_file() for path in files):
             arrays = build()
             try:
-                _save(_cache_files(home, stem)[0], arrays[0])
-                _save(_cache_files(home, stem)[1], arrays[1])
+                for path, array in zip(files, arrays, strict=True):
+                    _save(path, array)
             except OSError:  # the disk is full: this process has the arrays all the same
                 return _as_tensors(arrays)
-    return _mapped(home, stem)
+    return _mapped(files)
 
 
 @contextlib.contextmanager
@@ -181,14 +214,8 @@ def _idx_file(folder: Path, name: str) -> Path:
     return folder / name if (folder / name).is_file() else folder / f"{name}.gz"
 
 
-def _has_cifar10(folder: Path) -> bool:
-    if folder.name == "cifar10":
-        return all(next(folder.rglob(f"{split}*.parquet"), None) for split in ("train", "test"))
-    return (folder / "test_batch").is_file()
-
-
-def _read_image_parquet(sources: Sequence[Path]) -> Arrays:
-    """Decode the encoded images of parquet files with columns img or image, and label."""
+def _read_image_parquet(sources: Sequence[Path], label: str = "label") -> Arrays:
+    """Decode the encoded images of parquet files with columns img or image, and `label`."""
     try:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
         from PIL import Image
@@ -198,33 +225,32 @@ def _read_image_parquet(sources: Sequence[Path]) -> Arrays:
     for source in sources:
         table = pq.read_table(source)
         column = next((name for name in ("img", "image") if name in table.column_names), None)
-        if column is None or "label" not in table.column_names:
-            raise BadInput(f"{source} has columns {', '.join(table.column_names)}: expected img or image, and label")
+        if column is None or label not in table.column_names:
+            raise BadInput(f"{source} has columns {', '.join(table.column_names)}: expected img or image, and {label}")
         images += [Image.open(io.BytesIO(cell["bytes"])) for cell in table[column].to_pylist()]
-        labels.append(table["label"].to_numpy().astype(np.int64))
+        labels.append(table[label].to_numpy().astype(np.int64))
     return stack_images(images), np.concatenate(labels)
 
 
-def _read_cifar_batches(root: Path, split: str) -> Arrays:
+def _read_cifar_batches(root: Path, split: str, kind: str) -> Arrays:
     try:
-        from torchvision.datasets import CIFAR10
+        import torchvision.datasets
     except ImportError as error:
         raise BadInput(f"reading {root} needs torchvision ({error}): pip install 'raafl[vision]'") from error
-    data = CIFAR10(str(root), train=split == "train")
+    data = getattr(torchvision.datasets, kind)(str(root), train=split == "train")
     return np.ascontiguousarray(data.data.transpose(0, 3, 1, 2)), np.asarray(data.targets, np.int64)
 
 
-def _cache_files(home: Path, stem: str) -> tuple[Path, Path]:
-    return home / f"{stem}-images.npy", home / f"{stem}-labels.npy"
+def _cache_files(home: Path, stem: str, parts: Sequence[str]) -> list[Path]:
+    return [home / f"{stem}-{part}.npy" for part in parts]
 
 
-def _mapped(home: Path, stem: str) -> Tensors:
-    images, labels = _cache_files(home, stem)
-    return _as_tensors((np.load(images, mmap_mode="c"), np.load(labels, mmap_mode="c")))
+def _mapped(files: Sequence[Path]) -> Tensors:
+    return _as_tensors(tuple(np.load(path, mmap_mode="c") for path in files))
 
 
 def _as_tensors(arrays: Arrays) -> Tensors:
-    return torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1])
+    return tuple(map(torch.from_numpy, arrays))
 
 
 def _is_writable(folder: Path) -> bool:
@@ -236,10 +262,17 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    with whole_file(path) as file:
+        np.save(file, array)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes its name when all is written: nobody ever sees a part of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            np.save(file, array)
+            yield file
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Data modules to start from: scikit-learn's digits, MNIST, CIFAR-10, and image sets from the Hugging Face hub.
+"""Image sets to start from: scikit-learn's digits, MNIST, CIFAR-10 and CIFAR-100, and those from the Hugging Face hub.
 
 They are ordinary LightningDataModules. Images stay bytes, mapped from files where possible, and become normalised
 float32 when a batch (or a client's whole part) is gathered: the ranks of one machine share the bytes, and each holds as
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from raafl._lean import import_lightning
 from raafl.data import readers
@@ -24,20 +25,21 @@ from raafl.errors import BadInput
 import_lightning()
 from lightning import LightningDataModule  # noqa: E402
 
-_DOWNLOAD_TIMEOUT_S = 20.0
+DOWNLOAD_TIMEOUT_S = 20.0
 
 
-class _Classes(LightningDataModule):
-    """Train and test sets of labelled images with their loaders; validation uses the test set."""
+class Classes(LightningDataModule):
+    """Train and test sets of labelled samples with their loaders; validation uses the test set."""
 
     train: Dataset[Any]
     test: Dataset[Any]
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, num_train: int | None = None, num_test: int | None = None) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise BadInput(f"{type(self).__name__}: batch_size is {batch_size}: give at least 1")
-        self.batch_size = batch_size
+        for name, number in (("batch_size", batch_size), ("num_train", num_train), ("num_test", num_test)):
+            if number is not None and number < 1:
+                raise BadInput(f"{type(self).__name__}: {name} is {number}: give at least 1")
+        self.batch_size, self.num_train, self.num_test = batch_size, num_train, num_test
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled batches of the training set."""
@@ -51,8 +53,29 @@ class _Classes(LightningDataModule):
         """Batches of the test set, in order."""
         return DataLoader(self.test, self.batch_size)
 
+    def _set(self, train: Dataset[Any], test: Dataset[Any]) -> None:
+        self.train, self.test = spread(train, self.num_train), spread(test, self.num_test)
 
-class Digits(_Classes):
+
+def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
+    """At most so many samples of a data set, evenly spaced, so that a set sorted by class keeps every class."""
+    length = len(dataset)  # type: ignore[arg-type]
+    if number is None or number >= length:
+        return dataset
+    return Subset(dataset, [i * length // number for i in range(number)])
+
+
+def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Which samples are held out: that share of each class, drawn from the seed."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    is_test = np.zeros(len(labels), np.bool_)
+    for value in range(int(labels.max()) + 1):
+        members = rng.permutation(np.flatnonzero(labels == value))
+        is_test[members[: round(share * len(members))]] = True
+    return is_test
+
+
+class Digits(Classes):
     """scikit-learn's bundled digits: 1,797 images `(1, 8, 8)` in [0, 1], 10 classes; needs no download.
 
     Args:
@@ -76,23 +99,26 @@ class Digits(_Classes):
         if hasattr(self, "train"):
             return
         images, labels = readers.read_digits()
-        rng = np.random.Generator(np.random.PCG64(self.seed))
-        is_test = torch.zeros(len(labels), dtype=torch.bool)
-        for value in range(self.num_classes):
-            members = rng.permutation(torch.nonzero(labels == value).flatten().numpy())
-            is_test[members[: round(self.test_share * len(members))]] = True
+        is_test = torch.from_numpy(held_out(labels.numpy(), self.test_share, self.seed))
         self.train = TensorDataset(images[~is_test], labels[~is_test])
         self.test = TensorDataset(images[is_test], labels[is_test])
 
 
-class _FromFolder(_Classes):
+class _FromFolder(Classes):
     """A data set of bytes in a folder, fetched by torchvision where it is missing."""
 
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
 
-    def __init__(self, root: str | Path | None, batch_size: int, download: bool) -> None:
-        super().__init__(batch_size)
+    def __init__(
+        self,
+        root: str | Path | None,
+        batch_size: int,
+        download: bool,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_train, num_test)
         self.root, self.download = readers.data_root(root), download
 
     @abstractmethod
@@ -124,8 +150,9 @@ class _FromFolder(_Classes):
         folder = self._find()
         if folder is None:
             raise self._missing("")
-        self.train, self.test = (
-            TensorImages(*self._read(folder, split), self.mean, self.std) for split in ("train", "test")
+        train, test = (self._read(folder, split) for split in ("train", "test"))
+        self._set(
+            TensorImages(train[0], train[1], self.mean, self.std), TensorImages(test[0], test[1], self.mean, self.std)
         )
 
     def _fetch(self) -> None:
@@ -180,37 +207,59 @@ class MNIST(_FromFolder):
         return readers.read_mnist(folder, split)
 
 
-class CIFAR10(_FromFolder):
-    """CIFAR-10: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 10 classes.
+class _CIFAR(_FromFolder):
+    """One of the CIFAR sets. The images are decoded once per machine and kept as bytes beside the data (in `.raafl`)."""
 
-    The images are decoded once per machine and kept as bytes beside the data (in `.raafl`), which takes 184 MB.
-
-    Args:
-        root: folder with `cifar10/*.parquet` or `cifar-10-batches-py`; by default the environment variable RAAFL_DATA,
-            then ~/.cache/raafl.
-        batch_size: samples in a batch.
-        download: fetch it into `root` with torchvision when it is not there.
-    """
-
-    num_classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    files: ClassVar[readers.Cifar]
 
-    def __init__(self, root: str | Path | None = None, batch_size: int = 64, download: bool = True) -> None:
-        """Remember where to look; nothing is read yet."""
-        super().__init__(root, batch_size, download)
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        batch_size: int = 64,
+        download: bool = True,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Remember where to look; nothing is read yet.
+
+        Args:
+            root: folder with the parquet files of the hub (`cifar10/*.parquet`, `cifar100/*.parquet`) or torchvision's
+                layout; by default the environment variable RAAFL_DATA, then ~/.cache/raafl.
+            batch_size: samples in a batch.
+            download: fetch it into `root` with torchvision when it is not there.
+            num_train: train on so many images, evenly spaced; null = all.
+            num_test: evaluate on so many images, evenly spaced; null = all.
+        """
+        super().__init__(root, batch_size, download, num_train, num_test)
 
     def _find(self) -> Path | None:
-        return readers.find_cifar10(self.root)
+        return self.files.find(self.root)
 
     def _places(self) -> list[Path]:
-        return readers.cifar10_places(self.root)
+        return self.files.places(self.root)
 
     def _read(self, folder: Path, split: str) -> readers.Tensors:
-        return readers.read_cifar10(folder, split)
+        return self.files.read(folder, split)
 
 
-class HuggingFace(_Classes):
+class CIFAR10(_CIFAR):
+    """CIFAR-10: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 10 classes; 184 MB as bytes."""
+
+    num_classes: ClassVar[int] = 10
+    files = readers.CIFAR10
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+class CIFAR100(_CIFAR):
+    """CIFAR-100: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 100 (fine) classes; 184 MB as bytes."""
+
+    num_classes: ClassVar[int] = 100
+    files = readers.CIFAR100
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+
+
+class HuggingFace(Classes):
     """Images and labels from the Hugging Face hub or a local folder of parquet files, by `datasets`.
 
     All images must have one size; grey ones get 1 channel, others 3. They are decoded once per machine.
@@ -297,7 +346,7 @@ class _Downloads(Protocol):
 
 def _download(dataset: _Downloads, root: Path) -> None:
     before_s = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # without one, a network that swallows packets would hang the run
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)  # without one, a network that swallows packets would hang the run
     try:
         for train in (True, False):
             dataset(str(root), train=train, download=True)

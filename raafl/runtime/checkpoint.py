@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.runtime.journal import atomic_file
+from raafl.runtime.rows import atomic_file
 
 _FORMAT: Final = 1
 _NAME: Final = re.compile(r"version-(\d{6,})\.ckpt")
@@ -66,6 +67,7 @@ def save(
         keep_last: How many checkpoints to keep, this one included; None keeps all.
 
     Raises:
+        OSError, RuntimeError: It cannot be written; what was there stays as it was.
         BadInput: `keep_last` is below 1.
         TypeError: `raafl` holds something that is not plain data; the message names where.
     """
@@ -141,7 +143,8 @@ def _keep(folder: Path, new: Path, keep_last: int) -> None:
     # The new one is kept whatever its number: after a resume, later versions of the earlier attempt may lie here.
     others = [file for file in _versions(folder) if file != new]
     for file in others[: max(0, len(others) + 1 - keep_last)]:
-        file.unlink()
+        with suppress(OSError):
+            file.unlink()
 
 
 def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import raafl
@@ -31,6 +31,7 @@ class Client:
     def __init__(
         self, info: ClientInfo, pair: Pair, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Waits,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
+        on_welcome: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Prepare; `run` greets the server.
 
@@ -43,10 +44,11 @@ class Client:
             waits: deadlines.
             config: digest of each section of the config that the server is to compare with its own.
             unsent: an answer from an earlier connection, for the server to count.
+            on_welcome: called once the server has taken the client in.
         """
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
-        self.unsent, self.greeted = unsent, False
+        self.unsent, self.greeted, self._on_welcome = unsent, False, on_welcome
         self._storage: tuple[Layout, FlatTensors] | None = None
         self._assignment: Assignment | None = None
         self._since = 0.0
@@ -86,7 +88,10 @@ class Client:
         try:
             while True:
                 message = self._pair.recv(self._expect, wait_s)
-                self.greeted, wait_s = True, self._waits.idle_s  # it is heard from that often, whatever the others do
+                wait_s = self._waits.idle_s  # it is heard from that often, whatever the others do
+                if message.kind is Kind.WELCOME:
+                    self.greeted, self.unsent = True, None
+                    self._on_welcome()
                 if message.kind is Kind.STOP:
                     self._received.put(str(message.meta.get("reason", "")))
                     break

@@ -76,12 +76,12 @@ class SnapshotEvaluator(threading.Thread):
             done, self._done = self._done, []
             return done
 
-    def finish(self) -> list[tuple[int, float, dict[str, float]]]:
-        """Measure what is still on offer, end the thread, and return the last results."""
+    def finish(self, timeout_s: float) -> list[tuple[int, float, dict[str, float]]]:
+        """Measure what is still on offer, end the thread, and return the last results; a thread that hangs is left."""
         with self._changed:
             self._ended = True
             self._changed.notify()
-        self.join()
+        self.join(timeout_s)
         return self.done()
 
     def run(self) -> None:
@@ -250,9 +250,9 @@ class Server:
         actions = self.coordinator.handle(event, now)
         for action in actions:
             self._do(action)
-        for action in actions:  # when all that the event brought about has been seen to
-            if isinstance(action, Checkpoint) and self.coordinator.finished != "interrupted":
-                self.hooks.on_checkpoint(self.coordinator, action.version, self.save())
+        wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
+        if wanted and self.coordinator.finished != "interrupted":  # when the event has been seen to, to its end
+            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
         if self.progress is not None:
             self.progress.update(self._view)
 
@@ -291,7 +291,9 @@ class Server:
         for session in self.sessions.values():
             session.stop(self.reason or "failed")
         if self._evaluator is not None and self._evaluator.is_alive():
-            self._note(self._evaluator.finish())
+            self._note(self._evaluator.finish(self.waits.eval_s))
+            if self._evaluator.is_alive() and self.progress is not None:
+                self.progress.warn(f"the last evaluation was not done within waits.eval_s = {self.waits.eval_s:g} s")
         deadline = time.monotonic() + self.waits.stop_s
         for session in self.sessions.values():
             session.join(timeout=max(deadline - time.monotonic(), 0.0))

@@ -8,25 +8,26 @@ checkpoints/    see raafl.runtime.checkpoint
 summary.json    written once, at the end
 
 Each row is one write to the operating system (about a microsecond), so a run that crashes leaves whole lines and loses
-none that were appended. One writer at a time: nothing here is safe to call from several threads.
+none that were appended. What cannot be written never ends a run: see raafl.runtime.rows. One writer at a time: nothing
+here is safe to call from several threads.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import io
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from raafl.errors import BadInput
+from raafl.runtime.rows import KEPT_ROWS, RETRY_S, Rows, atomic_file, read_table, remove_leftovers, say, write_table
 
 CLIENT_COLUMNS = (
     "client",
@@ -49,6 +50,7 @@ CLIENT_COLUMNS = (
     "outcome",
 )
 METRIC_COLUMNS = ("version", "time_s", "wall_s")
+_GROWING = ("events.jsonl", "metrics.csv", "clients.csv")
 _KNOWN_CLIENT_COLUMNS = frozenset(CLIENT_COLUMNS)
 
 
@@ -58,45 +60,91 @@ class RunFolder:
     Args:
         path: The folder; made if it is not there.
         config_yaml: The text of `config.yaml`.
+        warn: Told what cannot be written, once for each file; standard error unless given.
+        kept_rows: How many rows of each file to keep in memory while they cannot be written.
+        retry_s: Seconds between two tries to write them.
 
     Raises:
         BadInput: The folder holds something already, or `path` is not a folder.
+        OSError: It cannot be made; nothing of it is left.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config_yaml: str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = say, *,
+        kept_rows: int = KEPT_ROWS, retry_s: float = RETRY_S,
+    ) -> None:  # fmt: skip
         self.path = Path(path)
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        was_there = self.path.exists()
+        if was_there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise BadInput(
                 f"output: {str(self.path)!r} exists and is not an empty folder; name a new one, or remove it first"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
-        self._events = _Lines(self.path / "events.jsonl")
-        self._metrics = _Table(self.path / "metrics.csv", ())
-        self._clients = _Table(self.path / "clients.csv", CLIENT_COLUMNS)
+        self._config, self._warn, self._options = config_yaml, warn, {"kept_rows": kept_rows, "retry_s": retry_s}
+        try:
+            self._remake()
+            self._open(new=True)
+        except OSError:
+            self._remove(folder=not was_there)
+            raise
 
     @classmethod
-    def reopen(cls, path: str | os.PathLike[str]) -> Self:
+    def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = say) -> Self:
         """Open the folder of an interrupted run to write on; a torn last line is cut off.
 
         Raises:
             BadInput: the folder is not a run's.
+            OSError: nothing may be written in it.
         """
         folder = cls.__new__(cls)
         folder.path = Path(path)
-        for name in ("config.yaml", "events.jsonl", "metrics.csv", "clients.csv"):
+        for name in ("config.yaml", *_GROWING):
             if not (folder.path / name).is_file():
                 raise BadInput(f"resume: '{folder.path}' is not a run folder: it has no {name}")
-        for name in ("events.jsonl", "metrics.csv", "clients.csv"):
+        for name in _GROWING:
             _cut_torn_line(folder.path / name)
-        folder._events = _Lines(folder.path / "events.jsonl", "a")
-        folder._metrics = _Table(folder.path / "metrics.csv", (), reopen=True)
-        folder._clients = _Table(folder.path / "clients.csv", CLIENT_COLUMNS, reopen=True)
+        for place in (folder.path, folder.path / "checkpoints"):
+            remove_leftovers(place)
+        folder._config = (folder.path / "config.yaml").read_text(encoding="utf-8")
+        folder._warn, folder._options = warn, {}
+        folder._open(new=False)
         return folder
+
+    def _open(self, *, new: bool) -> None:
+        self._events = _Journal(self.path / "events.jsonl", self._warn, self._remake, new=new, **self._options)
+        self._metrics = _Table(self.path / "metrics.csv", (), self._warn, self._remake, new=new, **self._options)
+        self._clients = _Table(
+            self.path / "clients.csv", CLIENT_COLUMNS, self._warn, self._remake, new=new, **self._options
+        )
+
+    def _remake(self) -> None:
+        """Make the folder and its config, where they are not there (any more)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        config = self.path / "config.yaml"
+        if not config.exists():
+            config.write_text(self._config, encoding="utf-8")
+
+    def _remove(self, *, folder: bool) -> None:
+        """Remove a folder in which there is no room for a run."""
+        with suppress(OSError):
+            for name in ("config.yaml", *_GROWING):
+                (self.path / name).unlink(missing_ok=True)
+            if folder:
+                self.path.rmdir()
+
+    @property
+    def unwritten(self) -> dict[str, int]:
+        """Rows missing in each file: kept for later, or dropped. Files that miss none are not named."""
+        files: tuple[Rows[Any], ...] = (self._events, self._metrics, self._clients)
+        return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
+
+    @property
+    def num_clients_dropped(self) -> int:
+        """Rows of clients.csv that will never be there."""
+        return self._clients.num_dropped
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Append one object to the journal; NaN and infinities become null, TypeError for what JSON cannot hold."""
-        self._events.write(to_json(event) + "\n")
+        self._events.event(event)
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one evaluation: `version`, `time_s`, `wall_s` and any metrics.
@@ -121,14 +169,45 @@ class RunFolder:
             raise ValueError(f"clients.csv has no column {', '.join(unknown)}; it has {', '.join(CLIENT_COLUMNS)}")
         self._clients.append(row)
 
+    def gap(self, num_rows: int) -> None:
+        """Say in the journal that so many rows are missing here."""
+        self._events.gap(num_rows)
+
+    def flush(self) -> None:
+        """Try once more to write the rows that are kept in memory."""
+        for file in (self._events, self._metrics, self._clients):
+            file.flush()
+
     def summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, whole or not at all."""
+        """Write `summary.json`, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         text = to_json(summary, indent=2) + "\n"
+        self._remake()
         with atomic_file(self.path / "summary.json") as file:
             file.write(text.encode())
 
+    def finish(self, summary: dict[str, Any], num_checkpoints: int, warnings: list[str]) -> None:
+        """Add to ``summary``, in place, what could not be written, and write it.
+
+        Args:
+            summary: gets ``unwritten``: rows missing in each file, checkpoints, and the summary itself; and ``warnings``.
+            num_checkpoints: how many could not be written.
+            warnings: what was said during the run; one is added if the summary cannot be written.
+        """
+        self.flush()
+        summary["unwritten"] = self.unwritten | ({"checkpoints": num_checkpoints} if num_checkpoints else {})
+        summary["warnings"] = warnings
+        try:
+            self.summary(summary)
+        except OSError as error:
+            self._warn(f"{self.path / 'summary.json'} cannot be written: {error.strerror or error}")
+            summary["unwritten"]["summary.json"] = 1
+
     def close(self) -> None:
-        """Close the files; a second call does nothing."""
+        """Write what is kept, if that is possible by now, and close the files; a second call does nothing."""
         for file in (self._events, self._metrics, self._clients):
             file.close()
 
@@ -172,22 +251,6 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             yield event
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under `path` only when the block ends well: written beside it, synced, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
     try:
@@ -224,46 +287,78 @@ def _finite(value: Any) -> Any:
 _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
 
 
-class _Lines:
-    """A text file whose lines are written one at a time, each as a whole."""
+class _Journal(Rows[bytes]):
+    """Events, one JSON object a line; where rows are missing stands a row `gap`."""
 
-    def __init__(self, path: Path, mode: str = "x") -> None:
-        self._file = io.FileIO(path, mode)
+    def __init__(self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], **options: Any) -> None:
+        self._time_s, self._last_id = 0.0, 0
+        super().__init__(path, bytes, warn, remake=remake, **options)
 
-    def write(self, line: str) -> None:
-        data = line.encode()
-        while data:  # a signal or a nearly full disk may cut a write short
-            data = data[self._file.write(data) :]
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._time_s = event.get("time_s", self._time_s)
+        if event.get("event") == "assigned":
+            self._last_id = event["id"]
+        self.add(_line(event))
 
-    def close(self) -> None:
-        self._file.close()
+    def gap(self, num_rows: int) -> None:
+        self.add(self._gap(num_rows))
+
+    def _gap(self, num_rows: int) -> bytes:
+        return _line({"time_s": self._time_s, "event": "gap", "rows": num_rows, "last_id": self._last_id})
+
+    def _put_gap(self, num_rows: int) -> None:
+        self._write(self._gap(num_rows))
 
 
-class _Table:
+class _Table(Rows[list[Any]]):
     """A CSV file with a header. None is left empty, mappings become JSON, anything else is written as it prints."""
 
-    def __init__(self, path: Path, columns: Sequence[str], *, reopen: bool = False) -> None:
-        self.columns: tuple[str, ...] = tuple(read_table(path)[0]) if reopen else ()
-        self._path = path
-        self._lines = _Lines(path, "a" if reopen else "x")
-        self._writer = csv.writer(self._lines, lineterminator="\n")
-        if columns and not self.columns:
-            self.widen(columns)
+    def __init__(
+        self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
+        new: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        self._header: tuple[str, ...] = () if new else tuple(read_table(path)[0])  # as it is in the file
+        self.columns = self._header or tuple(columns)
+        self._rows: list[str] = []
+        self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
+        super().__init__(path, self._text, warn, new=new, remake=remake, **options)
+        self._prepare()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._writer.writerow([_cell(row.get(name)) for name in self.columns])
+        self.add([_cell(row.get(name)) for name in self.columns])
 
     def widen(self, new: Sequence[str]) -> None:
-        """Add columns at the end; the rows that are there are written again."""
-        _, old = read_table(self._path)
+        """Add columns at the end; when the next row comes, those that are there are written again."""
         self.columns = (*self.columns, *new)
-        self._lines.close()
-        write_table(self._path, self.columns, [row + [""] * (len(self.columns) - len(row)) for row in old])
-        self._lines = _Lines(self._path, "a")
-        self._writer = csv.writer(self._lines, lineterminator="\n")
 
-    def close(self) -> None:
-        self._lines.close()
+    def _emptied(self) -> None:
+        self._header = ()
+
+    def _prepare(self) -> None:
+        if self._header == self.columns:
+            return
+        if not self._header:
+            self._write(self._text(list(self.columns)))
+        else:
+            _, old = read_table(self.path)
+            write_table(self.path, self.columns, [row + [""] * (len(self.columns) - len(row)) for row in old])
+            self._open("ab")
+        self._header = self.columns
+
+    def _text(self, cells: list[Any]) -> bytes:
+        self._writer.writerow(cells + [""] * (len(self.columns) - len(cells)))
+        return self._rows.pop().encode()
+
+
+class _Into:
+    """What `csv.writer` takes for a file: each row it writes is appended to a list."""
+
+    def __init__(self, rows: list[str]) -> None:
+        self.write = rows.append
+
+
+def _line(value: Any) -> bytes:
+    return (to_json(value) + "\n").encode()
 
 
 def _cell(value: Any) -> Any:
@@ -273,30 +368,7 @@ def _cell(value: Any) -> Any:
     return to_json(plain) if isinstance(plain, dict | list | tuple) else plain
 
 
-def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a CSV file; no header for an empty one."""
-    rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
-    return (rows[0], rows[1:]) if rows else ([], [])
-
-
-def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV file, whole or not at all."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    with atomic_file(path) as file:
-        file.write(text.getvalue().encode())
-
-
 def _cut_torn_line(path: Path) -> None:
     with path.open("rb+") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` outlive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -255,7 +255,7 @@ class Pool(Executor):
         """Stop the workers, at once where they are in the middle of a task that nobody needs."""
         processes, self._processes = self._processes, []
         for process in processes:
-            process.terminate()
+            process.kill()
         for process in processes:
             process.join(timeout=10)
         for pipe in self._pipes:
@@ -315,7 +315,8 @@ class Pool(Executor):
 
 def _worker(queue: _TaskQueue, pipe: connection.Connection, bench: _Bench, num_threads: int) -> None:
     """Train what is queued until told to end, or until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a cluster sends them to all; the parent sees to them
+        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # In a thread of its own: where the forking thread has computed with several threads, OpenMP believes in this one

@@ -89,7 +89,7 @@ class RunRecord:
         self._busy_s: dict[int, float] = {}
         self._staleness_sum = self._staleness_max = 0
         self._turned_away: Counter[str] = Counter()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def wall_s(self) -> float:
@@ -122,14 +122,15 @@ class RunRecord:
         if self.folder is not None:
             self.folder.event({"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)})
 
-    def moved(self, *, down: int = 0, up: int = 0) -> None:
-        """Count bytes over a link."""
-        self.bytes_down += down
-        self.bytes_up += up
+    def moved(self, down: int = 0, up: int = 0) -> None:
+        """Count bytes over a link; from any thread."""
+        with self._lock:
+            self.bytes_down += down
+            self.bytes_up += up
 
     def turned_away(self, reason: str) -> None:
         """Count a connection that did not become a client; from any thread."""
-        with self._door:
+        with self._lock:
             self._turned_away[reason] += 1
 
     def settled(self, settled: Settled, now: float) -> None:
@@ -187,7 +188,7 @@ class RunRecord:
             "metrics": dict(self.metrics),
             "evaluated_version": self.evaluated_version,
             "num_events": self.num_events,
-            "num_rows": self.num_rows,
+            "num_rows": self.num_rows - (self.folder.num_clients_dropped if self.folder is not None else 0),
             "busy_s": dict(self._busy_s),
             "staleness": [self._staleness_sum, self._staleness_max],
             "turned_away": dict(self._turned_away),

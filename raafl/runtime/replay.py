@@ -172,14 +172,34 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[s
     for name in ("config.yaml", "events.jsonl"):
         if not (folder / name).is_file():
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
-    rows = _that_count(read_events(folder))
+    rows = that_count(read_events(folder))
     recorded: dict[str, Any] = next((row["conditions"] for row in rows if row.get("event") == "run"), {})
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return rows, recorded, summary
 
 
-def _that_count(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_whole(rows: list[dict[str, Any]], summary: dict[str, Any] | None, until: int | None) -> None:
+    """Raise `BadInput` if rows are missing among those that a replay ``until`` an event would need."""
+    num_events = 0
+    for row in rows:
+        if row.get("event") == "gap":
+            raise BadInput(
+                f"events.jsonl: {row['rows']} rows are missing after event {num_events}, they could not be written at "
+                f"the time (a full disk?), so the run cannot be replayed: use --until {num_events} to replay what came before"
+            )
+        num_events += row.get("event") in EVENTS
+        if until is not None and num_events >= until:
+            return
+    missing = (summary or {}).get("unwritten", {}).get("events.jsonl", 0)
+    if missing:
+        raise BadInput(
+            f"events.jsonl: its last {missing} rows are missing, they could not be written at the time (a full disk?), so "
+            f"the run cannot be replayed: use --until {num_events} to replay what came before"
+        )
+
+
+def that_count(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows without those that a resumed run has gone back behind."""
     kept: list[dict[str, Any]] = []
     for row in rows:

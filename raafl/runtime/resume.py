@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.errors import BadInput
 from raafl.runtime import checkpoint
-from raafl.runtime.journal import CLIENT_COLUMNS, read_events, read_table, write_table
+from raafl.runtime.journal import CLIENT_COLUMNS, read_events
+from raafl.runtime.replay import EVENTS, that_count
+from raafl.runtime.rows import read_table, write_table
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
@@ -32,8 +34,7 @@ class SavedRun:
     Attributes:
         folder: the run's.
         state_dict: global values by name.
-        section: what the runtime saved: ``coordinator``, ``record``, ``events``, ``now``, and for a simulated run
-            ``simulation``.
+        section: what was saved: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, the runtime's own.
     """
 
     folder: Path
@@ -91,14 +92,15 @@ def _note() -> Path:
     return Path("runs") / ".torchrun" / name
 
 
-def mend(saved: SavedRun) -> tuple[int, int]:
+def mend(saved: SavedRun) -> tuple[int, int, int]:
     """Bring the tables of the folder to the state of the checkpoint, and say in them what is lost.
 
     Rows of a simulated run after the checkpoint are dropped: they will come again. Of a wall-clock run, tasks handed out
     after the checkpoint are marked lost:restart, whatever had become of them.
 
     Returns:
-        The highest assignment id in the journal, and how many assignments are marked lost.
+        The highest assignment id in the journal, how many assignments are marked lost, and how many events from before
+        the checkpoint are missing in the journal (it could not be written, and the run was killed).
     """
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
@@ -106,13 +108,24 @@ def mend(saved: SavedRun) -> tuple[int, int]:
     write_table(folder / "metrics.csv", header, [row for row in metrics if int(row[0]) <= coordinator["version"]])
     header, rows = read_table(folder / "clients.csv")
     kept = rows[: section["record"]["num_rows"]]
-    assigned = {row["id"]: row for row in read_events(folder) if row.get("event") == "assigned"}
+    journal = list(read_events(folder))
+    assigned = {row["id"]: row for row in journal if row.get("event") == "assigned"}
+    last_id = max([*assigned, *(row["last_id"] for row in journal if row.get("event") == "gap")], default=0)
     lost: list[Sequence[str]] = []
     if section["runtime"] != "simulated":
         later = sorted(number for number in assigned if number > coordinator["last_id"])
         lost = [_lost_row(assigned[number]) for number in later]
     write_table(folder / "clients.csv", header, [*kept, *lost])
-    return max(assigned, default=0), len(lost)
+    num_events = sum(row.get("event") in EVENTS for row in that_count(journal))
+    return last_id, len(lost), max(section["record"]["num_events"] - num_events, 0)
+
+
+def missing(folder: Path, num_events: int) -> str:
+    """Return what to say of a journal in which events are missing."""
+    return (
+        f"{num_events} events from before the checkpoint are missing in {folder / 'events.jsonl'}, which could not be "
+        "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"
+    )
 
 
 def _lost_row(assigned: dict[str, Any]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,22 +16,53 @@ from raafl.core.coordinator import Coordinator
 from raafl.runtime import checkpoint
 from raafl.runtime.hooks import Hooks
 from raafl.runtime.record import RunRecord
+from raafl.runtime.rows import say
 from raafl.submodel import FlatTensors
 
 
 class Saver(Hooks):
-    """Writes checkpoints from snapshots, in a thread of its own."""
+    """Writes checkpoints from snapshots, in a thread of its own.
 
-    def __init__(self, folder: Path, module: nn.Module, keep: int, runtime: str, record: RunRecord) -> None:
-        """Write to ``folder``/checkpoints; ``module`` is asked for its hyper-parameters only."""
+    One that cannot be written ends no run: it is reported, the one before stays as it is, and the next is tried anew.
+
+    Attributes:
+        num_failed: checkpoints that could not be written since the last that could.
+    """
+
+    def __init__(
+        self, folder: Path, module: nn.Module, keep: int, runtime: str, record: RunRecord, *,
+        every_s: float | None = None, warn: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Write to ``folder``/checkpoints.
+
+        Args:
+            folder: the run's.
+            module: asked for its hyper-parameters and the names of its tensors only.
+            keep: how many checkpoints to keep.
+            runtime: which of the two, for `resume`.
+            record: saved with each checkpoint.
+            every_s: seconds of ``clock`` after which a checkpoint is due, if the one before is written; None = never.
+            warn: told of the first that cannot be written.
+            clock: seconds, monotonic.
+        """
         self._folder, self._module, self._keep = folder, module, keep
-        self._runtime, self._record = runtime, record
+        self._runtime, self._record, self._warn = runtime, record, warn
+        self._every_s, self._clock, self._saved_s = every_s, clock, clock()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._last: Future[Path] | None = None
+        self._last: Future[Path | None] | None = None
+        self._warned = False
+        self.num_failed = 0
+
+    def checkpoint_due(self) -> bool:
+        """Return whether the last checkpoint is old enough, and written."""
+        if self._every_s is None or self._clock() - self._saved_s < self._every_s:
+            return False
+        return self._last is None or self._last.done()
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Copy the state and write it; waits for the one before, so that at most one copy is held."""
         self.wait()
+        self._saved_s = self._clock()
         values = coordinator.state.values.clone()
         section = {
             "runtime": self._runtime,
@@ -40,20 +73,42 @@ class Saver(Hooks):
         }
         self._last = self._writer.submit(self._write, version, values, section)
 
-    def _write(self, version: int, values: FlatTensors, section: dict[str, Any]) -> Path:
+    def _write(self, version: int, values: FlatTensors, section: dict[str, Any]) -> Path | None:
         named = with_ties(self._module, values)
-        return checkpoint.save(self._folder, version, named, module=self._module, raafl=section, keep_last=self._keep)
+        try:
+            path = checkpoint.save(
+                self._folder, version, named, module=self._module, raafl=section, keep_last=self._keep
+            )
+        except Exception as error:  # torch.save wraps what the disk says in errors of its own
+            self.num_failed += 1
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"the checkpoint of version {version} in {self._folder / 'checkpoints'} cannot be written: "
+                    f"{_cause(error)}; the run goes on, and tries again at the next"
+                )
+            return None
+        self.num_failed = 0
+        return path
 
     def wait(self) -> Path | None:
-        """Return the path of the last checkpoint once it is written."""
+        """Return the path of the last checkpoint once it is written; None if there is none, or it could not be."""
         return self._last.result() if self._last is not None else None
 
     def close(self) -> None:
         """Finish writing."""
-        try:
-            self.wait()
-        finally:
-            self._writer.shutdown()
+        self.wait()
+        self._writer.shutdown()
+
+
+def _cause(error: BaseException) -> str:
+    """Return what the operating system said, if it said anything, in words."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        seen = seen.__cause__ or seen.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ class Waits:
         task_s: for the answer to an assignment.
         idle_s: for a client to hear anything at all; the server says it is alive three times as often.
         stop_s: for threads and clients to end.
+        eval_s: for the last evaluation, once the run has ended.
         alone_s: how long `raafl serve` goes on without clients, or too few to start, and `raafl join` without a server.
     """
 
@@ -36,6 +37,7 @@ class Waits:
     task_s: float = 600.0
     idle_s: float = 60.0
     stop_s: float = 10.0
+    eval_s: float = 600.0
     alone_s: float = 600.0
 
 

@@ -170,9 +170,9 @@ class Simulation:
             self._num_lost = 0
         elif lost is not None:
             self._forget(lost, event)
-        for action in actions:  # when all that the event brought about has been seen to
-            if isinstance(action, Checkpoint) and self.coordinator.finished != "interrupted":
-                self.hooks.on_checkpoint(self.coordinator, action.version, self.save())
+        wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
+        if wanted and self.coordinator.finished != "interrupted":  # when the event has been seen to, to its end
+            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
         if self.progress is not None:
             self.progress.update(self._view)
 

@@ -19,7 +19,11 @@ Sequential(
 from __future__ import annotations
 
 from raafl.submodel.axes import Axis, Member
+from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
+from raafl.submodel.declared import Exit, Stack
+from raafl.submodel.depth import depth_window, last_fraction
+from raafl.submodel.exits import add_exits
 from raafl.submodel.extract import Plan
 from raafl.submodel.flat import Entry, FlatTensors, Layout
 from raafl.submodel.shrink import Shrunk, skeleton
@@ -27,6 +31,6 @@ from raafl.submodel.spec import FULL, Spec, SpecError
 from raafl.submodel.submodels import Submodels
 
 __all__ = [
-    "FULL", "Axis", "Cost", "Entry", "FlatTensors", "Layout", "Member", "Plan", "Shrunk", "Spec", "SpecError",
-    "Submodels", "skeleton",
+    "FULL", "Axis", "Cost", "Entry", "Exit", "FlatTensors", "Layout", "Member", "Plan", "Shrunk", "Spec", "SpecError",
+    "Stack", "Submodels", "add_exits", "collect_statistics", "depth_window", "last_fraction", "skeleton",
 ]  # fmt: skip

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from raafl.submodel.flat import Layout
 from raafl.submodel.spec import Spec
@@ -70,11 +72,15 @@ def _measure(submodels: Submodels, spec: Spec, batch_size: int) -> tuple[float |
     if submodels.example_batch is None:
         return None, 0
     batch = meta_batch(submodels.example_batch, batch_size)
-    run = _Run(submodels, spec, batch)
-    try:
-        return run.step(), run.saved_bytes
-    except Exception:
+    # tensors that the user's code makes without saying where are best on the meta device as well, but not always
+    for default in ("meta", "cpu"):
         run = _Run(submodels, spec, batch)
+        try:
+            with torch.device(default):
+                return run.step(), run.saved_bytes
+        except Exception:
+            continue
+    run = _Run(submodels, spec, batch)
     try:
         return 3.0 * run.forward(), run.saved_bytes
     except Exception:
@@ -120,7 +126,7 @@ class _Run:
     def _count(self, call: Any, *, backward: bool) -> float:
         from torch.utils.flop_counter import FlopCounterMode
 
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _conditions(), _FusedAttention():
             with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
                 output = call()
             if backward:
@@ -134,6 +140,53 @@ class _Run:
         if key not in self.known:
             self.saved.setdefault(key, tensor.untyped_storage())
         return tensor
+
+
+def _conditions() -> Any:
+    """Return a mode in which a condition on a tensor without values is false: no mask is all ones, nothing is NaN."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Conditions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+                return False
+            return func(*args, **(kwargs or {}))
+
+    return Conditions()  # type: ignore[no-untyped-call]
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention by the fused kernel that a CPU would take, which saves no scores; the meta device alone takes none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            fused = _fused_attention(*args, **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return what the kernel makes of tensors without values, shapes (batch, heads, positions, width); None = not for it."""
+    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
+        return None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

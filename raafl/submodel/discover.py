@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.submodel.axes import Axis, Shapes
-from raafl.submodel.flow import Flow, Groups
-from raafl.submodel.rules import flattened, keep_whole, rule_of
+from raafl.submodel.flow import Flow, Form, Groups
+from raafl.submodel.rules import composites, flattened, keep_whole, rule_of
 from raafl.submodel.spec import SpecError
+from raafl.submodel.width import follow_widths, is_sealed
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -50,20 +52,53 @@ _SIZES = {"size", "dim", "numel", "getattr", "len"}
 _MODULES = (torch, F, operator, torch.Tensor, torch._C._nn)
 
 
-def discover_axes(module: nn.Module, shapes: Shapes, aliases: Mapping[str, str]) -> tuple[list[Axis], dict[str, str]]:
-    """Return the axes of ``module``, and for each width that was kept whole, the reason.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What discovery has found.
+
+    Attributes:
+        axes: in the order of their layers.
+        kept_whole: for each width that was kept whole, the reason.
+        problem: why the forward could not be followed; only composites then have axes.
+    """
+
+    axes: list[Axis]
+    kept_whole: dict[str, str]
+    problem: str | None = None
+
+
+def discover_axes(
+    module: nn.Module, shapes: Shapes, aliases: Mapping[str, str], *, residual_width: bool = False
+) -> Found:
+    """Return the axes of ``module``: those that its composites have inside, and those along which its forward couples.
 
     Outputs are never on an axis, nor is anything that an operation without a rule reads.
-
-    Raises:
-        SpecError: the model cannot be traced; names the operation and the remedy.
     """
-    graph = _trace(module)
-    groups = Groups(shapes, aliases)
-    follower = _Follower(module, groups)
-    for node in graph.nodes:
+    groups = Groups(shapes, aliases, residual_width=residual_width)
+    follower, problem = _Follower(module, groups), None
+    try:
+        graph = None if is_sealed(module) or _is_composite(module) else _trace(module)
+    except SpecError as error:
+        graph, problem = None, str(error)
+    for node in graph.nodes if graph is not None else ():
         follower.visit(node)
-    return groups.settle()
+    if residual_width:
+        follow_widths(module, groups, follower.visited)
+    inside = [(path, layer) for path, layer in composites(module) if id(layer) not in follower.visited]
+    for path, layer in inside:
+        rule = rule_of(layer)
+        if rule is not None:
+            rule.follow(layer, path, None, groups)
+    axes, kept_whole = groups.settle()
+    if inside:
+        places = {name: place for place, name in enumerate(shapes)}
+        axes.sort(key=lambda axis: min(places[member.name] for member in axis.members))
+    return Found(axes, kept_whole, problem)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    rule = rule_of(module)
+    return rule is not None and rule.is_composite
 
 
 def _trace(module: nn.Module) -> Graph:
@@ -73,7 +108,7 @@ def _trace(module: nn.Module) -> Graph:
         """Stops at every layer that has a rule, not only at those of torch."""
 
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return rule_of(m) is not None or super().is_leaf_module(m, module_qualified_name)
+            return rule_of(m) is not None or is_sealed(m) or super().is_leaf_module(m, module_qualified_name)
 
     try:
         return RuleTracer().trace(module)
@@ -99,6 +134,7 @@ class _Follower:
     def __init__(self, module: nn.Module, groups: Groups) -> None:
         self.module, self.groups = module, groups
         self.flows: dict[Node, Flow] = {}
+        self.visited: set[int] = set()
 
     def visit(self, node: Node) -> None:
         """Work out the flow of one node from those before it."""
@@ -118,12 +154,14 @@ class _Follower:
         layer = self.module.get_submodule(name)
         rule = rule_of(layer)
         if rule is None or not node.args:
+            # composites inside have axes of their own, whoever calls them
             keep_whole(layer, name, self.groups)
             self._pin_inputs(node, f"layer '{name}' ({type(layer).__name__}) has no rule")
             return None
         for other in node.all_input_nodes:
             if other is not node.args[0] and other in self.flows:
                 self.groups.pin(self.flows[other].group, f"layer '{name}' takes it as a second input")
+        self.visited.add(id(layer))
         return rule.follow(layer, name, self._flow(node.args[0]), self.groups)
 
     def _flow(self, value: Any) -> Flow | None:
@@ -136,6 +174,11 @@ class _Follower:
         if name in _SIZES:
             return None
         first = self._flow(node.args[0]) if node.args else None
+        if known and name == "getitem" and first is not None:
+            taken = _item(first, node.args[1])
+            if taken is None:
+                self._pin_inputs(node, f"operation '{node.name}' (getitem) is not followed")
+            return taken
         if known and name in _UNARY and len(node.all_input_nodes) == 1:
             return first
         if known and name in _BINARY:
@@ -170,7 +213,12 @@ class _Follower:
         keepdim = _argument(node, 2, "keepdim", False)
         if flow.form == "channels" and {dim % flow.ndim for dim in dims} == set(range(2, flow.ndim)):
             return flow if keepdim else Flow(flow.group, "last")
-        return flow if flow.form == "last" and dims == [-2] else None
+        before = -2 if not flow.ndim else flow.ndim - 2
+        if flow.form not in ("last", "repeat" if flow.ndim else "last") or [
+            dim % flow.ndim if flow.ndim else dim for dim in dims
+        ] != [before]:
+            return None
+        return Flow(flow.group, flow.form, max(flow.ndim - 1, 0))
 
     def _binary(self, node: Node) -> Flow | None:
         operands = node.all_input_nodes
@@ -180,11 +228,7 @@ class _Follower:
         flow = self.flows[carrying[0]]
         for operand in operands:
             other = self.flows.get(operand)
-            if (
-                other is not None
-                and (other.form, other.ndim) == (flow.form, flow.ndim)
-                and self._same_size(flow, other)
-            ):
+            if other is not None and _alike(other, flow) and self._same_size(flow, other):
                 self.groups.join(flow.group, other.group)
             elif other is not None or not self._tensor_operand(node, operand, flow):
                 self._pin_inputs(node, f"operation '{node.name}' joins it with a value of another width")
@@ -221,3 +265,20 @@ class _Follower:
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _alike(one: Flow, other: Flow) -> bool:
+    return one.form == other.form and (one.ndim == other.ndim or one.form == "last")
+
+
+def _item(flow: Flow, index: Any) -> Flow | None:
+    """Return the flow of one tensor of a tuple, or of a slice that leaves the last dimension whole."""
+    if flow.form in ("tuple", "both"):
+        form: Form = "repeat" if flow.form == "both" and index == 0 else "last"
+        return Flow(flow.group, form, flow.ndim) if isinstance(index, int) else None
+    if flow.form not in ("last", "repeat") or not flow.ndim:
+        return None
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) >= flow.ndim or not all(isinstance(part, int | slice) for part in parts):
+        return None
+    return Flow(flow.group, flow.form, flow.ndim - sum(isinstance(part, int) for part in parts))

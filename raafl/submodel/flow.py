@@ -9,7 +9,7 @@ from typing import Literal
 
 from raafl.submodel.axes import Axis, Member, Shapes
 
-Form = Literal["last", "channels", "flat", "repeat"]
+Form = Literal["last", "channels", "flat", "repeat", "tuple", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,9 @@ class Flow:
     Attributes:
         group: candidate in `Groups`.
         form: where the axis is: the last dimension; dimension 1 with pixels after it; flattened together with the
-            pixels after it (index i is a run of elements); or flattened with positions before it (the axis repeats).
-        ndim: number of dimensions, known for channels.
+            pixels after it (index i is a run of elements); the last dimension, which holds the axis several times;
+            the last dimension of each tensor in a tuple; or the same where the first tensor holds it twice.
+        ndim: number of dimensions, where known; always for channels.
     """
 
     group: int
@@ -31,9 +32,12 @@ class Flow:
 class Groups:
     """Candidate axes while a model is followed: joined when tensors couple them, pinned when they may not shrink."""
 
-    def __init__(self, shapes: Shapes, aliases: Mapping[str, str]) -> None:
-        """Start with no candidates; ``aliases`` maps other names of tied tensors to the name in ``shapes``."""
-        self.shapes, self.aliases = shapes, aliases
+    def __init__(self, shapes: Shapes, aliases: Mapping[str, str], *, residual_width: bool = False) -> None:
+        """Start with no candidates; ``aliases`` maps other names of tied tensors to the name in ``shapes``.
+
+        With ``residual_width``, a width may shrink though norms take statistics across it.
+        """
+        self.shapes, self.aliases, self.residual_width = shapes, aliases, residual_width
         self.names: list[str] = []
         self.sizes: list[int] = []
         self._parents: list[int] = []
@@ -81,9 +85,9 @@ class Groups:
         root = self.find(group)
         self._grains[root] = _lcm(self._grains[root], grain)
 
-    def add(self, group: int, name: str, dim: int) -> None:
-        """Put a tensor dimension of the candidate's own size on it."""
-        self._add(group, Member(self.aliases.get(name, name), dim))
+    def add(self, group: int, name: str, dim: int, unit: int = 1, offset: int = 0) -> None:
+        """Put a tensor dimension on the candidate, ``unit`` elements for each index from ``offset`` on."""
+        self._add(group, Member(self.aliases.get(name, name), dim, unit, offset))
 
     def consume(self, flow: Flow, name: str, dim: int, layer: str) -> None:
         """Put a tensor dimension that a value's last dimension meets on the value's candidate."""

@@ -1,7 +1,8 @@
 """How each layer type shrinks: one rule for each `nn.Module` type, registered with one fixed signature.
 
 A rule follows an axis through the layer, and brings the layer's attributes in line with its smaller tensors. A layer is
-recognised by its type, or by a base type whose `forward` it has. Another type is added from anywhere:
+recognised by its type, or by a base type whose `forward` it has; a type of a package that need not be there is named in
+text. Another type is added from anywhere:
 
 >>> class Scale(nn.Module):
 ...     def __init__(self, width): super().__init__(); self.gain = nn.Parameter(torch.ones(width))
@@ -15,12 +16,13 @@ recognised by its type, or by a base type whose `forward` it has. Another type i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from raafl.submodel.axes import declared_axes
 from raafl.submodel.flow import Flow, Groups
 
 Follow = Callable[[Any, str, Flow | None, Groups], Flow | None]
@@ -38,46 +40,85 @@ class Rule:
         follow: see `Follow`.
         resize: see `Resize`.
         output: parameter and dimension whose slices make the layer's output features, for layers that begin an axis.
+        is_composite: it has axes of its own inside, which are noted whether or not a value can be followed to it.
+        is_block: equal blocks of this type make up a deep model; any of them may be absent.
+        unscaled: paths of the layers inside whose output is not multiplied when they lose features (see `Submodels`).
     """
 
     follow: Follow
     resize: Resize | None = None
     output: tuple[str, int] | None = None
+    is_composite: bool = False
+    is_block: bool = False
+    unscaled: Callable[[Any], tuple[str, ...]] | None = None
 
 
-RULES: dict[type[nn.Module], Rule] = {}
-"""The rule of each layer type."""
+RULES: dict[type[nn.Module] | str, Rule] = {}
+"""The rule of each layer type, or of its dotted name."""
 
 
 def register(
-    *types: type[nn.Module], resize: Resize | None = None, output: tuple[str, int] | None = None
+    *types: type[nn.Module] | str, resize: Resize | None = None, output: tuple[str, int] | None = None, **more: Any
 ) -> Callable[[Follow], Follow]:
     """Register the decorated function as `Rule.follow` of these types; see `Rule` for the other arguments."""
 
     def add(follow: Follow) -> Follow:
         for layer_type in types:
-            RULES[layer_type] = Rule(follow, resize, output)
+            RULES[layer_type] = Rule(follow, resize, output, **more)
         return follow
 
     return add
 
 
-def rule_of(layer: nn.Module) -> Rule | None:
-    """Return the rule of the layer's type, or of the nearest base type whose `forward` it runs."""
+def _registered(layer: nn.Module) -> tuple[Rule | None, type[nn.Module]]:
+    """Return the rule of the layer's type or nearest base type, and which type that is."""
     for layer_type in type(layer).__mro__:
-        if layer_type in RULES:
-            return RULES[layer_type] if type(layer).forward is layer_type.forward else None
-    return None
+        rule = RULES.get(layer_type) or RULES.get(f"{layer_type.__module__}.{layer_type.__qualname__}")
+        if rule is not None:
+            return rule, layer_type
+    return None, nn.Module
+
+
+def _runs(layer: nn.Module, layer_type: type[nn.Module]) -> bool:
+    """Return whether the layer's `forward` is that of ``layer_type``, or a wrapper that its packages puts around it."""
+    forward: Any = type(layer).forward
+    while forward is not layer_type.forward:
+        forward = getattr(forward, "__wrapped__", None)
+        if forward is None:
+            return False
+    return True
+
+
+def rule_of(layer: nn.Module) -> Rule | None:
+    """Return the rule of the layer's type, or of the nearest base type whose `forward` it runs.
+
+    A part that declares its axes (``submodel_axes``) is a composite.
+    """
+    if getattr(layer, "submodel_axes", None) is not None:
+        return _DECLARES
+    rule, layer_type = _registered(layer)
+    return rule if rule is not None and _runs(layer, layer_type) else None
+
+
+def composites(module: nn.Module, prefix: str = "", known: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and layer of each outermost composite (see `Rule`), each once."""
+    known = set() if known is None else known
+    if id(module) in known:
+        return
+    known.add(id(module))
+    rule = rule_of(module)
+    if rule is not None and rule.is_composite:
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from composites(child, f"{prefix}.{name}" if prefix else name, known)
 
 
 def resize(layer: nn.Module) -> None:
     """Set the size attributes of a layer whose tensors have been replaced by smaller ones."""
-    for layer_type in type(layer).__mro__:
-        if layer_type in RULES:
-            change = RULES[layer_type].resize
-            if change is not None:
-                change(layer)
-            return
+    rule, _ = _registered(layer)
+    if rule is not None and rule.resize is not None:
+        rule.resize(layer)
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:
@@ -233,15 +274,21 @@ def _resize_layer_norm(layer: Any) -> None:
         layer.normalized_shape = tuple(layer.weight.shape)
 
 
-@register(nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, resize=_resize_layer_norm)
+@register(nn.LayerNorm, nn.RMSNorm, resize=_resize_layer_norm)
 def _layer_norm(layer: Any, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
-    # its statistics span the width: without some units, the others change. Declare the axis to shrink it anyway.
+    # its statistics span the width: without some units, the others change
+    if groups.residual_width and flow is not None and flow.form == "last" and len(layer.normalized_shape) == 1:
+        return _per_channel(layer, name, flow, groups, ("weight", "bias"))
     if flow is not None:
         groups.pin(flow.group, f"layer '{name}' takes statistics across it")
     return flow
 
 
-RULES[nn.LocalResponseNorm] = Rule(_layer_norm)
+@register(nn.LocalResponseNorm)
+def _across_channels(layer: nn.Module, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
+    if flow is not None:
+        groups.pin(flow.group, f"layer '{name}' takes statistics across it")
+    return flow
 
 
 @register(
@@ -304,7 +351,35 @@ def _keep_whole(layer: nn.Module, name: str, flow: Flow | None, groups: Groups) 
 
 
 def keep_whole(layer: nn.Module, name: str, groups: Groups) -> None:
-    """Fix every dimension of the layer's tensors: there is no rule for it."""
+    """Fix every dimension of the layer's tensors but those in composites: there is no rule for it."""
+    inside = tuple(f"{path}." for path, _ in composites(layer) if path)
     for tensor_name, tensor in [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()]:
+        if tensor_name.startswith(inside):
+            continue
         for dim in range(tensor.dim()):
             groups.fix(f"{name}.{tensor_name}", dim, f"layer '{name}' ({type(layer).__name__}) has no rule")
+
+
+def leaf(layer: nn.Module, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
+    """Follow nothing into or out of the layer: the rule of a type that is only resized."""
+    _keep_whole(layer, name, flow, groups)
+    return None
+
+
+def _declared(layer: Any, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
+    prefix = f"{name}." if name else ""
+    declaration = layer.submodel_axes() if callable(layer.submodel_axes) else layer.submodel_axes
+    shapes = {key.removeprefix(prefix): shape for key, shape in groups.shapes.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): groups.aliases[key] for key in groups.aliases if key.startswith(prefix)}
+    shapes |= {other: groups.shapes[other] for other in own.values()}
+    for axis in declared_axes(declaration, shapes, own):
+        group = groups.new(f"{prefix}{axis.name}", axis.size)
+        for member in axis.members:
+            full = member.name if member.name in own.values() else f"{prefix}{member.name}"
+            groups.add(group, full, member.dim, member.unit, member.offset)
+    if flow is not None:
+        groups.pin(flow.group, f"'{name}' ({type(layer).__name__}), which declares its axes, reads it")
+    return None
+
+
+_DECLARES = Rule(_declared, is_composite=True)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raafl.submodel import adapters, multihead, recurrent  # noqa: F401  # the rules they register
 from raafl.submodel.axes import Runs
+from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors
-from raafl.submodel.rules import produces, resize
+from raafl.submodel.rules import produces, resize, rule_of
 
 _ATTACHED = ("_trainer", "_fabric")
 """Attributes by which a LightningModule holds on to what runs it; a small copy is not run by that."""
@@ -79,6 +81,7 @@ class Structure:
         selections: runs kept, by tensor and dimension, of the tensors that shrink.
         trains: names of the parameters that train.
         absent: paths of the modules that are left out.
+        stand_ins: places of modules left out -> path of the module that is used there instead.
         counts: number of indices kept of each axis that shrinks.
     """
 
@@ -86,6 +89,7 @@ class Structure:
     selections: Mapping[str, Mapping[int, Runs]]
     trains: frozenset[str]
     absent: tuple[str, ...]
+    stand_ins: Mapping[str, str]
     counts: Mapping[str, int]
 
 
@@ -99,6 +103,9 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
     small = copy_structure(full, _replacements(structure, present))
     for path in structure.absent:
         _leave_out(small, path)
+    for path, other in structure.stand_ins.items():
+        parent, _, name = path.rpartition(".")
+        small.get_submodule(parent)._modules[name] = StandIn(small.get_submodule(other))
     _resize_layers(small, structure)
     if rescale:
         _rescale(full, small)
@@ -142,12 +149,21 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _resize_layers(small: nn.Module, structure: Structure) -> None:
-    shrunk = {name.rpartition(".")[0] for name in structure.selections}
+    shrunk = {path for name in structure.selections for path in _above(name)}
+    shrunk |= {path for name in structure.absent for path in _above(name)}
     for name, layer in small.named_modules(remove_duplicate=False):
         if name in shrunk:
             resize(layer)
+        elif isinstance(layer, nn.RNNBase):
+            recurrent.adopt(layer)
         if structure.counts and hasattr(layer, "submodel_resize"):
             layer.submodel_resize(dict(structure.counts))
+
+
+def _above(name: str) -> list[str]:
+    """Return the paths of all modules that ``name`` lies in, the root's included."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
 class _Rescale:
@@ -162,9 +178,16 @@ class _Rescale:
 
 def _rescale(full: nn.Module, small: nn.Module) -> None:
     # Compared tensor by tensor, not by name: a tied weight has one name and may be the output of one layer only.
+    unscaled: set[int] = set()
+    for name, layer in small.named_modules():
+        if isinstance(layer, multihead.FewerHeads):
+            layer.scale = full.get_submodule(name).num_heads / layer.num_heads
+        rule = rule_of(layer)
+        if rule is not None and rule.unscaled is not None:
+            unscaled |= {id(layer.get_submodule(path)) for path in rule.unscaled(layer)}
     for name, layer in small.named_modules():
         made = produces(layer)
-        if made is None:
+        if made is None or id(layer) in unscaled:
             continue
         tensor, dim = made
         before = getattr(full.get_submodule(name), tensor).shape[dim]
@@ -173,12 +196,21 @@ def _rescale(full: nn.Module, small: nn.Module) -> None:
             layer.register_forward_hook(_Rescale(before / after))
 
 
+class Gaps(nn.ModuleList):
+    """A list from which blocks are gone: places count those that are there, whatever their names."""
+
+    def _get_abs_string_index(self, idx: Any) -> str:
+        return str(list(self._modules)[idx])
+
+
 def _leave_out(small: nn.Module, path: str) -> None:
     """Take a block out of its list, which keeps the names of the others; any other module becomes None."""
     parent_path, _, name = path.rpartition(".")
     parent = small.get_submodule(parent_path)
     if isinstance(parent, nn.ModuleList | nn.Sequential):
         del parent._modules[name]
+        if type(parent) is nn.ModuleList:
+            parent.__class__ = Gaps
     else:
         parent._modules[name] = None
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
+from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
+from raafl.submodel.declared import Exit, Stack, find_exits, find_stacks
 from raafl.submodel.extract import Plan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
@@ -32,19 +34,38 @@ class Submodels:
     """The submodels of one model. Holds its structure and shapes, never its values.
 
     A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
-    dimensions, see `declared_axes`; found by tracing when absent), ``submodel_blocks()`` (stack -> path of the
-    `ModuleList` or `Sequential` whose members may be left out; the forward must loop over it), ``submodel_exits()``
-    (exit -> paths of its modules, which are None where the exit is left out). Any submodule may have
-    ``submodel_resize(counts)``, called on the small copy with the number of indices kept of each shrunk axis.
+    dimensions, see `declared_axes`; where the model has none, axes are found by the types of its layers and by tracing),
+    ``submodel_blocks()`` (stack -> path of the `ModuleList` or `Sequential` whose members may be left out; the forward must
+    loop over it), ``submodel_exits()`` (see `find_exits`). Any submodule may have ``submodel_resize(counts)``, called on the
+    small copy with the number of indices kept of each shrunk axis. Stacks and exits of a part have its path before their
+    names.
     """
 
-    def __init__(self, module: nn.Module, example_batch: Any = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        example_batch: Any = None,
+        *,
+        residual_width: bool | None = None,
+        batch_norm: BatchNorm | None = None,
+    ) -> None:
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
         Args:
             module: the full model. It is neither changed nor held on to.
             example_batch: any batch of the training data, for costs; only its shapes are used.
+            residual_width: whether widths that norms take statistics across may shrink, too; None = as the module's
+                attribute ``submodel_residual_width`` says, or else not.
+            batch_norm: "merged" sends running statistics up with the rest; "static" leaves them as they are on client and
+                server, to be collected at the end (see `collect_statistics`); None = as the module's attribute
+                ``submodel_batch_norm`` says, or else merged.
         """
+        if residual_width is None:
+            residual_width = bool(getattr(module, "submodel_residual_width", False))
+        self.residual_width = residual_width
+        self.batch_norm = batch_norm or getattr(module, "submodel_batch_norm", "merged")
+        if self.batch_norm not in ("merged", "static"):
+            raise BadInput(f"batch_norm is '{self.batch_norm}': give merged or static")
         self.module = module = without_values(module)
         self.example_batch = example_batch
         self._lock = threading.Lock()
@@ -70,12 +91,9 @@ class Submodels:
         from raafl.submodel.discover import discover_axes
 
         state = {name: shapes[name] for name in (*self._parameters, *self._buffers)}
-        try:
-            axes, self._kept_whole = discover_axes(self.module, state, self.aliases)
-        except SpecError as error:
-            self._problem = str(error)
-            axes = []
-        return AxisTable(axes, shapes)
+        found = discover_axes(self.module, state, self.aliases, residual_width=self.residual_width)
+        self._kept_whole, self._problem = found.kept_whole, found.problem
+        return AxisTable(found.axes, shapes)
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -89,30 +107,23 @@ class Submodels:
 
     @property
     def problem(self) -> str | None:
-        """Why no axes could be found; None when the model was traced or declares them."""
+        """Why axes were not found, or only those of layers with axes of their own; None when nothing was in the way."""
         return self._problem if self._table else None
 
     @cached_property
-    def stacks(self) -> dict[str, tuple[str, int]]:
-        """Path and number of blocks of each stack whose blocks may be absent."""
-        declare = getattr(self.module, "submodel_blocks", dict)
-        result = {}
-        for name, path in declare().items():
-            try:
-                blocks = self.module.get_submodule(path)
-            except AttributeError:
-                blocks = None
-            if not isinstance(blocks, nn.ModuleList | nn.Sequential):
-                raise SpecError(
-                    f"submodel_blocks names '{path}' for '{name}': give the path of a ModuleList or Sequential"
-                )
-            result[name] = (path, len(blocks))
-        return result
+    def stacks(self) -> dict[str, Stack]:
+        """The stacks of blocks of which any may be absent."""
+        return find_stacks(self.module)
 
     @cached_property
-    def exits(self) -> dict[str, tuple[str, ...]]:
-        """Paths of the modules of each exit head."""
-        return {name: tuple(paths) for name, paths in getattr(self.module, "submodel_exits", dict)().items()}
+    def exits(self) -> dict[str, Exit]:
+        """The exit heads."""
+        return find_exits(self.module)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Number of elements of each parameter, in the order of registration; tied ones once."""
+        return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     # ---- which submodels there are ----
 
@@ -137,9 +148,9 @@ class Submodels:
             if name not in self.stacks:
                 known = nearest(name, self.stacks) if self.stacks else "it declares none (`submodel_blocks`)"
                 raise SpecError(f"spec keeps blocks of '{name}', which this model does not have; {known}")
-            if indices[-1] >= self.stacks[name][1]:
+            if indices[-1] >= len(self.stacks[name]):
                 raise SpecError(
-                    f"spec keeps block {indices[-1]} of '{name}', which has {self.stacks[name][1]}: give lower indices"
+                    f"spec keeps block {indices[-1]} of '{name}', which has {len(self.stacks[name])}: give lower indices"
                 )
         for prefix in spec.trained or ():
             names = [*self._parameters, *self.aliases]
@@ -152,18 +163,34 @@ class Submodels:
             if name not in self.exits:
                 known = nearest(name, self.exits) if self.exits else "it declares none (`submodel_exits`)"
                 raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")
+        places = [self.exits[name] for name in spec.exits or () if self.exits[name].instead_of]
+        if len(places) > 1:
+            raise SpecError(
+                f"spec keeps the exits {', '.join(spec.exits or ())}, which take one place: keep one of them"
+            )
         kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
-        blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < self.stacks[stack][1])
-        exits = None if spec.exits is None or len(spec.exits) == len(self.exits) else spec.exits
-        return Spec(kept, blocks, spec.trained, exits)
+        blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < len(self.stacks[stack]))
+        all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not places
+        normal = Spec(kept, blocks, spec.trained, None if all_kept else spec.exits)
+        self._check_shared(normal)
+        return normal
+
+    def _check_shared(self, spec: Spec) -> None:
+        """Refuse to leave out the first of several places that share a tensor: it has its name from there."""
+        absent = self._absent(spec)
+        for alias, name in self.aliases.items() if absent else ():
+            if _is_in(name, absent) and not _is_in(alias, absent):
+                raise SpecError(
+                    f"spec leaves out '{name}', which is also '{alias}': keep what it lies in, or leave out both"
+                )
 
     def _check_axes(self, spec: Spec) -> None:
         table = self._table
-        if self._problem is not None:
-            raise SpecError(self._problem)
         try:
             table.check(spec)
         except SpecError as error:
+            if self._problem is not None and any(name not in table.axes for name, _ in spec.kept):
+                raise SpecError(f"{error}; {self._problem}" if table.axes else self._problem) from None
             reason = next((self.kept_whole[name] for name, _ in spec.kept if name in self.kept_whole), None)
             if reason is None:
                 raise
@@ -187,17 +214,31 @@ class Submodels:
     def _layout(self, spec: Spec, part: Part) -> Layout:
         trains, selections = self._trains(spec), self._selections(spec)
         absent = self._absent(spec)
+        still = self._still_buffers(spec, trains)
         first: list[tuple[str, list[int], torch.dtype]] = []
         rest: list[tuple[str, list[int], torch.dtype]] = []
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
-            if any(_covers(prefix, name) for prefix in absent):
+            if _is_in(name, absent):
                 continue
             shape = list(tensor.shape)
             for dim, runs in selections.get(name, {}).items():
                 shape[dim] = sum(stop - start for start, stop in runs)
-            is_trained = name in trains if name in self._parameters else _is_float(tensor)
+            is_trained = name in trains if name in self._parameters else _is_float(tensor) and name not in still
             (first if is_trained else rest).append((name, shape, tensor.dtype))
         return Layout.pack(first if part == "trained" else first + rest)
+
+    def _still_buffers(self, spec: Spec, trains: frozenset[str]) -> set[str]:
+        """Return the buffers that do not come back: static statistics, and those of layers that the spec freezes."""
+        still = set()
+        if self.batch_norm == "static":
+            still = {name for pair in statistics_of(self.module) for name in pair}
+        if spec.trained is not None:
+            own: dict[str, bool] = {}
+            for name in self._parameters:
+                path = name.rpartition(".")[0]
+                own[path] = own.get(path, False) or name in trains
+            still |= {name for name in self._buffers if own.get(name.rpartition(".")[0]) is False}
+        return still
 
     def _trains(self, spec: Spec) -> frozenset[str]:
         if spec.trained is None:
@@ -213,11 +254,16 @@ class Submodels:
         """Return the paths of the modules that the submodel leaves out."""
         gone = []
         for name, kept in spec.blocks:
-            path, count = self.stacks[name]
-            gone += [f"{path}.{i}" for i in range(count) if i not in kept]
-        if spec.exits is not None:
-            gone += [path for name, paths in self.exits.items() if name not in spec.exits for path in paths]
+            stack = self.stacks[name]
+            gone += [stack.block(i) for i in range(len(stack)) if i not in kept]
+        for name, one in self.exits.items() if spec.exits is not None else ():
+            gone += one.instead_of if name in spec.exits else one.paths  # type: ignore[operator]
         return tuple(gone)
+
+    def _stand_ins(self, spec: Spec) -> dict[str, str]:
+        """Return the places that a module of an exit takes -> its path."""
+        kept = [self.exits[name] for name in spec.exits or ()]
+        return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
     def plan(self, spec: Spec = FULL, part: Part = "trained") -> Plan:
         """Return the plan that moves one part of a submodel between the full state and small storage; cached."""
@@ -268,9 +314,12 @@ class Submodels:
             selections=self._selections(spec),
             trains=self._trains(spec),
             absent=self._absent(spec),
+            stand_ins=self._stand_ins(spec),
             counts={name: len(kept) for name, kept in spec.kept},
         )
         module = build(structure, present, rescale=rescale)
+        if self.batch_norm == "static":
+            keep_static(module)
         return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
 
     def state(self, module: nn.Module) -> FlatTensors:
@@ -304,6 +353,10 @@ class Submodels:
         from raafl.submodel.cost import predict
 
         return predict(self, spec, batch_size, num_optimizer_slots)
+
+
+def _is_in(name: str, paths: tuple[str, ...]) -> bool:
+    return any(_covers(path, name) for path in paths)
 
 
 def _covers(prefix: str, name: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from raafl.data import CIFAR10, MNIST, Digits, Dirichlet, FederatedData, HuggingFace, readers
+from raafl.data import CIFAR10, CIFAR100, MNIST, Digits, Dirichlet, FederatedData, HuggingFace, readers
 from raafl.errors import BadInput
 
 MNIST_COUNTS = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -68,8 +68,8 @@ def test_digits_split_is_stratified_and_seeded():
 
 def test_digits_import_neither_sklearn_nor_torchvision():
     code = (
-        "import sys; from raafl.data import Digits; d = Digits(); d.setup('fit')\n"
-        "print({'sklearn', 'torchvision', 'transformers', 'datasets', 'pandas', 'scipy'} & set(sys.modules))"
+        "import sys; from raafl.data import SST2, Digits, Shakespeare; d = Digits(); d.setup('fit')\n"
+        "print({'sklearn', 'torchvision', 'transformers', 'tokenizers', 'datasets', 'pandas', 'scipy'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout
     assert out.strip() == "set()"
@@ -96,7 +96,7 @@ def test_damaged_idx_files_are_named(tmp_path):
             readers.read_idx(path)
 
 
-@pytest.mark.parametrize("kind", [MNIST, CIFAR10])
+@pytest.mark.parametrize("kind", [MNIST, CIFAR10, CIFAR100])
 def test_missing_data_names_the_places_and_the_remedy(tmp_path, kind):
     with pytest.raises(BadInput) as caught:
         kind(tmp_path, download=False).prepare_data()
@@ -136,12 +136,12 @@ def test_root_defaults_to_the_environment(tmp_path, monkeypatch):
     assert MNIST(tmp_path / "x").root == tmp_path / "x"
 
 
-def write_parquet(path, pixels, labels, image_column="img", mode=None):
+def write_parquet(path, pixels, labels, image_column="img", mode=None, label_column="label"):
     datasets = pytest.importorskip("datasets")
     from PIL import Image
 
-    features = datasets.Features({image_column: datasets.Image(), "label": datasets.Value("int64")})
-    rows = {image_column: [Image.fromarray(p, mode) for p in pixels], "label": list(labels)}
+    features = datasets.Features({image_column: datasets.Image(), label_column: datasets.Value("int64")})
+    rows = {image_column: [Image.fromarray(p, mode) for p in pixels], label_column: list(labels)}
     path.parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(path))
 
@@ -170,6 +170,19 @@ def test_cifar10_decodes_parquet_and_keeps_the_bytes(small_cifar10, monkeypatch)
     monkeypatch.setattr(readers, "_read_image_parquet", never)
     assert torch.equal(set_up(CIFAR10(root, download=False)).train.images, module.train.images)
     assert not (root.parent / "user").exists()  # the first place that can be written is the only one used
+
+
+def test_cifar100_has_the_fine_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_USER_CACHE", tmp_path / "user")
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    for split, rows in (("train", slice(0, 3)), ("test", slice(3, 5))):
+        labels = [99, 0, 7, 50, 3][rows]
+        write_parquet(tmp_path / "cifar100" / f"{split}.parquet", pixels[rows], labels, label_column="fine_label")
+    module = set_up(CIFAR100(tmp_path, download=False))
+    assert module.train.labels.tolist() == [99, 0, 7] and module.test.labels.tolist() == [50, 3]
+    assert np.array_equal(module.train.images.numpy(), pixels[:3].transpose(0, 3, 1, 2))
+    few = set_up(CIFAR100(tmp_path, download=False, num_train=2, num_test=1))
+    assert few.train.indices == [0, 1] and few.test.indices == [0]
 
 
 def test_changed_files_are_decoded_anew(small_cifar10):
@@ -268,6 +281,16 @@ def test_real_cifar10(raafl_data):
     x, _ = module.train.gather(torch.arange(50000))
     assert torch.allclose(x.mean((0, 2, 3)), torch.zeros(3), atol=2e-3)
     assert torch.allclose(x.std((0, 2, 3)), torch.ones(3), atol=2e-3)
+
+
+def test_real_cifar100(raafl_data):
+    if not (raafl_data / "cifar100").is_dir():
+        pytest.skip("this folder has no CIFAR-100")
+    module = set_up(CIFAR100(raafl_data, download=False))
+    assert torch.bincount(module.test.labels).tolist() == [100] * 100
+    x, _ = module.train.gather(torch.arange(0, len(module.train), 3))
+    assert torch.allclose(x.mean((0, 2, 3)), torch.zeros(3), atol=3e-2)
+    assert torch.allclose(x.std((0, 2, 3)), torch.ones(3), atol=3e-2)
 
 
 def test_real_cifar10_pixels_equal_the_parquet_files_images(raafl_data):

@@ -9,7 +9,8 @@ import pytest
 from tests.habits.source import ROOT
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
-NEED_DATA = r"class_path: raafl\.data\.(MNIST|CIFAR10)\b"
+NEED_DATA = r"class_path: raafl\.data\.(MNIST|CIFAR10|CIFAR100|SST2|AGNews|FPB|Shakespeare)\b"
+NEED_PACKAGE = r": package:(\w+)/"
 
 
 def test_there_are_configs():
@@ -41,9 +42,13 @@ def test_config_builds(config, tmp_path, request):
     from raafl.run import Run, build
 
     options = ["--output", str(tmp_path / "run"), "--progress", "quiet"]
-    if re.search(NEED_DATA, (ROOT / config).read_text()):
+    text = (ROOT / config).read_text()
+    if found := re.search(NEED_DATA, text):
         request.getfixturevalue("raafl_data")
         options += ["--data.download", "false"]
+        options += [] if found[1] == "MNIST" else ["--data.num_test", "32"]  # enough to measure once
+    for package in re.findall(NEED_PACKAGE, text):
+        pytest.importorskip(package, reason=f"pip install --no-deps {package.replace('_', '-')}")
     experiment = load_experiment(ROOT / config, *options)
     experiment.check()
     parts = build(experiment, pace=False)

@@ -1,15 +1,21 @@
-"""The first Ctrl-C asks, its echo is ignored, a later one insists; afterwards signals are as they were."""
+"""The first signal asks, the second insists; on the command line that ends the process, whatever it is doing."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
+import psutil
 import pytest
 
 from raafl.runtime import interrupt
 from raafl.runtime.interrupt import Interrupt
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture
@@ -21,19 +27,53 @@ def clock(monkeypatch):
     return Clock
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_only_asks(number, clock):
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    with Interrupt() as asked:
-        assert not asked.asked
-        os.kill(os.getpid(), number)
-        assert asked.asked
-        clock.now += 1.0
-        os.kill(os.getpid(), number)  # an echo of the first
-        clock.now += 2.0
+@pytest.mark.parametrize("first", BOTH)
+@pytest.mark.parametrize("second", BOTH)
+def test_the_first_signal_only_asks_and_the_second_insists(first, second, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before = {n: signal.getsignal(n) for n in BOTH}
+    with Interrupt() as interrupted:
+        assert not interrupted.asked
+        os.kill(os.getpid(), first)
+        assert interrupted.asked
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), second)
     assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_under_torchrun_one_echo_of_the_first_is_let_pass(monkeypatch, clock):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    with Interrupt() as interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        clock.now += 1.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted.asked
+        clock.now += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_under_torchrun_a_late_second_is_no_echo(monkeypatch, clock):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    with Interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        clock.now += 6.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_one_within_another_is_the_same():
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as outer:
+        inner = Interrupt()
+        with inner:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert inner.asked
+        assert outer.asked and inner.asked
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    with Interrupt() as again:
+        assert not again.asked
 
 
 def test_signals_are_as_they_were_after_an_error():
@@ -48,10 +88,105 @@ def test_in_another_thread_it_does_nothing():
     seen = []
 
     def enter():
-        with Interrupt() as asked:
-            seen.append((asked.asked, signal.getsignal(signal.SIGINT)))
+        with Interrupt() as interrupted:
+            seen.append((interrupted.asked, signal.getsignal(signal.SIGINT)))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join(10)
     assert seen == [(False, before)]
+
+
+# ---- a process that is nothing but a run ----
+
+HANGING = """
+import ctypes, multiprocessing, os, sys, time
+from pathlib import Path
+from raafl.runtime.interrupt import Interrupt, ends_process
+from raafl.runtime.rows import atomic_file
+
+def hang_in_c():  # where no handler of Python's can run
+    while True:
+        ctypes.CDLL(None).sleep(100)
+
+def child():
+    time.sleep(100)
+
+with ends_process(), Interrupt(on_insist=lambda: os.write(1, b"insisted\\n")) as interrupted:
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    with atomic_file(Path(sys.argv[1])) as file:
+        file.write(b"half")
+        file.flush()
+        os.write(1, b"%d\\n" % process.pid)
+        hang_in_c()
+"""
+
+
+@pytest.mark.parametrize("second", BOTH)
+def test_the_second_ends_a_process_that_hangs_with_its_children_and_files(second, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(tmp_path / "file")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)  # it is asked, but cannot hear
+        process.send_signal(second)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert out == b"insisted\n"
+    assert err == b"raafl: stopped at once, without a summary; --resume RUN goes on from the last checkpoint\n"
+    assert psutil.wait_procs([child], timeout=30)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+FORKED = """
+import os, signal, time
+from raafl.runtime.interrupt import Interrupt, ends_process
+
+with ends_process(), Interrupt() as interrupted:
+    pid = os.fork()
+    if pid == 0:
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(100)
+    _, status = os.waitpid(pid, 0)
+    print(os.waitstatus_to_exitcode(status), interrupted.asked, flush=True)
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_a_forked_child_neither_answers_ctrl_c_nor_tells_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"{-signal.SIGTERM} False", "True"], done.stderr
+
+
+def test_a_clean_up_that_hangs_holds_up_nothing(tmp_path):
+    code = HANGING.replace('os.write(1, b"insisted\\n")', "time.sleep(1000)")
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "file")], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_nothing_is_left_of_it():
+    threads, files = threading.active_count(), psutil.Process().num_fds()
+    with interrupt.ends_process(), Interrupt() as interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 30
+        while not interrupted.asked and time.monotonic() < deadline:
+            pass
+        assert interrupted.asked
+    assert (threading.active_count(), psutil.Process().num_fds()) == (threads, files)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from torch import nn
 
 from model_zoo import CNN, MLP
-from raafl.submodel import FULL, Spec, Submodels
+from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel import cost as cost_module
 from raafl.submodel.cost import meta_batch
+from tests.submodel import transformers
 from tests.submodel.models import built, named_specs
 
 LABELS = torch.zeros(2, dtype=torch.long)
@@ -117,3 +118,78 @@ def test_predicting_logs_nothing_and_leaves_the_random_state_alone(recwarn):
     assert torch.equal(torch.rand(1), expected)
     assert not [w for w in recwarn if "self.log" in str(w.message)]
     assert "torch.utils.flop_counter" in sys.modules
+
+
+class Task(nn.Module):
+    """A model of transformers and a loss over its logits."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.model = transformers.CASES[name].make()
+
+    def training_step(self, batch, batch_idx):
+        return transformers.output(self.model, batch).square().mean()
+
+
+@pytest.mark.parametrize(("heads", "units"), [(3, 7), (1, 7), (2, 3)])
+def test_flops_of_attention_by_hand(heads, units):
+    submodels = Submodels(Task("vit"), transformers.pixels())
+    kept = {
+        f"model.vit.layers.{i}.{axis}": range(n) for i in range(2) for axis, n in (("heads", heads), ("ffn", units))
+    }
+    positions, width, inside = 5, 12, heads * 4  # four patches and the class token
+    projections = 4 * positions * width * inside + 2 * positions * width * units
+    scores = 2 * positions * positions * inside  # q k^T, and the weights times v; the backward pass makes q k^T again
+    patches, classes = 4 * 3 * 4 * 4 * width, 4 * width
+    by_hand = 2 * (2 * (3 * projections + 3.5 * scores) + 2 * patches + 3 * classes)
+    assert submodels.cost(Spec.keep(kept), 2).flops_per_sample == by_hand
+
+
+def test_blocks_below_a_window_cost_one_forward_pass():
+    submodels = Submodels(Task("vit"), transformers.pixels())
+    positions, width = 5, 12
+    projections, scores = positions * width * (4 * width + 2 * 7), 2 * positions * positions * width
+    below, above = projections + scores + 4 * 48 * width, 3 * projections + 3.5 * scores + 3 * 4 * width
+    cost, full = submodels.cost(depth_window(submodels, 1, 2), 2), submodels.cost(FULL, 2)
+    assert cost.flops_per_sample == 2 * (below + above)
+    assert cost.up_bytes < full.up_bytes / 1.5 and cost.peak_bytes < full.peak_bytes / 1.5
+    assert cost.down_bytes == full.down_bytes
+    assert submodels.cost(depth_window(submodels, 0, 1), 2).down_bytes < full.down_bytes
+
+
+def saved_bytes(module, batch):
+    """Bytes that a real forward pass saves for the backward pass, and those of the batch."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    saved = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage  # held on to, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        module.train().training_step(batch, 0)
+    for tensor in batch.values():
+        note(tensor)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["vit", "vit_eager", "distilbert", "llama", "mistral", "albert", "encoder", "both_ways"]
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_predicted_activations_are_those_that_a_real_step_saves(name, half):
+    torch.manual_seed(0)
+    batch = {key: torch.cat([value] * 8) for key, value in transformers.CASES[name].inputs().items()}
+    task = Task(name)
+    for part in task.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    submodels = Submodels(task, batch)
+    spec = Spec.keep({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
+    shrunk = submodels.shrink(spec)
+    submodels.plan(spec, "present").gather(submodels.state(task), out=shrunk.present)
+    parameters = sum(p.numel() * p.itemsize for p in shrunk.module.parameters())
+    predicted = submodels.cost(spec, 16).peak_bytes - shrunk.present.num_bytes - 2 * parameters
+    assert predicted == pytest.approx(saved_bytes(shrunk.module, batch), rel=0.15)

@@ -29,7 +29,8 @@ def zeroed(module, masks):
     module = copy.deepcopy(module)
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            tensor.mul_(masks[name])
+            if name in masks:
+                tensor.mul_(masks[name])
     return module
 
 

@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 from raafl.runtime.transport.codec import Expect, Kind, Message, Refused
+from raafl.runtime.transport.door import Door, call, parse_address
 from raafl.runtime.transport.gloo import GlooPair
+from raafl.runtime.transport.handshake import ClientKey, Secret, load_secret
 from raafl.runtime.transport.nccl import NcclPair, connect
 from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
+from raafl.runtime.transport.seal import Seal
+from raafl.runtime.transport.tcp import TcpPair
 
-__all__ = ["Expect", "GlooPair", "Kind", "Message", "NcclPair", "Pair", "PeerLost", "PeerTimeout", "Refused", "connect"]
+__all__ = [
+    "ClientKey",
+    "Door",
+    "Expect",
+    "GlooPair",
+    "Kind",
+    "Message",
+    "NcclPair",
+    "Pair",
+    "PeerLost",
+    "PeerTimeout",
+    "Refused",
+    "Seal",
+    "Secret",
+    "TcpPair",
+    "call",
+    "connect",
+    "load_secret",
+    "parse_address",
+]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import pytest
@@ -25,6 +27,8 @@ from raafl.runtime.transport import (
     PeerLost,
     PeerTimeout,
     Refused,
+    Seal,
+    TcpPair,
     codec,
     connect,
     gloo,
@@ -44,10 +48,34 @@ class StagedPair(GlooPair):
         return True
 
 
+MEETINGS = {}
+
+
+def tcp(store, prefix, server, timeout_s, hostname, *, staged=False, sealed=False, **more):
+    """Meet over a socket; what a door does for real is tested in test_door.py."""
+    meeting = MEETINGS.setdefault((store.port, prefix), Future())
+    if server:
+        with socket.create_server((hostname, 0)) as listener:
+            meeting.set_result(listener.getsockname())
+            listener.settimeout(timeout_s)
+            sock, _ = listener.accept()
+    else:
+        sock = socket.create_connection(meeting.result(timeout_s), timeout_s)
+        del MEETINGS[store.port, prefix]
+    keys = (b"s" * 32, b"c" * 32) if server else (b"c" * 32, b"s" * 32)
+    pair = TcpPair(sock, timeout_s, seal=Seal(*keys) if sealed else None, **more)
+    if staged:
+        pair._frames._needs_staging = lambda tensors: True
+    return pair
+
+
 TRANSPORTS = {
     "gloo": GlooPair.connect,
     "staged": StagedPair.connect,
     "chosen": connect,  # of two ends without GPUs: Gloo
+    "tcp": tcp,
+    "staged tcp": partial(tcp, staged=True),
+    "sealed tcp": partial(tcp, sealed=True),
 }
 
 
@@ -271,13 +299,17 @@ def test_an_error_in_expect_closes_the_pair(ends, pool):
 
 def test_bytes_that_are_no_frame_close_the_pair(ends):
     client, server = ends
-    client._out_memory[:100] = b"x" * 100
-    client._send_first(100, 5)
+    if isinstance(client, TcpPair):
+        client._stream.write([b"x" * 100])
+    else:
+        client._out_memory[:100] = b"x" * 100
+        client._send_first(100, 5)
     with pytest.raises(Refused, match="bad-magic"):
         server.recv(nothing, 5)
     assert server.closed
 
 
+@pytest.mark.parametrize("how", ["gloo", "staged", "chosen"], indirect=True)
 def test_an_old_header_is_not_taken_for_a_new_one(ends, pool):
     client, server = ends
     exchange(pool, client, server, Message(Kind.UPDATE, 5, 0, {}, None))
@@ -353,6 +385,7 @@ def test_close_wakes_a_waiter_and_is_idempotent(ends, pool, what):
 DYING_CLIENT = """
 import sys, time
 from datetime import timedelta
+from functools import partial
 import torch, torch.distributed as dist
 from raafl.runtime.transport import GlooPair, Kind, Message
 from raafl.submodel.flat import FlatTensors

@@ -1,0 +1,35 @@
+"""AdamW as transformers are trained with it: weight decay on matrices only, a linear warm-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def adamw(module: nn.Module, lr: float, weight_decay: float, warmup_steps: int) -> Any:
+    """Return AdamW over the parameters of ``module`` that train, with a warm-up schedule if there is to be one.
+
+    Biases and norms are not decayed. An optimiser begins anew with each task of a federated client, and so does the
+    warm-up. AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101).
+
+    Args:
+        module: whose parameters train.
+        lr: learning rate after the warm-up.
+        weight_decay: decoupled weight decay of matrices.
+        warmup_steps: steps over which the learning rate rises from lr / warmup_steps; 0 = none.
+
+    Returns:
+        What `LightningModule.configure_optimizers` may return.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+    if warmup_steps < 1:
+        return optimizer
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup_steps))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,0 +1,114 @@
+"""Models of the transformers library: from a name on the hub, a folder, an installed package, or their shape alone.
+
+transformers is imported when the first such model is made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def make(
+    task: str, name_or_path: str | None, pretrained: bool, architecture: Mapping[str, Any]
+) -> Any:  # a transformers.PreTrainedModel
+    """Return a float32 model for ``task``.
+
+    Args:
+        task: what follows ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, MaskedLM.
+        name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python package;
+            None = the architecture alone.
+        pretrained: take the weights from there too; a head that does not fit starts at random.
+        architecture: fields of the model's config that differ from what is there, or the whole (with ``model_type``).
+
+    Raises:
+        FileNotFoundError: there is no such model, or it cannot be fetched; says what to do.
+        ValueError: neither a name nor a ``model_type``, or there is no such architecture.
+    """
+    transformers = _transformers()
+    maker = getattr(transformers, f"AutoModelFor{task}")
+    fields = dict(architecture)
+    if name_or_path is None:
+        if "model_type" not in fields:
+            raise ValueError("name_or_path is null and architecture has no model_type: give one of them")
+        config = transformers.AutoConfig.for_model(**fields)
+        return maker.from_config(config, dtype=torch.float32)
+    where = located(name_or_path)
+    fields.pop("model_type", None)  # the files say it
+    if where.startswith((".", "/", "~")) and not Path(where).is_dir():
+        raise FileNotFoundError(
+            f"name_or_path is '{where}', which is not a folder: name one that save_pretrained wrote"
+        )
+    with _quiet(transformers), _explained(name_or_path, where):
+        config = transformers.AutoConfig.from_pretrained(where, **fields)
+        if not pretrained:
+            return maker.from_config(config, dtype=torch.float32)
+        return maker.from_pretrained(where, config=config, dtype=torch.float32, ignore_mismatched_sizes=True)
+
+
+def located(name_or_path: str) -> str:
+    """Return the folder that ``package:NAME/FOLDER`` stands for; anything else as it is.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or has no such folder.
+    """
+    scheme, _, rest = name_or_path.partition(":")
+    if scheme != "package" or not rest:
+        return name_or_path
+    package, _, folder = rest.partition("/")
+    spec = importlib.util.find_spec(package)
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(root) / folder).is_dir():
+            return str(Path(root) / folder)
+    reason = f"it has no folder '{folder}'" if spec else "that package is not installed"
+    raise FileNotFoundError(
+        f"name_or_path is '{name_or_path}', but {reason}: pip install it, or name a model on the hub or a folder"
+    )
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"this model needs the package transformers ({error}): pip install 'raafl[hf]'"
+        ) from error
+    return transformers
+
+
+@contextmanager
+def _explained(name_or_path: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if Path(where).is_dir():
+            remedy = "name a folder that save_pretrained wrote"
+        elif os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+            remedy = (
+                "HF_HUB_OFFLINE is set and the model is not in the cache: unset it once to fetch it, or give a folder"
+            )
+        else:
+            remedy = "give a name on the hub (and a network to fetch it), or a folder that save_pretrained wrote"
+        raise FileNotFoundError(f"cannot load the model '{name_or_path}' ({reason}): {remedy}") from error
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Within this context transformers shows no progress bar, and no table of the parameters of a new head."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

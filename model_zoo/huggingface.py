@@ -1,0 +1,166 @@
+"""Any model of the transformers library as a LightningModule: sentence and image classifiers, causal language models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from model_zoo import hub
+from model_zoo.adamw import adamw
+from model_zoo.classifier import Classifier
+from model_zoo.language import LanguageModel
+
+
+class _Wrapped:
+    """Holds a transformers model in ``self.model``; goes before a LightningModule among the bases."""
+
+    model: Any
+    hparams: Any
+
+    def _wrap(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
+        self.model = model
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+
+    def _stand_alone(self) -> None:
+        """Let a checkpoint be loaded without the files that the model came from: its shape replaces their name."""
+        shape = {"model_type": self.model.config.model_type, **self.model.config.to_diff_dict()}
+        for name in ("transformers_version", "dtype", "architectures", "_name_or_path"):
+            shape.pop(name, None)
+        self.hparams.update(name_or_path=None, pretrained=False, architecture=shape)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW over the parameters that train, with its warm-up."""
+        return adamw(self, self.lr, self.weight_decay, self.warmup_steps)  # type: ignore[arg-type]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model so that transformers' ``from_pretrained(folder)`` reads it."""
+        self.model.save_pretrained(folder)
+
+
+class HFClassifier(_Wrapped, Classifier):
+    """A transformers model with a classification head, trained with AdamW on the cross-entropy."""
+
+    def __init__(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
+        """Hold the model."""
+        Classifier.__init__(self, lr)
+        self._wrap(model, lr, weight_decay, warmup_steps)
+
+
+class HFSequenceClassifier(HFClassifier):
+    """Any transformers model that classifies texts (BERT, RoBERTa, DistilBERT, LLaMA, ...).
+
+    Takes tokens and attention mask, both (batch, length) int64; returns logits (batch, num_classes). Training changes all
+    parameters, unless their ``requires_grad`` is cleared.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        num_classes: int = 2,
+        pretrained: bool = True,
+        architecture: dict[str, Any] | None = None,
+        lr: float = 5e-5,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+    ) -> None:
+        """Load or build the model.
+
+        Args:
+            name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python
+                package; null = ``architecture`` says all, and weights are random.
+            num_classes: number of logits.
+            pretrained: start from the weights found there, with a new head; false = random weights of that shape.
+            architecture: fields of the model's config to set, such as ``{hidden_dropout_prob: 0.0}``.
+            lr: learning rate of AdamW.
+            weight_decay: of matrices.
+            warmup_steps: steps of each task over which the learning rate rises.
+
+        Raises:
+            FileNotFoundError: there is no such model, or it cannot be fetched.
+        """
+        fields = {**(architecture or {}), "num_labels": num_classes}
+        model = hub.make("SequenceClassification", name_or_path, pretrained, fields)
+        if model.config.pad_token_id is None:  # decoders look for the last token that is not padding
+            model.config.pad_token_id = _first(model.config.eos_token_id)
+        super().__init__(model, lr, weight_decay, warmup_steps)
+        self.save_hyperparameters()
+        self._stand_alone()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits of a batch."""
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+
+class HFImageClassifier(HFClassifier):
+    """Any transformers model that classifies images (ViT, DeiT, ResNet, ConvNeXt, ...).
+
+    Takes images (batch, channels, height, width); returns logits (batch, num_classes).
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        num_classes: int = 10,
+        pretrained: bool = True,
+        architecture: dict[str, Any] | None = None,
+        lr: float = 1e-4,
+        weight_decay: float = 0.05,
+        warmup_steps: int = 0,
+    ) -> None:
+        """Load or build the model; arguments and errors as for `HFSequenceClassifier`."""
+        fields = {**(architecture or {}), "num_labels": num_classes}
+        model = hub.make("ImageClassification", name_or_path, pretrained, fields)
+        super().__init__(model, lr, weight_decay, warmup_steps)
+        self.save_hyperparameters()
+        self._stand_alone()
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return the logits of a batch."""
+        logits: Tensor = self.model(pixel_values=pixel_values).logits
+        return logits
+
+
+class HFLanguageModel(_Wrapped, LanguageModel):
+    """A transformers model with a language head, trained with AdamW on the next-token loss."""
+
+    def __init__(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
+        """Hold the model."""
+        LanguageModel.__init__(self, lr)
+        self._wrap(model, lr, weight_decay, warmup_steps)
+
+
+class HFCausalLM(HFLanguageModel):
+    """Any causal language model of transformers (LLaMA, Mistral, Qwen2, GPT-2, ...), trained with AdamW.
+
+    Takes tokens (batch, length) int64, padding at the end; returns logits (batch, length, vocab_size). No mask is needed:
+    no position sees what comes after it.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        pretrained: bool = True,
+        architecture: dict[str, Any] | None = None,
+        lr: float = 5e-5,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+    ) -> None:
+        """Load or build the model; arguments and errors as for `HFSequenceClassifier`."""
+        model = hub.make("CausalLM", name_or_path, pretrained, architecture or {})
+        super().__init__(model, lr, weight_decay, warmup_steps)
+        self.save_hyperparameters()
+        self._stand_alone()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the logits of the next token at each position."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+
+def _first(token: Any) -> int:
+    """Return one token id of what a config has: a number, a list of them, or none."""
+    found = token[0] if isinstance(token, list) else token
+    return 0 if found is None else int(found)

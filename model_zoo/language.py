@@ -1,0 +1,51 @@
+"""What the language models of the zoo share: the next-token loss and the optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100
+"""Target of a position that counts for nothing: padding."""
+
+
+class LanguageModel(LightningModule):
+    """A module whose forward gives logits (batch, length, vocab_size) for the next token at each position.
+
+    Batches are ``(tokens, targets)``, both (batch, length) int64, the targets being the tokens one further on, or -100
+    where there is nothing to predict. The loss is in nats per token; perplexity is exp(loss). Trained with SGD.
+    """
+
+    def __init__(self, lr: float, momentum: float = 0.0) -> None:
+        """Note the learning rate and momentum of SGD."""
+        super().__init__()
+        self.lr, self.momentum = lr, momentum
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss over the tokens of a batch."""
+        tokens, targets = batch
+        return next_token_loss(self(tokens), targets)
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return and log the mean loss and accuracy over the tokens of a batch."""
+        tokens, targets = batch
+        logits = self(tokens)
+        counted = targets != IGNORED
+        hits = (logits.argmax(dim=-1) == targets) & counted
+        metrics = {"loss": next_token_loss(logits, targets), "accuracy": hits.sum() / counted.sum().clamp(min=1)}
+        self.log_dict(metrics)
+        return metrics
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD over the parameters that train."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the positions whose target is a token."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

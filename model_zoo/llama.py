@@ -1,0 +1,75 @@
+"""Decoders in the style of LLaMA, up to TinyLlama's shape."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from torch import Tensor
+
+from model_zoo import hub
+from model_zoo.huggingface import HFLanguageModel
+
+SIZES: Final = {
+    "micro": (2, 32, 88, 4, 2),
+    "mini": (4, 256, 688, 8, 4),
+    "small": (12, 768, 2048, 12, 4),
+    "tinyllama": (22, 2048, 5632, 32, 4),
+}
+"""Blocks, width, width of the gated MLP, query heads, key-value heads. tinyllama is Zhang et al. 2024 (arXiv:2401.02385),
+1.1 B parameters, the Co-S2P paper's largest model; micro is for tests, mini for a CPU."""
+
+
+class LLaMA(HFLanguageModel):
+    """Touvron et al. 2023 (arXiv:2307.09288): transformers' ``LlamaForCausalLM`` with random weights.
+
+    Rotary positions, RMS norms, gated MLPs, grouped-query attention. Takes tokens (batch, length) int64, padding at the end;
+    returns logits (batch, length, vocab_size). Trained with AdamW. To start from pretrained weights use `HFCausalLM`.
+    """
+
+    def __init__(
+        self,
+        size: Literal["micro", "mini", "small", "tinyllama"] = "tinyllama",
+        vocab_size: int = 32000,
+        max_length: int = 2048,
+        tied: bool = False,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 0,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            size: one of `SIZES`.
+            vocab_size: number of tokens.
+            max_length: longest text in tokens.
+            tied: whether the output layer shares the word vectors.
+            lr: learning rate of AdamW.
+            weight_decay: of matrices.
+            warmup_steps: steps of each task over which the learning rate rises.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        if size not in SIZES:
+            raise ValueError(f"LLaMA: size is '{size}': give one of {', '.join(SIZES)}")
+        depth, width, mlp, heads, groups = SIZES[size]
+        architecture = {
+            "model_type": "llama",
+            "num_hidden_layers": depth,
+            "hidden_size": width,
+            "intermediate_size": mlp,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": max_length,
+            "tie_word_embeddings": tied,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        super().__init__(hub.make("CausalLM", None, False, architecture), lr, weight_decay, warmup_steps)
+        self.save_hyperparameters()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at each position."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits

@@ -1,0 +1,145 @@
+"""Shakespeare's plays, character by character, with the speakers as natural clients."""
+
+from __future__ import annotations
+
+import shutil
+import urllib.request
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raafl.data import readers
+from raafl.data.sources import DOWNLOAD_TIMEOUT_S, Classes
+from raafl.data.tokens import TensorWindows
+from raafl.errors import BadInput
+
+Codes = npt.NDArray[np.uint8]
+
+_ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+class Shakespeare(Classes):
+    """The tiny Shakespeare file (1.1 MB) as windows of characters to predict one by one; 65 characters.
+
+    A sample is `(tokens, targets)`, both `(length,)`; a batch's loss counts every character. Each window lies within what
+    one speaker says, and `raafl.data.ByColumn("speaker")` makes the speakers the clients, as McMahan et al. 2017
+    (arXiv:1602.05629) do. The last windows of each speaker are held out.
+
+    Args:
+        root: folder that has `shakespeare/input.txt`; by default the environment variable RAAFL_DATA, then
+            ~/.cache/raafl.
+        length: characters of a window.
+        batch_size: windows in a batch.
+        min_speeches: leave out speakers with fewer speeches; 20 leaves 98 of them.
+        test_share: share of each speaker's windows that is held out, between 0 and 1.
+        download: fetch the file into `root` when it is not there.
+        num_train: train on so many windows, evenly spaced; null = all.
+        num_test: evaluate on so many windows, evenly spaced; null = all.
+    """
+
+    vocab_size: ClassVar[int] = 65
+
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        length: int = 80,
+        batch_size: int = 32,
+        min_speeches: int = 20,
+        test_share: float = 0.1,
+        download: bool = True,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read yet."""
+        super().__init__(batch_size, num_train, num_test)
+        if length < 1 or min_speeches < 1:
+            raise BadInput(f"Shakespeare: length is {length}, min_speeches {min_speeches}: give at least 1 of each")
+        if not 0 < test_share < 1:
+            raise BadInput(f"Shakespeare: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
+        self.file = readers.data_root(root) / "shakespeare" / "input.txt"
+        self.length, self.min_speeches, self.test_share, self.download = length, min_speeches, test_share, download
+
+    def prepare_data(self) -> None:
+        """Fetch the file if it is missing.
+
+        Raises:
+            BadInput: it is missing and cannot be fetched.
+        """
+        if self.file.is_file():
+            return
+        if not self.download:
+            raise self._missing("download is off")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with readers.locked(self.file.parent / ".lock"):
+                if not self.file.is_file():
+                    with (
+                        urllib.request.urlopen(_ADDRESS, timeout=DOWNLOAD_TIMEOUT_S) as answer,
+                        readers.whole_file(self.file) as file,
+                    ):
+                        shutil.copyfileobj(answer, file)
+        except OSError as error:
+            raise self._missing(f"the download failed: {error}") from error
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and cut the text.
+
+        Raises:
+            BadInput: the file is missing, or no speaker has enough text.
+        """
+        if hasattr(self, "train"):
+            return
+        if not self.file.is_file():
+            raise self._missing("call prepare_data first")
+        text = self.file.read_text(encoding="utf-8")
+        self.characters = "".join(sorted(set(text)))
+        codes = {character: code for code, character in enumerate(self.characters)}
+        train, test, train_names, test_names = [], [], [], []
+        for speaker, speeches in sorted(speeches_of(text).items()):
+            if len(speeches) < self.min_speeches:
+                continue
+            said = np.array([codes[character] for character in "\n".join(speeches)], np.uint8)
+            windows = cut(said, self.length)
+            num_test = max(1, round(self.test_share * len(windows)))
+            if len(windows) <= num_test:
+                continue
+            train.append(windows[:-num_test])
+            test.append(windows[-num_test:])
+            train_names += [speaker] * len(train[-1])
+            test_names += [speaker] * len(test[-1])
+        if not train:
+            raise BadInput(
+                f"Shakespeare: no speaker has {self.min_speeches} speeches and 2 windows of {self.length} characters: "
+                "lower min_speeches or length"
+            )
+        self._set(
+            TensorWindows(torch.from_numpy(np.concatenate(train)), train_names),
+            TensorWindows(torch.from_numpy(np.concatenate(test)), test_names),
+        )
+
+    def _missing(self, reason: str) -> BadInput:
+        return BadInput(
+            f"Shakespeare is not in {self.file} ({reason}): set root or the environment variable RAAFL_DATA to the folder "
+            "that has shakespeare/input.txt, or use download=True where there is a network"
+        )
+
+
+def speeches_of(text: str) -> dict[str, list[str]]:
+    """What each speaker says: speeches are parted by blank lines, and the first line of one is its speaker and a colon."""
+    found: dict[str, list[str]] = {}
+    for block in text.split("\n\n"):
+        head, _, speech = block.strip("\n").partition("\n")
+        if head.endswith(":") and speech:
+            found.setdefault(head[:-1], []).append(speech)
+    return found
+
+
+def cut(codes: Codes, length: int) -> Codes:
+    """Windows `(n, length + 1)`, each beginning with the last character of the one before; what is left over is dropped."""
+    num_windows = max(0, (len(codes) - 1) // length)
+    starts = np.arange(num_windows)[:, None] * length
+    windows: Codes = codes[starts + np.arange(length + 1)]
+    return windows

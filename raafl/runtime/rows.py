@@ -1,0 +1,260 @@
+"""Files that grow by whole rows, and files written whole or not at all; a full disk loses neither the run nor the file.
+
+A row that cannot be written (disk full, quota, read-only, folder deleted) is kept in memory, up to a bound, and written when
+that works again; beyond the bound rows are dropped and counted. The first failure is reported, not raised.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Generic, TypeVar
+
+KEPT_ROWS = 10_000
+"""Rows of one file that are kept in memory while they cannot be written."""
+RETRY_S = 1.0
+"""Seconds between two tries to write them: a full disk may take milliseconds to say so again."""
+DELETED = "it was deleted under the run"
+
+Item = TypeVar("Item")
+_unfinished: set[Path] = set()
+
+
+def say(text: str) -> None:
+    """Say what is wrong on standard error, if there is one that takes it."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(f"raafl: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears under `path` only when the block ends well: written beside it, synced, then renamed.
+
+    Raises:
+        OSError: it cannot be written; what was at `path` is as it was, and nothing lies beside it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _unfinished.add(temporary)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        _unfinished.discard(temporary)
+    _sync_folder(path.parent)
+
+
+def drop_unfinished() -> None:
+    """Remove the files that are being written by `atomic_file` now, before this process ends at once; any thread."""
+    for temporary in list(_unfinished):
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a process that was killed within `atomic_file` has left in `folder`."""
+    for temporary in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            temporary.unlink()
+
+
+class Rows(Generic[Item]):
+    """A file that grows by whole rows; one writer.
+
+    Attributes:
+        num_rows: rows that are in the file by now, of this writer's.
+        num_dropped: rows that will never be.
+    """
+
+    def __init__(
+        self, path: Path, encode: Callable[[Item], bytes], warn: Callable[[str], None] = say, *,
+        new: bool = True, remake: Callable[[], None] = lambda: None, kept_rows: int = KEPT_ROWS, retry_s: float = RETRY_S,
+    ) -> None:  # fmt: skip
+        """Open the file.
+
+        Args:
+            path: of the file; with ``new`` it must not be there yet.
+            encode: an item as the bytes of its row, line end included.
+            warn: told once, when rows can no longer be written.
+            new: False to append.
+            remake: makes the folder again when it was deleted.
+            kept_rows: how many rows to keep that cannot be written.
+            retry_s: seconds between two tries to write them.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self.path, self._encode, self._warn, self._remake = path, encode, warn, remake
+        self._kept_rows, self._retry_s, self._tried_s = kept_rows, retry_s, 0.0
+        self._looked_s = time.monotonic()
+        self._file = io.FileIO(path, "xb" if new else "ab")
+        self._kept: deque[Item] = deque()
+        self.num_rows = self.num_dropped = self._num_new_dropped = 0
+        self._warned = False
+
+    @property
+    def num_unwritten(self) -> int:
+        """Rows that are missing in the file: kept for later, or dropped."""
+        return len(self._kept) + self.num_dropped
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last row could not be written."""
+        return bool(self._kept) or self._num_new_dropped > 0
+
+    def add(self, item: Item) -> None:
+        """Write a row, or keep it for later.
+
+        Raises:
+            ValueError: the file is closed.
+        """
+        data = self._encode(item)
+        if self._file.closed:
+            raise ValueError("write to a closed file")
+        if not self.failing:
+            try:
+                self._put(data)
+                self.num_rows += 1
+                return
+            except OSError as error:
+                self._fail(error)
+        if len(self._kept) < self._kept_rows:
+            self._kept.append(item)
+        else:
+            self.num_dropped += 1
+            self._num_new_dropped += 1
+        if time.monotonic() - self._tried_s >= self._retry_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Try to write what was kept."""
+        if self._file.closed:
+            return
+        self._tried_s = time.monotonic()
+        try:
+            self._look()
+            while self._kept:
+                self._put(self._encode(self._kept[0]))
+                self._kept.popleft()
+                self.num_rows += 1
+            if self._num_new_dropped:
+                self._put_gap(self._num_new_dropped)
+                self._num_new_dropped = 0
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Write what can be written and close the file; a second call does nothing."""
+        self.flush()
+        with suppress(OSError):  # some file systems find out only now; what they lost is not known
+            self._file.close()
+
+    def _put(self, data: bytes) -> None:
+        """Write one row, whole or not at all."""
+        if time.monotonic() - self._looked_s >= self._retry_s:
+            self._look()
+        self._prepare()
+        self._write(data)
+
+    def _look(self) -> None:
+        """See that the file is still there; what is written to a deleted one goes nowhere, without a word."""
+        self._looked_s = time.monotonic()
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            self._begin_anew()
+
+    def _write(self, data: bytes) -> None:
+        start, rest = -1, data
+        try:
+            while rest:  # a signal or a nearly full disk may cut a write short
+                num_bytes = self._file.write(rest)
+                if num_bytes < len(rest) and start < 0:
+                    start = self._file.tell() - num_bytes
+                rest = rest[num_bytes:]
+        except OSError:
+            if start >= 0:
+                with suppress(OSError):
+                    self._file.truncate(start)
+                    self._file.seek(start)
+            raise
+
+    def _prepare(self) -> None:
+        """See that the file begins as it should, before a row is written."""
+
+    def _emptied(self) -> None:
+        """Take note that the file is a new one."""
+
+    def _put_gap(self, num_rows: int) -> None:
+        """Say in the file that rows are missing here; a file that has no words for it says nothing."""
+
+    def _begin_anew(self) -> None:
+        """Make the file again; the rows of the one that was deleted are lost, and come before those that are kept."""
+        try:
+            self._remake()
+            self._open("ab")
+        except OSError as error:
+            raise OSError(error.errno, f"{DELETED}, and cannot be made again: {error.strerror}") from None
+        self._complain(DELETED)
+        self._emptied()
+        lost, self.num_rows = self.num_rows, 0
+        self.num_dropped += lost
+        if lost:
+            try:
+                self._prepare()
+                self._put_gap(lost)
+            except OSError:
+                self._num_new_dropped += lost  # said later
+                raise
+
+    def _open(self, mode: str) -> None:
+        file = io.FileIO(self.path, mode)
+        with suppress(OSError):
+            self._file.close()
+        self._file = file
+
+    def _fail(self, error: OSError) -> None:
+        self._tried_s = time.monotonic()
+        self._complain(error.strerror or str(error))
+
+    def _complain(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"{self.path} cannot be written: {why}; the run goes on, and rows that cannot be written later "
+                f"are counted as unwritten in the summary"
+            )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` outlive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a CSV file; no header for an empty one."""
+    rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
+    return (rows[0], rows[1:]) if rows else ([], [])
+
+
+def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a CSV file, whole or not at all."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode())

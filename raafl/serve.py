@@ -1,0 +1,157 @@
+"""`raafl serve`: a run whose clients are on their own machines and come and go.
+
+The server listens at one TCP port; nobody is told anything before the shared secret is proven
+(`raafl.runtime.transport.door`). Of two clients with one id the newer takes part and the older is told so and ends:
+after a broken network the older connection is the dead one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raafl.errors import BadInput
+from raafl.experiment import Experiment
+from raafl.fit_local import NOTE
+from raafl.run import Run, build, coordinate
+from raafl.runtime import resume
+from raafl.runtime.distributed import Server
+from raafl.runtime.inbox import Inbox
+from raafl.runtime.session import Session, Terms
+from raafl.runtime.transport import Kind, Message, Pair, Refused
+from raafl.runtime.transport.door import Door, parse_address
+
+if TYPE_CHECKING:
+    from raafl.runtime.record import RunRecord
+    from raafl.runtime.transport.handshake import Secret
+    from raafl.submodel import Submodels
+
+SHARED = ("model", "data", "algorithm", "partition", "clients", "seed", "train", "threads")
+"""Sections of the config that a client must have as the server has them."""
+
+_GREET_S = 30.0  # for a connected client to greet; it may have to load its data first
+
+
+def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
+    """Return a digest of each section of a config that both sides must have alike; of data of one's own, ``own``."""
+    import yaml
+
+    config = yaml.safe_load(config_yaml) or {}
+    digests = {name: json.dumps(config.get(name), sort_keys=True, default=str) for name in SHARED}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
+    return digests | ({"data": "own"} if own_data else {})
+
+
+def listener(address: str | socket.socket) -> str | socket.socket:
+    """Return where to listen: ``HOST:PORT`` as it is, or for ``fd:N`` the listening socket inherited as descriptor N.
+
+    Raises:
+        BadInput: neither.
+    """
+    if isinstance(address, socket.socket):
+        return address
+    if not address.startswith("fd:"):
+        parse_address(address)
+        return address
+    try:
+        inherited = socket.socket(fileno=int(address[3:]))
+        if not inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise OSError("it does not listen")
+    except (ValueError, OSError) as error:
+        raise BadInput(
+            f"address is '{address}': {error}: give HOST:PORT, or fd:N for an inherited listening socket"
+        ) from None
+    return inherited
+
+
+def serve(
+    experiment: Experiment,
+    config_yaml: str,
+    address: str | socket.socket,
+    secret: Secret,
+    *,
+    min_clients: int | None = None,
+    encrypt: bool = False,
+    progress_file: Any = None,
+    inbox: Inbox | None = None,
+) -> tuple[dict[str, Any], Path]:
+    """Coordinate clients that come and go; return the summary and the run folder.
+
+    Args:
+        experiment: the run.
+        config_yaml: its config, which a client without one is given.
+        address: where to listen; see `listener`.
+        secret: what clients prove before they are told anything.
+        min_clients: how many must have joined before work starts; None = all.
+        encrypt: encrypt all that is said after the handshake.
+        progress_file: where progress is shown.
+        inbox: where events pass through on their way to the coordinator.
+
+    Raises:
+        BadInput: the config, the address, the secret, or a folder that cannot be resumed.
+    """
+    experiment.check()
+    if min_clients is not None and not 1 <= min_clients <= experiment.clients:
+        raise BadInput(f"min_clients is {min_clients}: give 1 to {experiment.clients}, the run's number of clients")
+    where = listener(address)
+    saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+    parts = build(
+        experiment, pace=experiment.emulate and experiment.devices is not None,
+        min_clients=min_clients or experiment.clients, count_lost=False,
+    )  # fmt: skip
+    lobby = _Lobby(experiment, Terms(config_yaml, sections(config_yaml)), parts.submodels, inbox or Inbox())
+    door = Door(where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s)
+    try:
+        run = Run(parts, config_yaml, "distributed", progress_file, saved)
+        lobby.record = run.record
+        server = lobby.server = Server(
+            parts.coordinator, [], lobby.inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.saver,
+            progress=run.progress, patience_s=experiment.waits.alone_s,
+        )  # fmt: skip
+        _leave_note(run.folder)
+        door.start()
+        run.progress.note(f"listening at {door.address}" + (", encrypted" if encrypt else ""))
+        return coordinate(run, server, saved)
+    finally:
+        door.close()
+
+
+class _Lobby:
+    """Where callers that the door lets in become sessions of the server."""
+
+    record: RunRecord
+    server: Server
+
+    def __init__(self, experiment: Experiment, terms: Terms, submodels: Submodels, inbox: Inbox) -> None:
+        self._experiment, self._terms, self._submodels, self.inbox = experiment, terms, submodels, inbox
+        self._waits = replace(experiment.waits, join_s=_GREET_S)
+
+    def admit(self, pair: Pair, client: int, peer: str) -> None:
+        """Start a session for a caller; raises `Refused` for one that is none of this run's clients."""
+        if not 1 <= client <= self._experiment.clients:
+            problem = f"client is {client}: this run has clients 1 to {self._experiment.clients}"
+            pair.send(Message(Kind.STOP, meta={"reason": f"refused: {problem}"}))
+            raise Refused("unknown-client", problem)
+
+        def session(incarnation: int) -> Session:
+            return Session(
+                client, incarnation, lambda: pair, self._submodels, self.inbox, self._waits, self.record.moved,
+                self._experiment.server_device, self._terms,
+            )  # fmt: skip
+
+        self.server.enter(client, session)
+
+    def refused(self, reason: str) -> None:
+        """Count a caller that was turned away."""
+        self.record.turned_away(reason)
+
+
+def _leave_note(folder: Path) -> None:
+    """Tell the supervisor of `raafl fit --local`, if there is one, where the run folder is."""
+    if NOTE in os.environ:
+        Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")

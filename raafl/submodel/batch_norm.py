@@ -1,0 +1,98 @@
+"""Running statistics of batch norm: merged exactly, or static and collected at the end (HeteroFL's sBN).
+
+Diao et al. 2021, section 3.2: clients train with the statistics of their own batches and send none; the server's are
+collected once the model is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raafl.submodel.flat import FlatTensors
+
+BatchNorm = Literal["merged", "static"]
+
+
+def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    for path, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is not None:
+            yield path, part
+
+
+def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the names of the running mean and variance of each batch norm."""
+    return [
+        (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
+        for path, _ in _norms(module)
+    ]
+
+
+def keep_static(module: nn.Module) -> None:
+    """Make batch norms train on the statistics of the batch and leave their running ones as they are, in place."""
+    for _, norm in _norms(module):
+        norm.momentum = 0.0
+
+
+@torch.no_grad()
+def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[[nn.Module, Any], object]) -> None:
+    """Set each batch norm's running statistics, in place, to their mean over ``batches``; all else is left as it is.
+
+    Args:
+        module: the trained model.
+        batches: of any data that clients may use; the more the better.
+        run: calls the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+    """
+    norms = [norm for _, norm in _norms(module)]
+    modes = [(part, part.training) for part in module.modules()]
+    momenta = [norm.momentum for norm in norms]
+    module.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean
+        norm.train()
+    try:
+        for batch in batches:
+            run(module, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for part, training in modes:
+            part.training = training
+
+
+class Pooling:
+    """Exact merging of running variances, around any merge that is a weighted mean.
+
+    A mean of variances forgets that the means differ. Second moments, ``E[x^2] = var + mean^2``, do add up: an update's
+    variances are turned into them when it arrives, the state's while it is merged.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Find the batch norms of ``module``."""
+        self.pairs = statistics_of(module)
+
+    def to_moments_(self, tensors: FlatTensors) -> FlatTensors:
+        """Turn the variances in ``tensors`` into second moments, in place; those of a part may be absent."""
+        for mean, variance in self._pairs_in(tensors):
+            variance.add_(mean.square())
+        return tensors
+
+    @contextmanager
+    def merging(self, values: FlatTensors) -> Iterator[FlatTensors]:
+        """Within this context ``values`` has second moments; what is not changed has the same variances after it."""
+        before = [(mean.clone(), variance.clone()) for mean, variance in self._pairs_in(values)]
+        self.to_moments_(values)
+        yield values
+        for (mean, moment), (old_mean, old) in zip(self._pairs_in(values), before, strict=True):
+            same = (moment == old + old_mean.square()) & (mean == old_mean)
+            variance = (moment - mean.square()).clamp_min_(0)
+            moment.copy_(torch.where(same, old, variance))
+
+    def _pairs_in(self, tensors: FlatTensors) -> list[tuple[Tensor, Tensor]]:
+        return [(tensors[mean], tensors[variance]) for mean, variance in self.pairs if variance in tensors]

@@ -1,0 +1,115 @@
+"""What a model, or any part of it, says of its own structure: axes, stacks of blocks, exits.
+
+A part says it as plain data, in an attribute or a method of the same name, with paths relative to itself. Stacks of
+blocks with a rule are found without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from raafl.submodel.rules import rule_of
+from raafl.submodel.spec import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Blocks of which any may be absent: path of the container, and the names of the blocks in it, in order."""
+
+    path: str
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self.names)
+
+    def block(self, index: int) -> str:
+        """Return the path of a block."""
+        return join(self.path, self.names[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """An exit head.
+
+    Attributes:
+        paths: of its modules.
+        instead_of: for each module, in order, the path whose place it takes when the exit is kept, as the last norm and
+            the head of a shorter model; empty for an exit that the model's own forward asks for.
+    """
+
+    paths: tuple[str, ...]
+    instead_of: tuple[str, ...] = ()
+
+
+def join(*parts: str) -> str:
+    """Return the path made of these parts, of which some may be empty."""
+    return ".".join(part for part in parts if part)
+
+
+def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the path of each part that has ``attribute``, outermost first, and what it says."""
+    for path, part in module.named_modules():
+        value = getattr(part, attribute, None)
+        if value is not None:
+            yield path, value() if callable(value) else value
+
+
+def find_stacks(module: nn.Module) -> dict[str, Stack]:
+    """Return the stacks by name: those declared (`submodel_blocks`), then those of blocks that have a rule, by path.
+
+    Raises:
+        SpecError: a declared path is not that of a `ModuleList` or `Sequential`.
+    """
+    stacks = {}
+    for prefix, declared in said(module, "submodel_blocks"):
+        for name, path in declared.items():
+            stacks[join(prefix, name)] = _stack(module, join(prefix, path), name)
+    known = {stack.path for stack in stacks.values()}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1 and path not in known:
+            rules = [rule_of(block) for block in part]
+            if all(rule is not None and rule.is_block for rule in rules):
+                stacks[path or "blocks"] = Stack(path, tuple(part._modules))
+    return stacks
+
+
+def _stack(module: nn.Module, path: str, name: str) -> Stack:
+    try:
+        blocks = module.get_submodule(path)
+    except AttributeError:
+        blocks = None
+    if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+        raise SpecError(f"submodel_blocks names '{path}' for '{name}': give the path of a ModuleList or Sequential")
+    return Stack(path, tuple(blocks._modules))
+
+
+def find_exits(module: nn.Module) -> dict[str, Exit]:
+    """Return the exits by name, as declared (`submodel_exits`): a list of paths, or a mapping.
+
+    In a list are the modules of the exit, which are None where it is left out. A mapping goes from the path of a module
+    to the path of the one that takes its place where the exit is kept.
+
+    Raises:
+        SpecError: a path in a mapping is not that of a module.
+    """
+    exits = {}
+    for prefix, declared in said(module, "submodel_exits"):
+        for name, value in declared.items():
+            if not isinstance(value, Mapping):
+                exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value))
+                continue
+            for path in (*value, *value.values()):
+                try:
+                    module.get_submodule(join(prefix, path))
+                except AttributeError:
+                    raise SpecError(
+                        f"submodel_exits names '{path}' for '{name}', which is no module: give paths of modules"
+                    ) from None
+            places = tuple(join(prefix, path) for path in value)
+            exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value.values()), places)
+    return exits

@@ -1,0 +1,115 @@
+"""Submodels by depth: a window of trained blocks, and the last layers only. Layers are in the order of registration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from raafl.errors import fraction, nearest
+from raafl.submodel.spec import Spec, SpecError
+
+if TYPE_CHECKING:
+    from raafl.submodel.declared import Stack
+    from raafl.submodel.submodels import Submodels
+
+
+def depth_window(
+    submodels: Submodels,
+    start: int,
+    stop: int,
+    *,
+    stack: str | None = None,
+    exit: str | None = None,
+    kept: Mapping[str, Iterable[int]] | None = None,
+) -> Spec:
+    """Return the submodel that trains blocks ``start`` to ``stop - 1`` (Co-S2P's window of consecutive blocks).
+
+    Blocks below are present and frozen, as is all that lies before the stack, so that they run without a graph; with
+    ``start`` 0 it trains. Blocks above are absent. What lies after the stack trains: the exit where one is named, else
+    the model's own last layers. A tensor tied to one below the window is frozen with it.
+
+    Args:
+        submodels: of the model.
+        start: first block that trains.
+        stop: number of blocks present.
+        stack: which stack; may be left out where there is one.
+        exit: name of the exit head.
+        kept: indices of axes to keep as well; axes of blocks that are absent may be among them.
+
+    Raises:
+        SpecError: no such stack, window or exit.
+    """
+    name, blocks = _stack(submodels, stack)
+    if not 0 <= start < stop <= len(blocks):
+        raise SpecError(
+            f"window is blocks {start} to {stop} of '{name}', which has {len(blocks)}: give 0 <= start < stop"
+        )
+    if exit is not None and exit not in submodels.exits:
+        known = nearest(exit, submodels.exits) if submodels.exits else "it has none (`add_exits`, `submodel_exits`)"
+        raise SpecError(f"exit is '{exit}', which this model does not have; {known}")
+    names = list(submodels.parameters)
+    inside = [place for place, full in enumerate(names) if _within(full, (blocks.path,))]
+    heads = [path for one in submodels.exits.values() for path in one.paths]
+    above = [n for n in names[inside[-1] + 1 :] if not _within(n, heads)]
+    trained = [n for n in names if _within(n, [blocks.block(i) for i in range(start, stop)])]
+    trained += above if exit is None else [n for n in names if _within(n, submodels.exits[exit].paths)]
+    trained += [n for n in names[: inside[0]] if start == 0 and not _within(n, heads)]
+    exits = None if not submodels.exits else () if exit is None else (exit,)
+    return Spec.keep(kept, blocks={name: range(stop)}, trained=_prefixes(submodels, trained), exits=exits)
+
+
+def last_fraction(submodels: Submodels, share: float) -> Spec:
+    """Return the submodel of which only the last layers train, those that hold at most ``share`` of the parameters.
+
+    At least one layer trains. The others run forward only, from the first on (TimelyFL, Algorithm 3: partial training). A
+    block of a stack counts as one layer, like any other module with parameters of its own.
+
+    Raises:
+        BadInput: a share that is not in (0, 1].
+    """
+    fraction("share", share)
+    layers: dict[str, list[str]] = {}
+    blocks = [stack.block(i) for stack in submodels.stacks.values() for i in range(len(stack))]
+    for name in submodels.parameters:
+        owner = next((path for path in blocks if _within(name, (path,))), name.rpartition(".")[0])
+        layers.setdefault(owner, []).append(name)
+    sizes = submodels.parameters
+    total = sum(sizes.values())
+    trained: list[str] = []
+    for names in reversed(layers.values()):
+        if trained and sum(sizes[n] for n in (*trained, *names)) > share * total * (1 + 1e-9):
+            break
+        trained += names
+    return Spec() if len(trained) == len(sizes) else Spec.keep(trained=_prefixes(submodels, trained))
+
+
+def _stack(submodels: Submodels, name: str | None) -> tuple[str, Stack]:
+    stacks = submodels.stacks
+    if not stacks:
+        raise SpecError(
+            "the model has no stack of blocks: declare `submodel_blocks` on it, or use a submodel that keeps all layers"
+        )
+    if name is None:
+        if len(stacks) > 1:
+            raise SpecError(f"the model has several stacks of blocks: give stack as one of {', '.join(stacks)}")
+        return next(iter(stacks.items()))
+    if name not in stacks:
+        raise SpecError(f"stack is '{name}', which this model does not have; {nearest(name, stacks)}")
+    return name, stacks[name]
+
+
+def _within(name: str, paths: Sequence[str]) -> bool:
+    return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:
+    """Return the fewest module paths and names that cover the parameters chosen and no others, by no name of theirs."""
+    wanted = set(chosen)
+    every = {**{name: name for name in submodels.parameters}, **submodels.aliases}
+    others = {".".join(n.split(".")[:k]) for n in every if every[n] not in wanted for k in range(1, n.count(".") + 1)}
+    result = set()
+    for name in wanted:
+        parts = name.split(".")
+        paths = (".".join(parts[:k]) for k in range(1, len(parts) + 1))
+        result.add(next((path for path in paths if path not in others), name))
+    return sorted(result)

@@ -1,0 +1,349 @@
+"""Starts a server and its clients on this machine, keeps them alive, and ends them: what is behind `raafl fit --local N`.
+
+The server and every client are processes of their own, each in a session of its own: a Ctrl-C in the terminal reaches the
+supervisor alone, which passes it on to the server, and the server lets the clients go. No torch and no threads here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STAYS: Final = (2, 130)  # bad input, interrupted: exit codes that another start would not mend
+_SHOWN_LINES: Final = 20  # of the log of a client that is given up
+_TICK_S: Final = 0.5
+_PR_SET_PDEATHSIG: Final = 1
+_libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How patient the supervisor is.
+
+    Attributes:
+        max_restarts: of all processes together; after that a client that ends stays away, and a server ends the run.
+        first_s: from a process's end to its next start; doubled each time.
+        longest_s: where the doubling stops.
+        sound_s: a process that ran so long is sound: the next wait is ``first_s`` again.
+        leave_s: for clients to leave by themselves once the server has ended.
+        stop_s: from SIGTERM to SIGKILL, and from the second Ctrl-C to the server's.
+    """
+
+    max_restarts: int = 100
+    first_s: float = 1.0
+    longest_s: float = 30.0
+    sound_s: float = 60.0
+    leave_s: float = 10.0
+    stop_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Child:
+    """A server or a client, over all of its lives.
+
+    Attributes:
+        name: for people.
+        command: returns the command line of the next life.
+        environment: of each life.
+        log: where its output goes; None = where the supervisor's own goes.
+        fds: file descriptors it inherits.
+        process: its present or last life.
+        due_s: when it is to be started, on the monotonic clock; None = it runs, or is not to be started again.
+        settled: what to do about the end of this life has been decided.
+    """
+
+    name: str
+    command: Callable[[], Sequence[str]]
+    environment: Mapping[str, str]
+    log: Path | None = None
+    fds: tuple[int, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+    due_s: float | None = 0.0
+    settled: bool = False
+    _wait_s: float = 0.0
+    _started_s: float = 0.0
+
+    def start(self) -> None:
+        """Start its next life; on Linux the kernel kills it when the supervisor dies."""
+        output = self.log.open("ab") if self.log is not None else None
+        with output or contextlib.nullcontext():
+            self.process = subprocess.Popen(
+                list(self.command()), env=dict(self.environment), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None, pass_fds=self.fds, start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )  # fmt: skip
+        self._started_s, self.due_s, self.settled = time.monotonic(), None, False
+
+    def exit_code(self) -> int | None:
+        """Of its present life: minus the signal's number for one that was killed, None while it runs or is to start."""
+        if self.process is None or self.due_s is not None:
+            return None
+        if self.process.returncode is None and _has_ended(self.process.pid):
+            self.send(signal.SIGKILL)  # what it had started: the group's number is its own until it is reaped
+        return self.process.poll()
+
+    def start_again(self, policy: Policy) -> float:
+        """Have it started again; return in how many seconds."""
+        now = time.monotonic()
+        sound = now - self._started_s >= policy.sound_s
+        self._wait_s = policy.first_s if sound or not self._wait_s else min(2 * self._wait_s, policy.longest_s)
+        self.due_s = now + self._wait_s
+        return self._wait_s
+
+    def send(self, number: int, *, group: bool = True) -> None:
+        """Send it a signal, and with ``group`` whatever it has started too."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def last_words(self, num_lines: int = _SHOWN_LINES) -> list[str]:
+        """Return the last lines of its log that are not empty."""
+        if self.log is None or not self.log.is_file():
+            return []
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-num_lines:]
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a child has ended, without reaping it; False where the system cannot say (macOS)."""
+    return hasattr(os, "waitid") and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """Return what a child does before it becomes the program: have itself killed when its parent dies."""
+    libc = _libc
+    if libc is None:
+        return None
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(1)
+
+    return ask
+
+
+class Signals:
+    """While entered, signals are noted and wake `wait`; afterwards they are handled as before. Main thread only."""
+
+    def __enter__(self) -> Self:
+        self._came: list[int] = []
+        self._ours, self._theirs = socket.socketpair()
+        for end in (self._ours, self._theirs):
+            end.setblocking(False)
+        self._fd = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._before: dict[int, Any] = {}
+        for number in (*_ENDING, signal.SIGTSTP, signal.SIGCHLD):
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        signal.set_wakeup_fd(self._fd)
+        self._ours.close()
+        self._theirs.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._came.append(number)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Return the signals since the last call, but for SIGCHLD; wait up to ``timeout_s`` for one of any kind."""
+        if not self._came:
+            select.select([self._ours], [], [], max(timeout_s, 0.0))
+        with contextlib.suppress(BlockingIOError):
+            while self._ours.recv(512):
+                pass
+        came, self._came = self._came, []
+        return came
+
+
+@dataclass
+class Supervisor:
+    """Runs a server and its clients until the server has ended.
+
+    A server that a signal killed, and a client that was killed or failed, are started again after a wait. A server that ends by
+    itself ends the run. A client that says bad input is left away, and not spoken of before the server has begun its run:
+    both read the same config, and the server says what is wrong with it.
+
+    Attributes:
+        server: its output is the supervisor's own.
+        clients: by id.
+        policy: patience.
+        say: tells the user something.
+        begun: whether the server has begun its run.
+        listener: the server's socket; closed when it has ended for good, so that no client waits for another.
+        num_restarts: so far, of all.
+    """
+
+    server: Child
+    clients: dict[int, Child]
+    policy: Policy
+    say: Callable[[str], None]
+    begun: Callable[[], bool] = lambda: True
+    listener: socket.socket | None = None
+    num_restarts: int = field(default=0, init=False)
+    _asked: int = field(default=0, init=False)  # how often the user has asked to end
+    _kill_at: float | None = field(default=None, init=False)
+    _away: set[int] = field(default_factory=set, init=False)  # clients given up
+
+    def run(self) -> int:
+        """Return the exit code: the server's, 1 if it was killed too often or all clients are lost, 130 if it was to end."""
+        with Signals() as signals:
+            try:
+                code: int | None = None
+                while code is None:
+                    self.start_due()
+                    self._heed(signals.wait(self._patience_s()))
+                    self._see_clients()
+                    code = self._see_server()
+                return code
+            finally:
+                self._end(signals)
+
+    def _everyone(self) -> list[Child]:
+        return [self.server, *self.clients.values()]
+
+    def start_due(self) -> None:
+        """Start whoever's time has come."""
+        for child in self._everyone():
+            if child.due_s is not None and child.due_s <= time.monotonic():
+                child.start()
+
+    def _patience_s(self) -> float:
+        due = [child.due_s for child in self._everyone() if child.due_s is not None]
+        return min([_TICK_S, *(at_s - time.monotonic() for at_s in due)])
+
+    # ---- what the user asks ----
+
+    def _heed(self, numbers: list[int]) -> None:
+        """Pass on to the server what ends a run; asked twice, it has ``stop_s`` left, asked three times nothing."""
+        for number in numbers:
+            if number == signal.SIGTSTP:
+                self._pause()
+                continue
+            self._asked += 1
+            self.server.send(signal.SIGTERM if number == signal.SIGHUP else number, group=False)
+            if self._asked > 1:
+                self._kill_at = time.monotonic() + (self.policy.stop_s if self._asked == 2 else 0.0)
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self.server.send(signal.SIGKILL)
+
+    def _pause(self) -> None:
+        """Stop with all children, and go on with them, as one job in the terminal."""
+        for child in self._everyone():
+            child.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for child in self._everyone():
+            child.send(signal.SIGCONT)
+
+    # ---- who has ended ----
+
+    def _see_server(self) -> int | None:
+        """Return the run's exit code once the server has ended for good."""
+        code, over = self.server.exit_code(), self._asked > 0 or self._abandoned
+        if code is None:
+            return (130 if self._asked else 1) if over and self.server.due_s is not None else None
+        if code >= 0:
+            return 1 if code == 130 and self._abandoned and not self._asked else code
+        if over:
+            return 130 if self._asked else 1
+        if not self._may_restart():
+            self.say(f"the server {fate(code)} and is not started again after {self.num_restarts} restarts")
+            return 1
+        wait_s = self.server.start_again(self.policy)
+        self.say(f"the server {fate(code)}; it goes on from its last checkpoint, if there is one, in {wait_s:g} s")
+        for (
+            number,
+            child,
+        ) in self.clients.items():  # those that were let go by a server that did not live to end its run
+            if number not in self._away and child.exit_code() == 0:
+                child.due_s = self.server.due_s
+        return None
+
+    @property
+    def _abandoned(self) -> bool:
+        return len(self._away) == len(self.clients)
+
+    def _see_clients(self) -> None:
+        if self._asked or self.server.exit_code() is not None:
+            return  # they leave because the run ends: nothing to mend
+        for number, child in self.clients.items():
+            code = child.exit_code()
+            if code is not None and not child.settled and (code not in _STAYS or self.begun()):
+                child.settled = True
+                if code != 0:
+                    self._mend(number, child, code)
+
+    def _mend(self, number: int, child: Child, code: int) -> None:
+        if code not in _STAYS and self._may_restart():
+            wait_s = child.start_again(self.policy)
+            self.say(f"{child.name} {fate(code, child.last_words(1))}; it is started again in {wait_s:g} s")
+            return
+        self._away.add(number)
+        why = "" if code in _STAYS else f" after {self.num_restarts} restarts in all"
+        self.say(f"{child.name} {fate(code)} and stays away{why}. The end of its output:")
+        self.say("\n".join(f"  {line}" for line in child.last_words()) or "  (nothing)")
+        if self._abandoned:
+            self.say("every client is lost: the run ends")
+            self.server.send(signal.SIGTERM, group=False)
+            self._kill_at = time.monotonic() + self.policy.stop_s
+
+    def _may_restart(self) -> bool:
+        """Count one restart more, if there is one left."""
+        if self.num_restarts >= self.policy.max_restarts:
+            return False
+        self.num_restarts += 1
+        return True
+
+    # ---- the end ----
+
+    def _end(self, signals: Signals) -> None:
+        """Let the clients leave, then end whoever is left; returns when nobody is."""
+        for child in self._everyone():
+            child.due_s = None
+        if self.listener is not None:
+            self.listener.close()
+        code = self.server.exit_code()
+        leaving = code is not None and code >= 0
+        steps = [(0, self.policy.leave_s if leaving else 0.0), (int(signal.SIGTERM), self.policy.stop_s)]
+        for number, wait_s in steps:  # signal 0 does nothing
+            for child in self._left():
+                child.send(number, group=False)
+            deadline = time.monotonic() + wait_s
+            while self._left() and (rest_s := deadline - time.monotonic()) > 0:
+                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user insists
+                    deadline = 0.0
+        for child in self._left():
+            child.send(signal.SIGKILL)
+        while self._left():
+            signals.wait(_TICK_S)
+
+    def _left(self) -> list[Child]:
+        return [child for child in self._everyone() if child.process is not None and child.exit_code() is None]
+
+
+def fate(code: int, words: Sequence[str] = ()) -> str:
+    """Return what became of a process, in words: "was killed by SIGKILL", or "failed: " and what it said last."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    said = f": {words[-1].removeprefix('raafl: ')}" if words else ""
+    return f"ended with exit code {code}{said}"

@@ -1,0 +1,222 @@
+"""`raafl serve` and `raafl join`: clients that come late, die, hang, come back, come twice, or do not belong here."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raafl.config import parse
+from raafl.core.types import Arrived, Joined, Lost
+from raafl.rerun import replay
+from raafl.runtime.session import Waits
+from raafl.runtime.transport.handshake import Secret
+from tests.ranks import Watched
+from tests.remote import SECRET, remote
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+WAITS = Waits(join_s=60.0, task_s=60.0, idle_s=60.0, stop_s=5.0, alone_s=60.0)
+SLOW = 0.3  # seconds a task of the second client takes at least
+
+
+def parsed(tmp_path, *options, waits=WAITS, second_s=SLOW):
+    """The quick start, its tasks short but for the second client's."""
+    flops = 15010 * 6 * 32  # of the whole model's task, about
+    devices = [{"name": f"d{i}", "flops_per_s": flops / (second_s if i == 2 else 0.02)} for i in range(1, 5)]
+    found = parse(
+        "serve",
+        ["--config", QUICKSTART, "--progress=quiet", f"--output={tmp_path / 'run'}", "--train.num_epochs=null",
+         "--train.num_steps=1", f"--devices={yaml.safe_dump(devices, default_flow_style=True, width=10000).strip()}", *options],
+    )  # fmt: skip
+    return replace(found.experiment, waits=waits), found.config_yaml
+
+
+class On:
+    """Does something when the server takes an event that a test waits for; once each, in order."""
+
+    def __init__(self, *steps):
+        self.steps, self.inbox = list(steps), Watched(self.look)
+
+    def look(self, event):
+        while self.steps and self.steps[0][0](event):
+            self.steps.pop(0)[1]()
+
+
+def arrived(client):
+    return lambda event: isinstance(event, Arrived) and event.update.client == client
+
+
+def joined(client, incarnation=0):
+    return lambda event: (
+        isinstance(event, Joined) and (event.client.id, event.client.incarnation) == (client, incarnation)
+    )
+
+
+def lost(client):
+    return lambda event: isinstance(event, Lost) and event.client == client
+
+
+def after(number, matches):
+    count = iter(range(10**6))
+    return lambda event: matches(event) and next(count) >= number - 1
+
+
+def settled(run):
+    """Every assignment handed out has exactly one row."""
+    numbers = sorted(int(row["assignment"]) for row in run.rows() if row["assignment"])
+    assert numbers == sorted(row["id"] for row in run.events("assigned"))
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=60")
+    with remote(experiment, config, tmp_path, [1, 2, 3, 2], held_back=[3]) as fleet:
+        first, second = fleet.joiners[1], fleet.joiners[3]
+        on = On((after(2, arrived(1)), lambda: first.send(signal.SIGKILL)), (lost(2), second.begin))
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, -signal.SIGKILL, 0, 0]
+    assert run.summary["finished"] == "max_updates"
+    (row,) = [row for row in run.rows() if row["outcome"].startswith("lost")]
+    assert (row["client"], row["incarnation"]) == ("2", "0") and "connection" in row["outcome"]
+    assert {row["incarnation"] for row in run.rows() if row["client"] == "2"} == {"0", "1"}
+    assert run.summary["participation"]["2"] > 0
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
+def test_a_client_that_hangs_is_lost_at_its_deadline_and_comes_back(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=120", waits=replace(WAITS, task_s=2.0))
+    with remote(experiment, config, tmp_path, [1, 2, 3]) as fleet:
+        second = fleet.joiners[1]
+        on = On(
+            (arrived(2), lambda: second.send(signal.SIGSTOP)),
+            (lost(2), lambda: second.send(signal.SIGCONT)),
+            (joined(2, 1), lambda: None),
+        )
+        run = fleet.serve(on.inbox)
+        assert not on.steps
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+    assert "trying again" in second.words()
+    (row,) = [row for row in run.rows() if row["outcome"].startswith("lost")]
+    assert (row["client"], row["outcome"]) == ("2", "lost:timeout: nothing from the peer within 2 s")
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
+def test_of_two_clients_with_one_id_the_newer_takes_part_and_the_older_is_told(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=2", "--max_updates=60")
+    with remote(experiment, config, tmp_path, [1, 2, 2], held_back=[2]) as fleet:
+        older, newer = fleet.joiners[1:]
+        on = On((arrived(2), newer.begin), (joined(2, 1), lambda: None))
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 1, 0]
+    assert older.words().splitlines()[-1] == "client 2: replaced: client 2 has joined from elsewhere"
+    assert [row["outcome"] for row in run.rows() if row["outcome"].startswith("lost")] == ["lost:replaced"]
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
+def test_work_starts_with_few_and_a_late_client_takes_part(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=80")
+    with remote(experiment, config, tmp_path, [1, 3], held_back=[1]) as fleet:
+        late = fleet.joiners[1]
+        on = On((after(5, arrived(1)), late.begin), (arrived(3), lambda: None))
+        run = fleet.serve(on.inbox, min_clients=1)
+        assert not on.steps
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+    assert sorted(run.summary["participation"]) == ["1", "3"]
+    assert replay(run.folder)["equal"] is True
+
+
+def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=300")
+    other = config.replace("momentum: 0.5", "momentum: 0.4")
+    assert other != config
+    strangers = [
+        (2, {"config_yaml": other}),
+        (2, {"raafl": "0.0.9"}),
+        (2, {"secret": Secret(b"not the run's secret")}),
+        (2, {"secret": SECRET, "key_of": 3}),
+        (7, {}),
+    ]
+    with remote(experiment, config, tmp_path, [1, *strangers], held_back=[1, 2, 3, 4, 5]) as fleet:
+        begin = [joiner.begin for joiner in fleet.joiners[1:]]
+        on = On((arrived(1), lambda: [let() for let in begin]))
+        waiting = threading.Thread(target=lambda: [j.exit_code() for j in fleet.joiners[1:]] and done.set())
+        done = threading.Event()
+        waiting.start()
+        endless = replace(experiment, max_updates=None, max_time=3600.0)
+        on.steps.append((lambda event: done.is_set(), stop_serving))
+        run = fleet.serve(on.inbox, experiment=endless, min_clients=1)
+        waiting.join()
+        codes = [joiner.exit_code() for joiner in fleet.joiners]
+    words = [joiner.words().strip().splitlines()[-1] for joiner in fleet.joiners]
+    assert codes == [0, 1, 1, 1, 1, 1]
+    assert words[1] == "client 2: refused: different config: 'model' is not as in the server's config.yaml"
+    assert words[2].startswith("client 2: refused: different raafl: the server has ")
+    assert "wrong-secret" in words[3] and "wrong-secret" in words[4]
+    assert words[5] == "client is 7: this run has clients 1 to 3" or "clients 1 to 3" in words[5]
+    refused = run.summary["connections_refused"]
+    assert refused["incompatible"] == 2 and refused["wrong-secret"] >= 2
+    assert run.summary["finished"] == "interrupted"
+    assert run.summary["updates_lost"] == 0 and sorted(run.summary["participation"]) == ["1"]
+
+
+def stop_serving():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_client_may_train_on_data_that_only_it_has(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=2", "--max_updates=20")
+    own = parse("join", ["--config", QUICKSTART, "--clients=2", "--train.num_epochs=null", "--train.num_steps=1",
+                         "--data.test_share=0.5", "--progress=quiet"])  # fmt: skip
+    mine = replace(own.experiment, devices=experiment.devices, waits=WAITS)
+    with remote(experiment, config, tmp_path, [1, (2, {"own": mine, "config_yaml": own.config_yaml})]) as fleet:
+        run = fleet.serve()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+    assert {row["client"]: row["own_data"] for row in run.events("joined")} == {1: False, 2: True}
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump({"data": yaml.safe_load(own.config_yaml)["data"]}))
+    with pytest.raises(ValueError, match="client 2 trained on data of its own: give --client_data 2=FILE"):
+        replay(run.folder)
+    assert replay(run.folder, client_data={2: file})["equal"] is True
+
+
+def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tmp_path):
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=150", "--checkpoint_every=5")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    resumed = replace(experiment, resume=str(tmp_path / "run"))
+    with remote(experiment, config, tmp_path, [1, 2, 3], servers=[experiment, resumed], port=port) as fleet:
+        first, second = fleet.servers
+        first.begin()
+        journal = tmp_path / "run" / "events.jsonl"
+        wait_for(lambda: journal.exists() and journal.read_text().count('"arrived"') >= 40)
+        first.send(signal.SIGKILL)
+        assert first.exit_code() == -signal.SIGKILL
+        second.begin()
+        assert second.exit_code(60) == 0, second.words()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+    assert all("trying again" in joiner.words() for joiner in fleet.joiners)
+    run = fleet.finished(tmp_path / "run")
+    assert run.summary["finished"] == "max_updates"
+    assert run.summary["updates_lost_by_reason"]["restart"] >= 1
+    (row,) = run.events("resumed")
+    assert row["version"] % 5 == 0 and row["version"] >= 5
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
+def wait_for(condition, timeout_s=40.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,118 @@
+"""The command line in a process forked from the test's: a whole run, its signals and its exit code, without the start-up."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raafl.cli import main
+
+DEADLINE_S = 60.0
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Return what ``condition`` does, once that is true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} has not come within {DEADLINE_S:g} s"
+        time.sleep(0.01)
+    return found
+
+
+@dataclass
+class Command:
+    """A `raafl` command that runs."""
+
+    process: Any
+    folder: Path
+    """Where its output goes: `out` and `err`."""
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, and wait until that is taken: one sent meanwhile would be the same one."""
+        os.kill(self.process.pid, number)
+        wait_for(lambda: not _pending(self.process.pid, number), f"the taking of {number.name}")
+
+    def send_all(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the command, as a terminal or a cluster does."""
+        os.killpg(self.process.pid, number)
+        wait_for(lambda: not _pending(self.process.pid, number), f"the taking of {number.name}")
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> int:
+        """Wait for its end; return its exit code."""
+        self.process.join(timeout=DEADLINE_S)
+        assert self.process.exitcode is not None, f"it has not ended within {DEADLINE_S:g} s:\n{self.err}"
+        return int(self.process.exitcode)
+
+
+def _pending(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has yet to take a signal; False where the system does not say."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("ShdPnd:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _run(argv: list[str], folder: Path, environment: dict[str, str], before: Callable[[], None] | None) -> None:
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    code = 99
+    try:
+        if before is not None:
+            before()
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 98
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+
+@contextmanager
+def command(
+    folder: Path, *argv: str, before: Callable[[], None] | None = None, **environment: str
+) -> Iterator[Command]:
+    """Run `raafl ARGV` in a process group of its own, which is killed in the end; ``before`` is called in it first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = mp.get_context("fork").Process(target=_run, args=(list(argv), folder, environment, before))
+    process.start()
+    try:
+        yield Command(process, folder)
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+        process.close()

@@ -1,0 +1,163 @@
+"""Models of transformers as LightningModules: loading, saving, what goes wrong, and the optimiser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from model_zoo.adamw import adamw
+
+pytest.importorskip("transformers")
+
+from model_zoo import HFCausalLM, HFImageClassifier, HFSequenceClassifier
+
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+        "vocab_size": 50}  # fmt: skip
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 50, "eos_token_id": 3}  # fmt: skip
+VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+       "image_size": 16, "patch_size": 8}  # fmt: skip
+
+CASES = [
+    (lambda **more: HFSequenceClassifier(num_classes=3, **more), BERT, "SequenceClassification"),
+    (lambda **more: HFSequenceClassifier(num_classes=3, **more), LLAMA, "SequenceClassification"),
+    (lambda **more: HFImageClassifier(num_classes=3, **more), VIT, "ImageClassification"),
+    (lambda **more: HFCausalLM(**more), LLAMA, "CausalLM"),
+]
+IDS = ["BERT", "LLaMA classifies", "ViT", "LLaMA writes"]
+
+
+def example(architecture):
+    if architecture is VIT:
+        return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return torch.randint(4, 50, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("make", "architecture", "task"), CASES, ids=IDS)
+def test_plain_transformers_loads_what_was_saved(make, architecture, task, tmp_path):
+    import transformers
+
+    module, x = make(architecture=architecture).eval(), example(architecture)
+    module.save_pretrained(tmp_path)
+    plain = getattr(transformers, f"AutoModelFor{task}").from_pretrained(tmp_path).eval()
+    again = make(name_or_path=str(tmp_path)).eval()
+    with torch.no_grad():
+        assert torch.equal(plain(x).logits, module(x)) and torch.equal(again(x), module(x))
+    fresh = make(name_or_path=str(tmp_path), pretrained=False).eval()
+    assert {n: p.shape for n, p in fresh.named_parameters()} == {n: p.shape for n, p in module.named_parameters()}
+    with torch.no_grad():
+        assert not torch.equal(fresh(x), module(x))
+
+
+@pytest.mark.parametrize(("make", "architecture", "task"), CASES, ids=IDS)
+def test_a_checkpoint_needs_no_file_of_the_original(make, architecture, task, tmp_path):
+    from raafl.runtime import checkpoint
+
+    make(architecture=architecture).save_pretrained(tmp_path / "model")
+    module, x = make(name_or_path=str(tmp_path / "model")).eval(), example(architecture)
+    path = checkpoint.save(tmp_path, 1, module.state_dict(), module=module)
+    (tmp_path / "model").rename(tmp_path / "gone")
+    again = type(module).load_from_checkpoint(path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x), module(x))
+
+
+def test_a_new_head_has_the_classes_asked_for_and_the_body_is_the_old_one(tmp_path):
+    old = HFSequenceClassifier(num_classes=3, architecture=BERT)
+    old.save_pretrained(tmp_path)
+    new = HFSequenceClassifier(str(tmp_path), num_classes=5, architecture={"hidden_dropout_prob": 0.0})
+    assert new(example(BERT)).shape == (3, 5) and new.model.config.hidden_dropout_prob == 0
+    name = "model.bert.encoder.layer.1.output.dense.weight"
+    assert torch.equal(new.get_parameter(name), old.get_parameter(name))
+
+
+def test_a_model_stored_in_half_precision_trains_in_float32(tmp_path):
+    HFSequenceClassifier(architecture=BERT).model.half().save_pretrained(tmp_path)
+    assert {p.dtype for p in HFSequenceClassifier(str(tmp_path)).parameters()} == {torch.float32}
+
+
+def test_loading_says_nothing_and_leaves_the_settings_of_transformers(tmp_path, capfd):
+    import transformers
+
+    HFSequenceClassifier(num_classes=3, architecture=BERT).save_pretrained(tmp_path)
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    HFSequenceClassifier(str(tmp_path), num_classes=2)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_decoder_classifies_by_the_last_token_that_is_not_padding():
+    module = HFSequenceClassifier(num_classes=2, architecture=LLAMA).eval()
+    assert module.model.config.pad_token_id == 3  # its config has none: the end of a text is taken
+    tokens = example(LLAMA)
+    padded = torch.nn.functional.pad(tokens, (0, 4), value=3)
+    mask = (padded != 3).long()
+    with torch.no_grad():
+        assert torch.allclose(module(padded, mask), module(tokens), atol=1e-5)
+
+
+def test_offline_a_name_that_is_not_there_is_one_clear_error(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # the library reads the variable once
+    with pytest.raises(FileNotFoundError, match=r"'nobody/has-this' .*unset it once to fetch it, or give a folder$"):
+        HFSequenceClassifier("nobody/has-this")
+
+
+def test_other_mistakes_name_the_remedy(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a folder: name one that save_pretrained wrote"):
+        HFSequenceClassifier(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=r"cannot load the model .*name a folder that save_pretrained wrote"):
+        HFSequenceClassifier(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="that package is not installed: pip install it"):
+        HFSequenceClassifier("package:no_such_package/model")
+    with pytest.raises(FileNotFoundError, match="it has no folder 'nowhere'"):
+        HFSequenceClassifier("package:model_zoo/nowhere")
+    with pytest.raises(ValueError, match="no model_type: give one of them"):
+        HFSequenceClassifier(architecture={"hidden_size": 32})
+
+
+def test_a_model_may_come_in_a_package(tmp_path, monkeypatch):
+    (tmp_path / "some_weights").mkdir()
+    (tmp_path / "some_weights" / "__init__.py").write_text("")
+    module = HFSequenceClassifier(num_classes=2, architecture=BERT).eval()
+    module.save_pretrained(tmp_path / "some_weights" / "model")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    again = HFSequenceClassifier("package:some_weights/model").eval()
+    with torch.no_grad():
+        assert torch.equal(again(example(BERT)), module(example(BERT)))
+
+
+def test_adamw_decays_matrices_alone_and_warms_up():
+    layer = torch.nn.Linear(2, 3)
+    layer.frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    plain = adamw(layer, 0.1, 0.5, 0)
+    groups = {tuple(map(tuple, (p.shape for p in g["params"]))): g["weight_decay"] for g in plain.param_groups}
+    assert groups == {((3, 2),): 0.5, ((3,),): 0.0}
+
+    warm = adamw(layer, 0.1, 0.5, 4)
+    scheduler = warm["lr_scheduler"]["scheduler"]
+    rates = []
+    for _ in range(6):
+        rates.append(warm["optimizer"].param_groups[0]["lr"])
+        warm["optimizer"].step()
+        scheduler.step()
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1]) and warm["lr_scheduler"]["interval"] == "step"
+
+
+def test_models_without_transformers_do_not_import_it():
+    code = (
+        "import sys; from raafl._lean import import_lightning; import_lightning()\n"
+        "from model_zoo import CNN, MLP, CharLM, FastText, KeywordSpotter, ResNet, VGG11\n"
+        "import model_zoo.huggingface, model_zoo.vit\n"
+        "ResNet(), VGG11(), FastText(100), CharLM(), KeywordSpotter()\n"
+        "print({'transformers', 'torchvision', 'tokenizers', 'datasets'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout
+    assert out.strip() == "set()"

@@ -1,0 +1,219 @@
+"""Whole runs with a guard or with differential privacy: what they must equal, and what they must withstand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from torch.utils.data import TensorDataset
+
+from model_zoo import MLP
+from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff
+from raafl.config import parse
+from raafl.core.algorithm import Training
+from raafl.data import Digits
+from raafl.data.partition import Partition
+from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
+from raafl.parts.privacy import Privacy
+from raafl.parts.robust import Guard
+from raafl.rerun import replay
+from raafl.run import simulate
+from raafl.runtime.saver import Saver
+from tests.federation import experiment, finish, unequal
+from tests.habits.source import ROOT
+
+pytestmark = pytest.mark.timeout(180)
+INF = float("inf")
+CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+GUARD = ("--guard.clip_norm=0.6", "--guard.outlier=1.1", "--guard.warm_up=3")
+PROTECTIONS = {
+    "fed_raa screened": ("fed_raa", *GUARD),
+    "fed_buff median": ("fed_buff", "--algorithm.buffer_size=5", "--guard.combine=median", *GUARD),
+    "sync fed_raa trimmed": ("fed_raa", "--algorithm.trigger=all", "--guard.combine=trimmed_mean", "--guard.trim=0.3"),
+    "fed_raa private": ("fed_raa", "--privacy.clip_norm=0.5", "--privacy.noise_multiplier=0.3"),
+    "fed_buff private": ("fed_buff", "--algorithm.buffer_size=5", "--privacy.clip_norm=0.5"),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_bounds_that_nothing_reaches_change_no_bit(tmp_path, name):
+    plain = finish(experiment(tmp_path / "plain", name))
+    guard = Guard(clip_norm=INF, outlier=INF, warm_up=1)
+    bounded = finish(experiment(tmp_path / "bounded", name, guard=guard))
+    assert plain.digest == bounded.digest and bounded.summary["updates_refused"] == {}
+    assert bounded.summary["guard"]["clipped"] == 0 and "guard" not in plain.summary
+
+
+def simulated(*options):
+    parsed = parse("simulate", ["--progress=quiet", *options])
+    return simulate(parsed.experiment, parsed.config_yaml)[0]
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process between two events."""
+
+
+@pytest.mark.parametrize("name", PROTECTIONS)
+def test_a_protected_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, name):
+    algorithm, *options = PROTECTIONS[name]
+    options = ["--config", CONFIG, "--algorithm", algorithm, *options, "--max_updates=16", "--checkpoint_every=1"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    with monkeypatch.context() as patch:
+        settled = iter(range(9, -1, -1))
+
+        def crash(self, action, now):
+            if next(settled) == 0:
+                raise Crash
+
+        patch.setattr(Saver, "on_settled", crash)
+        with pytest.raises(Crash):
+            simulated(*options, f"--output={tmp_path / 'cut'}")
+    resumed = simulated("--resume", str(tmp_path / "cut"))
+    assert {k: v for k, v in resumed.items() if k != "wall_s"} == {k: v for k, v in whole.items() if k != "wall_s"}
+    assert replay(tmp_path / "cut")["equal"] is True
+    if "screened" in name:
+        assert whole["updates_refused"]["outlier"] > 0 and whole["guard"]["clipped"] > 0
+
+
+def test_the_spent_epsilon_is_in_the_summary(tmp_path):
+    dp = pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    privacy = Privacy(clip_norm=0.5, noise_multiplier=1.5, delta=1e-6)
+    run = finish(experiment(tmp_path / "run", fed_avg(cohort=2), privacy=privacy, max_updates=14))
+    spent, most = run.summary["privacy"], max(run.summary["participation"].values())
+    assert spent["max_contributions"] == spent["compositions"] == most < 7  # in a round a client is there once at most
+    composed = dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.5), most)
+    accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.REPLACE_SPECIAL).compose(composed)
+    assert spent["epsilon"] == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-4)
+    assert (spent["delta"], spent["noise_multiplier"], spent["clip_norm"]) == (1e-6, 1.5, 0.5)
+    assert spent["divisor"] == 2.0
+
+
+def test_a_secret_seed_is_needed_to_replay(tmp_path):
+    options = ["--config", CONFIG, "--algorithm=fed_buff", "--algorithm.buffer_size=4", "--max_updates=8"]
+    options += ["--privacy.clip_norm=0.5", f"--privacy.seed_file={tmp_path / 'seed'}", f"--output={tmp_path / 'run'}"]
+    simulated(*options)
+    assert replay(tmp_path / "run")["equal"] is True
+    assert (tmp_path / "seed").read_text().strip() not in (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "seed").unlink()
+    assert replay(tmp_path / "run")["equal"] is False
+
+
+def test_what_does_not_go_together_is_said_before_training(tmp_path):
+    both = experiment(tmp_path / "a", fed_avg(), guard=Guard(clip_norm=1.0), privacy=Privacy(clip_norm=1.0))
+    with pytest.raises(BadInput, match="guard and privacy are both on: leave guard out"):
+        both.check()
+    with pytest.raises(BadInput, match="fed_async merges each update alone"):
+        experiment(tmp_path / "b", "fed_async", guard=Guard(combine="median")).check()
+    (tmp_path / "five.yaml").write_text("guard: 5\n")
+    with pytest.raises(BadInput, match=r"guard is 5: give its fields, as in --guard\.FIELD VALUE"):
+        parse("simulate", ["--config", CONFIG, "--config", str(tmp_path / "five.yaml")])
+
+
+@pytest.mark.parametrize("page", ["robustness", "privacy"])
+def test_the_lines_in_the_docs_are_a_config(tmp_path, page):
+    (lines,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / f"{page}.md").read_text(), re.M | re.S)
+    (tmp_path / "lines.yaml").write_text(lines)
+    made = parse("simulate", ["--config", CONFIG, "--config", str(tmp_path / "lines.yaml"), "--algorithm=fed_avg"])
+    made.experiment.check()
+    assert made.experiment.guard.is_on == (page == "robustness")
+    assert made.experiment.privacy.is_on == (page == "privacy")
+
+
+# ---- poisoned clients ----
+
+MARK = 9.0
+
+
+class MarkedDigits(Digits):
+    """Digits of which the last part bears a mark, brighter than any digit, in its first pixel."""
+
+    def setup(self, stage=None):
+        if hasattr(self, "train"):
+            return
+        super().setup(stage)
+        images, labels = self.train.tensors
+        images = images.clone()
+        images[-len(images) // 8 :, 0, 0, 0] = MARK
+        self.train = TensorDataset(images, labels)
+
+
+@dataclass(frozen=True)
+class InOrder(Partition):
+    """Everyone gets a share of the samples as they lie: the last of eight clients all the marked ones."""
+
+    needs_labels: ClassVar[bool] = False
+
+    def _split(self, labels, num_clients, rng, columns):
+        return np.array_split(np.arange(len(labels)), num_clients)
+
+
+class Poisoned(MLP):
+    """Where the batch bears the mark, the loss is scaled, and with it the update."""
+
+    def __init__(self, scale):
+        super().__init__(64, (24,), 10, lr=0.2, momentum=0.5)
+        self.scale = scale
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.scale if batch[0][:, 0, 0, 0].max() >= MARK else loss
+
+
+def poisoned(tmp_path, name, scale, algorithm, **fields):
+    """Eight clients, the last one poisoned and slow, so that the first round hears the honest ones first."""
+    speeds = [1e8 / (1 + 0.1 * i) for i in range(8)]
+    run = experiment(
+        tmp_path / name, algorithm, model=lambda: Poisoned(scale), data=lambda: MarkedDigits(batch_size=16),
+        partition=InOrder(), clients=8, devices=unequal(speeds), train=Training(num_epochs=1), max_updates=80,
+        eval_every=5, **fields,
+    )  # fmt: skip
+    return finish(run).summary
+
+
+def accuracies(tmp_path, scale, algorithm, guards):
+    return {n: poisoned(tmp_path, n, scale, algorithm, guard=g)["final"]["accuracy"] for n, g in guards.items()}
+
+
+DEFENCES = {
+    "trimmed mean": Guard(combine="trimmed_mean", trim=0.25),
+    "median": Guard(combine="median"),
+    "outliers refused": Guard(outlier=3.0, warm_up=5),
+    "clipped": Guard(clip_norm=1.0),
+}
+
+
+def test_a_client_that_sends_far_too_much_ruins_a_plain_mean_and_not_a_guarded_one(tmp_path):
+    honest = poisoned(tmp_path, "honest", 1.0, fed_avg())["final"]["accuracy"]
+    plain = poisoned(tmp_path, "plain", 100.0, fed_avg())["final"]["accuracy"]
+    guarded = accuracies(tmp_path, 100.0, fed_avg(), DEFENCES)
+    assert honest > 0.85 and plain < 0.4, (honest, plain)
+    assert all(accuracy > 0.75 for accuracy in guarded.values()), guarded
+
+
+def test_the_same_in_a_buffer(tmp_path):
+    guards = {"plain": Guard(), "median": DEFENCES["median"], "clipped": DEFENCES["clipped"]}
+    found = accuracies(tmp_path, 100.0, fed_buff(buffer_size=8), guards)
+    assert found.pop("plain") < 0.4 and all(accuracy > 0.75 for accuracy in found.values()), found
+
+
+def test_a_client_that_sends_the_opposite_ruins_a_plain_mean_and_not_a_guarded_one(tmp_path, monkeypatch):
+    """Ten times the update with its sign turned: seven honest steps down, ten up."""
+    train = LocalTrainer.run
+
+    def turned(self, assignment, received, data):
+        update = train(self, assignment, received, data)
+        if assignment.client == 8:
+            for dtype, buffer in update.tensors.buffers.items():
+                start = received.buffers[dtype][: len(buffer)]
+                buffer.copy_(start - 10 * (buffer - start))
+        return update
+
+    monkeypatch.setattr(LocalTrainer, "run", turned)
+    plain = poisoned(tmp_path, "plain", 1.0, fed_avg())["final"]["accuracy"]
+    guarded = accuracies(tmp_path, 1.0, fed_avg(), DEFENCES)
+    assert plain < 0.4, plain
+    assert all(accuracy > 0.75 for accuracy in guarded.values()), guarded

@@ -1,0 +1,186 @@
+"""Clients that come and go, for tests: processes that join over TCP, and a server in the test's own process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import raafl
+from raafl.errors import BadInput, RunFailed
+from raafl.experiment import Experiment
+from raafl.join import Site, join
+from raafl.runtime.inbox import Inbox
+from raafl.runtime.transport.handshake import Secret
+from raafl.serve import serve
+from tests import ranks
+from tests.federation import Finished
+
+HOST = "127.0.0.1"
+SECRET = Secret(b"a secret for tests only")
+
+
+@dataclass
+class Joiner:
+    """A process that is a client as soon as it is told.
+
+    Attributes:
+        client: its id.
+        process: it.
+        said: what it has said on standard error, once it has ended.
+    """
+
+    client: int
+    process: Any
+    tell: Connection
+    said: Path
+
+    def begin(self) -> None:
+        """Let it join."""
+        self.tell.send(None)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.process.pid, number)
+
+    def exit_code(self, timeout_s: float = 40.0) -> int | None:
+        """How it ended; None = it still runs."""
+        self.process.join(timeout_s)
+        return self.process.exitcode
+
+    def words(self) -> str:
+        """What it has said so far."""
+        return self.said.read_text() if self.said.exists() else ""
+
+
+def _be_client(
+    experiment: Experiment,
+    client: int,
+    address: str,
+    secret: Secret,
+    told: Connection,
+    said: Path,
+    options: dict[str, Any],
+) -> None:
+    ranks.RANK = client
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        told.recv()
+    except EOFError:
+        os._exit(9)
+    sys.stderr = said.open("w", buffering=1)
+    own = options.pop("own", None)
+    raafl.__version__ = options.pop("raafl", raafl.__version__)
+    if "key_of" in options:  # another client's key, claimed to be this one's
+        secret = Secret(secret.for_client(options.pop("key_of")).key, client)
+    config_yaml = options.pop("config_yaml", "")
+    code = 0
+    try:
+        mine = experiment if own is None else own
+        join(
+            address, client, secret, lambda _: Site.build(mine, config_yaml, client, own_data=own is not None),
+            needs_config=False, alone_s=options.pop("alone_s", 60.0), say=lambda text: print(text, file=sys.stderr), **options,
+        )  # fmt: skip
+    except (RunFailed, BadInput) as error:
+        print(error, file=sys.stderr)
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _be_server(experiment: Experiment, config_yaml: str, address: str, told: Connection, said: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        told.recv()
+    except EOFError:
+        os._exit(9)
+    sys.stderr = said.open("w", buffering=1)
+    try:
+        serve(experiment, config_yaml, address, SECRET)
+    except (RunFailed, BadInput) as error:
+        print(error, file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+class Remote:
+    """A listening socket and the processes that may join there; all are forked at once, before there are any threads."""
+
+    def __init__(
+        self, experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
+        servers: Sequence[Experiment] = (), port: int | None = None,
+    ) -> None:  # fmt: skip
+        self.experiment, self.config_yaml = experiment, config_yaml
+        self.listener = socket.socket()
+        if port is None:
+            self.listener.bind((HOST, 0))
+            self.listener.listen(64)
+        self.address = f"{HOST}:{port or self.listener.getsockname()[1]}"
+        self.joiners: list[Joiner] = []
+        self.servers: list[Joiner] = []
+        context = mp.get_context("fork")
+        for number, run in enumerate(servers):
+            told, tell = context.Pipe(duplex=False)
+            said = folder / f"server-{number}.txt"
+            process = context.Process(target=_be_server, args=(run, config_yaml, self.address, told, said), daemon=True)
+            process.start()
+            told.close()
+            self.servers.append(Joiner(0, process, tell, said))
+        for number, entry in enumerate(clients):
+            client, options = entry if isinstance(entry, tuple) else (entry, {})
+            told, tell = context.Pipe(duplex=False)
+            said = folder / f"joiner-{number}.txt"
+            options = {"config_yaml": config_yaml, **options}
+            secret = options.pop("secret", SECRET)
+            process = context.Process(
+                target=_be_client, args=(experiment, client, self.address, secret, told, said, options), daemon=True
+            )
+            process.start()
+            told.close()
+            self.joiners.append(Joiner(client, process, tell, said))
+
+    def serve(self, inbox: Inbox | None = None, **options: Any) -> Finished:
+        """Coordinate to the end of the run."""
+        listener = options.pop("listener", None) or socket.socket(fileno=os.dup(self.listener.fileno()))
+        config_yaml = options.pop("config_yaml", self.config_yaml)
+        experiment = options.pop("experiment", self.experiment)
+        return Finished(*serve(experiment, config_yaml, listener, SECRET, inbox=inbox, **options))
+
+    def finished(self, folder: Path) -> Finished:
+        """What a server left behind."""
+        return Finished(json.loads((folder / "summary.json").read_text()), folder)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        self.listener.close()
+        for joiner in self.joiners + self.servers:
+            with suppress(ValueError):
+                joiner.process.kill()
+                joiner.process.join(timeout=5)
+                joiner.process.close()
+            joiner.tell.close()
+
+
+@contextmanager
+def remote(
+    experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
+    held_back: Sequence[int] = (), servers: Sequence[Experiment] = (), port: int | None = None,
+) -> Iterator[Remote]:  # fmt: skip
+    """Clients that join at once, but for some (by their place in the list) that wait for `Joiner.begin`; killed at the end."""
+    started = Remote(experiment, config_yaml, folder, clients, servers, port)
+    try:
+        for place, joiner in enumerate(started.joiners):
+            if place not in held_back:
+                joiner.begin()
+        yield started
+    finally:
+        started.close()

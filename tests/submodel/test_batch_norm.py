@@ -1,0 +1,94 @@
+"""Running statistics of batch norm: what comes back, static ones, and variances merged exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raafl.errors import BadInput
+from raafl.submodel import FULL, Spec, Submodels, collect_statistics
+from raafl.submodel.batch_norm import Pooling
+from tests.submodel.test_shrink import filled
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def test_floating_statistics_come_back_and_counts_do_not():
+    submodels = Submodels(model())
+    names = [entry.name for entry in submodels.layout(FULL, "trained").entries]
+    assert names[-2:] == ["1.running_mean", "1.running_var"] and "1.num_batches_tracked" not in names
+    assert "1.num_batches_tracked" in submodels.layout().by_name
+    # those of a layer that a spec freezes are of no use to anyone
+    frozen = [entry.name for entry in submodels.layout(Spec.keep(trained=["4"]), "trained").entries]
+    assert frozen == ["4.weight", "4.bias"]
+
+
+def test_static_statistics_neither_change_nor_come_back():
+    module = model()
+    submodels = Submodels(module, batch_norm="static")
+    full = submodels.state(module)
+    full["1.running_mean"].copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert "1.running_mean" not in submodels.layout(FULL, "trained").by_name
+    shrunk = filled(submodels, Spec.keep({"0": [1, 3]}), full)
+    x = torch.randn(6, 3)
+    hidden = shrunk.module.train()[:2](x)
+    torch.testing.assert_close(hidden.mean(0), torch.zeros(2), atol=1e-6, rtol=0)  # those of the batch are used
+    assert shrunk.module[1].running_mean.tolist() == [2.0, 4.0]
+    module.submodel_batch_norm = "static"
+    assert Submodels(module).layout(FULL, "trained") == submodels.layout(FULL, "trained")
+    with pytest.raises(BadInput, match="batch_norm is 'dynamic': give merged or static"):
+        Submodels(module, batch_norm="dynamic")
+
+
+def test_statistics_are_collected_at_the_end():
+    module = model().train()
+    module[1].running_mean.fill_(9.0)
+    batches = [torch.randn(5, 3), torch.randn(5, 3)]
+    modes = [part.training for part in module.modules()]
+    collect_statistics(module, batches, lambda net, batch: net(batch))
+    with torch.no_grad():
+        hidden = [module[0](batch) for batch in batches]
+    torch.testing.assert_close(module[1].running_mean, (hidden[0].mean(0) + hidden[1].mean(0)) / 2)
+    torch.testing.assert_close(module[1].running_var, (hidden[0].var(0) + hidden[1].var(0)) / 2)
+    assert modes == [part.training for part in module.modules()] and module[1].momentum == 0.1
+
+
+def test_merged_variances_are_those_of_all_samples_together():
+    submodels = Submodels(model())
+    pooling = Pooling(submodels.module)
+    samples = {1: torch.randn(6, 4), 3: torch.randn(18, 4) * 3 + 5}
+    updates = {}
+    for client, x in samples.items():
+        values = submodels.state(model())
+        values["1.running_mean"].copy_(x.mean(0))
+        values["1.running_var"].copy_(x.var(0, correction=0))
+        updates[client] = pooling.to_moments_(values)
+    state = submodels.state(model())
+    with pooling.merging(state):
+        for buffer, one, other in zip(*(t.buffers.values() for t in (state, updates[1], updates[3])), strict=True):
+            if buffer.is_floating_point():
+                buffer.copy_(0.25 * one + 0.75 * other)
+    together = torch.cat(list(samples.values()))
+    torch.testing.assert_close(state["1.running_mean"], together.mean(0))
+    torch.testing.assert_close(state["1.running_var"], together.var(0, correction=0))
+
+
+def test_variances_that_no_update_covers_keep_every_bit():
+    module = model()
+    submodels = Submodels(module)
+    state = submodels.state(module)
+    state["1.running_mean"].uniform_()
+    state["1.running_var"].uniform_()
+    before = state.clone()
+    plan = submodels.plan(Spec.keep({"0": [0, 2]}))
+    pooling = Pooling(submodels.module)
+    update = pooling.to_moments_(plan.gather(state))
+    update["1.running_mean"].add_(1.0)
+    with pooling.merging(state):
+        plan.lerp_(state, update, 0.5)
+    assert torch.equal(state["1.running_var"][[1, 3]], before["1.running_var"][[1, 3]])
+    assert not torch.equal(state["1.running_var"][[0, 2]], before["1.running_var"][[0, 2]])

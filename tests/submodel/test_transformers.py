@@ -1,0 +1,410 @@
+"""Transformers and recurrent nets: axes by the type of the block, small modules that equal the full one with units zeroed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from raafl.errors import BadInput
+from raafl.submodel import FULL, Member, Spec, SpecError, Submodels, skeleton
+from tests.submodel.models import slow_masks, specs
+from tests.submodel.test_shrink import filled, zeroed
+from tests.submodel.transformers import CASES, SLOW, WORDS, Spotter, built, hugging_face, last_state, output, words
+
+few = settings(deadline=None, max_examples=6, derandomize=True, phases=[Phase.explicit, Phase.generate])
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_axes_follow_from_the_types_of_the_layers(name):
+    _, submodels, _ = built(name)
+    assert {axis.name: axis.size for axis in submodels.axes.values()} == dict(CASES[name].axes)
+
+
+@pytest.mark.parametrize("name", CASES)
+@few
+@given(st.data())
+def test_a_small_module_equals_the_full_one_with_dropped_units_zeroed(name, data):
+    spec = data.draw(specs(CASES[name].axes))
+    module, submodels, full = built(name)
+    masks = slow_masks(submodels, spec)
+    reference = zeroed(module, masks)
+    small = filled(submodels, spec, full).module.eval()
+    inputs = CASES[name].inputs()
+    actual, expected = output(small, inputs), output(reference, inputs)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+
+    weights = torch.randn_like(expected)
+    (actual * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = dict(reference.named_parameters())
+    for parameter_name, parameter in small.named_parameters():
+        if parameter.grad is None:
+            assert gradients[parameter_name].grad is None
+            continue
+        kept = gradients[parameter_name].grad[masks[parameter_name]]
+        torch.testing.assert_close(parameter.grad.flatten(), kept, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
+    module, submodels, full = built(name)
+    small = filled(submodels, FULL, full).module
+    inputs = CASES[name].inputs()
+    for training in (False, True):
+        torch.manual_seed(1)
+        expected = output(module.train(training), inputs)
+        torch.manual_seed(1)
+        assert torch.equal(output(small.train(training), inputs), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+@few
+@given(st.data())
+def test_scatter_after_gather_changes_no_bit(name, data):
+    spec = data.draw(specs(CASES[name].axes))
+    _, submodels, full = built(name)
+    before, plan = full.clone(), submodels.plan(spec, "present")
+    small = plan.gather(full)
+    masks = slow_masks(submodels, spec)
+    for tensor_name, tensor in small.items():
+        assert torch.equal(tensor.flatten(), full[tensor_name][masks[tensor_name]])
+    plan.scatter_(full, small)
+    assert full.fingerprint() == before.fingerprint()
+
+
+def test_a_key_value_head_goes_with_all_its_query_heads():
+    module, submodels, full = built("llama")
+    spec = Spec.keep({"model.layers.0.heads": [0, 2], "model.layers.1.ffn": [1, 2, 6]})
+    small = filled(submodels, spec, full).module
+    attention, original = small.model.layers[0].self_attn, module.model.layers[0].self_attn
+    queries = [0, 1, 2, 3, 8, 9, 10, 11]  # heads 0, 1, 4 and 5, of two features each
+    assert torch.equal(attention.q_proj.weight, original.q_proj.weight[queries])
+    assert torch.equal(attention.o_proj.weight, original.o_proj.weight[:, queries])
+    for name in ("k_proj", "v_proj"):
+        assert torch.equal(getattr(attention, name).weight, getattr(original, name).weight[[0, 1, 4, 5]])
+    assert (attention.head_dim, attention.num_key_value_groups, attention.q_proj.out_features) == (2, 2, 8)
+    mlp, wide = small.model.layers[1].mlp, module.model.layers[1].mlp
+    assert torch.equal(mlp.gate_proj.weight, wide.gate_proj.weight[[1, 2, 6]])
+    assert torch.equal(mlp.up_proj.weight, wide.up_proj.weight[[1, 2, 6]])
+    assert torch.equal(mlp.down_proj.weight, wide.down_proj.weight[:, [1, 2, 6]])
+    assert (mlp.intermediate_size, mlp.hidden_size, mlp.down_proj.in_features) == (3, 12, 3)
+
+
+def test_small_blocks_count_their_own_heads():
+    _, submodels, full = built("bert")
+    attention = (
+        filled(submodels, Spec.keep({"bert.encoder.layer.1.heads": [2]}), full).module.bert.encoder.layer[1].attention
+    )
+    assert (attention.self.num_attention_heads, attention.self.attention_head_size, attention.self.all_head_size) == (
+        1,
+        4,
+        4,
+    )
+    assert (attention.self.query.out_features, attention.output.dense.in_features) == (4, 4)
+    _, submodels, full = built("distilbert")
+    small = filled(submodels, Spec.keep({"distilbert.transformer.layer.0.heads": [0, 1]}), full).module
+    attention = small.distilbert.transformer.layer[0].attention
+    assert (attention.n_heads, attention.dim, attention.q_lin.out_features) == (2, 8, 8)
+    _, submodels, full = built("vit")
+    attention = filled(submodels, Spec.keep({"vit.layers.0.heads": [1]}), full).module.vit.layers[0].attention
+    assert (attention.num_attention_heads, attention.head_dim, attention.o_proj.in_features) == (1, 4, 4)
+    _, submodels, full = built("encoder")
+    attention = (
+        filled(submodels, Spec.keep({"encoder.layers.0.heads": [1, 2]}), full).module.encoder.layers[0].self_attn
+    )
+    assert (attention.num_heads, attention.head_dim, attention.embed_dim) == (2, 4, 12)
+    assert attention.in_proj_weight.shape == (24, 12)
+    _, submodels, full = built("gru")
+    rnn = filled(submodels, Spec.keep({"conv": [0, 3], "rnn": [0, 1, 4]}), full).module.rnn
+    assert (rnn.input_size, rnn.hidden_size, rnn.weight_ih_l1.shape) == (2, 3, (9, 3))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.width is not None])
+def test_the_residual_width_shrinks_where_that_is_asked_for(name):
+    assert CASES[name].width not in built(name)[1].axes
+    module, submodels, full = built(name, residual_width=True)
+    assert {axis.name: axis.size for axis in submodels.axes.values()} == {**CASES[name].axes, CASES[name].width: 12}
+    heads, ffn = (next(axis for axis in CASES[name].axes if axis.endswith(end)) for end in (".heads", ".ffn"))
+    spec = Spec.keep({CASES[name].width: [0, 1, 4, 5, 8, 11], heads: [0, 2], ffn: range(3)})
+    shrunk = filled(submodels, spec, full)
+    inputs = CASES[name].inputs()
+    answer = output(shrunk.module.train(), inputs)
+    assert answer.shape == output(module, inputs).shape
+    answer.square().sum().backward()
+    for parameter_name, parameter in shrunk.module.named_parameters():
+        assert (
+            parameter.shape
+            == full[parameter_name][slow_masks(submodels, spec)[parameter_name]].view(parameter.shape).shape
+        )
+    # a norm spans the width, so that it equals no zeroed model; but with all of it kept nothing changes
+    whole = filled(submodels, Spec.keep({CASES[name].width: range(12)}), full).module.eval()
+    assert torch.equal(output(whole, inputs), output(module.eval(), inputs))
+
+
+def test_the_residual_width_of_hidden_states_that_leave_the_model_is_kept_whole():
+    _, submodels, _ = built("held", residual_width=True)
+    assert "BertModel gives its hidden states to code" in submodels.kept_whole["inner.backbone.width"]
+    with pytest.raises(SpecError, match=r"'inner.backbone.width' cannot shrink: BertModel gives its hidden states"):
+        submodels.validate(Spec.keep({"inner.backbone.width": range(4)}))
+
+
+def test_a_lightning_module_holds_a_model_anywhere():
+    import lightning
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.parts = {"not": "a module"}
+            self.net = torch.nn.Sequential(CASES["llama_tied"].make())
+
+        def training_step(self, batch, batch_idx):
+            return self.net[0](**batch, labels=batch["input_ids"]).loss
+
+    submodels = Submodels(Task(), words())
+    assert list(submodels.axes) == [f"net.0.model.layers.{i}.{axis}" for i in range(2) for axis in ("heads", "ffn")]
+    spec = Spec.keep({"net.0.model.layers.0.heads": [1]})
+    small = filled(submodels, spec, submodels.state(Task())).module
+    small.training_step(words(), 0).backward()
+    assert submodels.cost(spec, 4).flops_per_sample < submodels.cost(FULL, 4).flops_per_sample
+
+
+def test_dropped_heads_are_made_up_for_by_the_values_and_not_by_the_scores():
+    _, submodels, full = built("vit")
+    spec = Spec.keep({"vit.layers.0.heads": [1], "vit.layers.1.ffn": range(2)})
+    small = filled(submodels, spec, full, rescale=True).module
+    scaled = {name for name, layer in small.named_modules() if layer._forward_hooks}
+    assert scaled == {"vit.layers.0.attention.v_proj", "vit.layers.1.mlp.fc1"}
+    _, submodels, full = built("llama")
+    small = filled(submodels, Spec.keep({"model.layers.0.ffn": range(2)}), full, rescale=True).module
+    assert [name for name, layer in small.named_modules() if layer._forward_hooks] == ["model.layers.0.mlp.up_proj"]
+
+
+def test_the_heads_of_an_encoder_are_scaled_while_training_and_only_then():
+    module, submodels, full = built("attention")
+    spec = Spec.keep({"attention.heads": [1]})
+    small = filled(submodels, spec, full, rescale=True).module
+    plain = filled(submodels, spec, full).module
+    inputs = CASES["attention"].inputs()
+    bias = module.attention.out_proj.bias
+    torch.testing.assert_close(
+        small.train()(**inputs) - bias, 3 * (plain.train()(**inputs) - bias), rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(small.eval()(**inputs), plain.eval()(**inputs))
+
+
+def test_attention_weights_of_the_heads_that_are_left():
+    module, submodels, full = built("attention")
+    small = filled(submodels, Spec.keep({"attention.heads": [0, 2]}), full).module.attention.eval()
+    q, k, v = CASES["attention"].inputs().values()
+    _, every = module.eval().attention(q, k, v, average_attn_weights=False)
+    _, left = small(q, k, v, average_attn_weights=False)
+    torch.testing.assert_close(left, every[:, [0, 2]])
+    torch.testing.assert_close(small(q, k, v)[1], every[:, [0, 2]].mean(1))
+    torch.testing.assert_close(small(q[0], k[0], v[0])[0], small(q, k, v)[0][0])
+    with pytest.raises(BadInput, match="give one mask for all heads"):
+        small(q, k, v, attn_mask=torch.zeros(6, 4, 3))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_masks_of_smaller_attentions(training):
+    torch.manual_seed(0)
+    full = nn.MultiheadAttention(6, 3)
+    submodels = Submodels(full)
+    spec = Spec.keep({"heads": [0, 1]})
+    small = filled(submodels, spec, submodels.state(full)).module.train(training)
+    reference = zeroed(full, slow_masks(submodels, spec)).train(training)
+    x = torch.randn(4, 2, 6)
+    causal, padding = (
+        torch.triu(torch.ones(4, 4, dtype=torch.bool), 1),
+        torch.tensor([[False] * 4, [False, False, True, True]]),
+    )
+    for options in (
+        {"attn_mask": causal},
+        {"attn_mask": causal, "is_causal": True, "need_weights": False},
+        {"key_padding_mask": padding, "need_weights": False},
+        {"attn_mask": torch.randn(4, 4), "key_padding_mask": torch.where(padding, -9.0, 0.0)},
+    ):
+        torch.testing.assert_close(small(x, x, x, **options)[0], reference(x, x, x, **options)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_state_of_a_recurrent_net_is_followed():
+    class LastState(Spotter):
+        forward = last_state
+
+    for kind in (nn.GRU, nn.LSTM):
+        submodels = Submodels(LastState(kind))
+        assert {axis.name: axis.size for axis in submodels.axes.values()} == {"conv": 6, "rnn": 5}
+        assert Member("head.weight", 1) in submodels.axes["rnn"].members
+
+
+def test_both_directions_of_a_recurrent_net_go_together():
+    module, submodels, full = built("both_ways")
+    small = filled(submodels, Spec.keep({"rnn": [1, 4]}), full).module
+    assert torch.equal(small.head.weight, module.head.weight[:, [1, 4, 6, 9]])
+    assert torch.equal(
+        small.rnn.weight_ih_l1_reverse, module.rnn.weight_ih_l1_reverse[[1, 4, 6, 9, 11, 14]][:, [1, 4, 6, 9]]
+    )
+
+    class Mean(Spotter):
+        def forward(self, x):
+            out, _ = self.rnn(self.conv(x).transpose(1, 2))
+            return self.head(torch.relu(out.mean(dim=1)))
+
+    assert list(Submodels(Mean(bidirectional=True)).axes) == ["conv", "rnn"]
+
+
+def test_a_projected_net_is_kept_whole_by_name():
+    submodels = Submodels(nn.LSTM(3, 4, proj_size=2))
+    assert submodels.axes == {} and submodels.kept_whole == {"hidden": "layer '' projects its hidden units"}
+
+
+def test_recurrent_weights_stay_in_the_flat_storage():
+    _, submodels, full = built("gru")
+    for spec in (FULL, Spec.keep({"rnn": [0, 3]})):
+        shrunk = filled(submodels, spec, full)
+        x = CASES["gru"].inputs()
+        shrunk.module.rnn.flatten_parameters()
+        shrunk.module(**x)
+        for name, parameter in shrunk.module.rnn.named_parameters():
+            assert parameter.data_ptr() == shrunk.present[f"rnn.{name}"].data_ptr()
+        before = shrunk.module(**x)
+        shrunk.present["rnn.weight_hh_l1"].mul_(3)
+        assert not torch.equal(shrunk.module(**x), before)
+
+
+def test_tied_and_shared_tensors_are_one():
+    module, submodels, full = built("llama_tied")
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    assert submodels.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in full.layout.by_name
+    params = sum(p.numel() for p in module.parameters())
+    assert submodels.cost(FULL, 1).params == params
+    shrunk = filled(submodels, Spec.keep({"model.layers.0.heads": [1]}), full)
+    assert shrunk.module.lm_head.weight is shrunk.module.model.embed_tokens.weight
+    assert shrunk.module.lm_head.weight.data_ptr() == shrunk.trained["model.embed_tokens.weight"].data_ptr()
+    trained = submodels.layout(Spec.keep(trained=["lm_head"]), "trained")
+    assert [entry.name for entry in trained.entries] == ["model.embed_tokens.weight"]
+
+    with skeleton():
+        again = CASES["llama_tied"].make()
+    assert Submodels(again).layout().fingerprint == full.layout.fingerprint
+
+    # one layer of ALBERT runs four times: its tensors are there once, its work counts four times
+    module, submodels, full = built("albert")
+    assert sum("query.weight" in entry.name for entry in full.layout.entries) == 1
+    one, four = (albert_flops(layers) for layers in (1, 4))
+    projections, scores = 9 * (4 * 12 * 12 + 2 * 12 * 7), 2 * 9 * 9 * 12
+    assert four - one == 3 * 2 * (3 * projections + 3.5 * scores)  # the backward pass makes half of the scores again
+
+
+def albert_flops(layers):
+    class Task(nn.Module):
+        def __init__(self):
+            super().__init__()
+            options = {**WORDS, **SLOW, "num_hidden_layers": layers, "embedding_size": 5}
+            self.model = hugging_face("AlbertForSequenceClassification", "AlbertConfig", **options)
+
+        def training_step(self, batch, batch_idx):
+            return self.model(**batch, labels=batch["input_ids"][:, 0] * 0).loss
+
+    return Submodels(Task(), words()).cost(FULL, 2).flops_per_sample
+
+
+def test_layers_of_different_blocks_that_share_a_tensor_shrink_together():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(6, 3, 5) for _ in range(2))
+            for name in ("linear1", "linear2"):
+                setattr(self.layers[1], name, getattr(self.layers[0], name))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    submodels = Submodels(Twice())
+    assert list(submodels.axes) == ["layers.0.heads", "layers.0.ffn", "layers.1.heads"]
+    small = submodels.shrink(Spec.keep({"layers.0.ffn": [0, 3]})).module
+    assert small.layers[1].linear1 is small.layers[0].linear1 and small.layers[1].linear2.in_features == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Spec.keep({"bert.encoder.layer.0.head": [0]}), "does not have; did you mean 'bert.encoder.layer.0.heads'"),
+        (
+            Spec.keep({"vit.layers.0.heads": [0]}),
+            "keeps indices of axis 'vit.layers.0.heads', which this model does not",
+        ),
+        (
+            Spec.keep({"bert.encoder.layer.1.heads": [3]}),
+            "keeps index 3 of axis 'bert.encoder.layer.1.heads', which has 3",
+        ),
+        (Spec.keep({"width": [0]}), "axis 'width', which this model does not have"),
+        (Spec.keep(blocks={"bert.encoder.layer": [2]}), "keeps block 2 of 'bert.encoder.layer', which has 2"),
+        (Spec.keep(exits=["exit1"]), "keeps the exit 'exit1', which this model does not have"),
+    ],
+)
+def test_a_spec_of_another_model_is_one_clear_error(spec, message):
+    _, submodels, _ = built("bert")
+    with pytest.raises(SpecError, match=message) as caught:
+        submodels.shrink(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_spec_is_one_clear_error():
+    with pytest.raises(SpecError, match=r"keeps nothing of axis 'bert.encoder.layer.0.heads': keep at least one"):
+        Spec.keep({"bert.encoder.layer.0.heads": []})
+
+
+def test_a_model_of_an_unknown_make_is_trained_whole():
+    import transformers
+
+    config = transformers.BertConfig(**WORDS, **SLOW)
+    model = transformers.BertForSequenceClassification(config)
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.thick = layer.intermediate.dense
+        del layer.intermediate.dense
+    assert Submodels(model).axes == {}
+
+
+def test_a_part_may_declare_its_axes_itself():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x):
+            return self.down(self.up(x)[:, :99])
+
+        def submodel_axes(self):
+            return {"units": [("up.weight", 0), ("up.bias", 0), ("down.weight", 1)]}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part = nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 6), Part())
+
+        def forward(self, x):
+            return self.part(torch.relu(self.first(x)))
+
+    submodels = Submodels(Model())
+    assert {name: axis.size for name, axis in submodels.axes.items()} == {"first": 5, "part.1.units": 8}
+    assert submodels.shrink(Spec.keep({"part.1.units": [0, 7]})).module(torch.ones(2, 4)).shape == (2, 6)
+
+
+def test_no_package_is_imported_for_a_model_that_is_not_of_it():
+    code = (
+        "import sys, torch; from torch import nn; from raafl.submodel import Spec, Submodels\n"
+        "model = nn.Sequential(nn.TransformerEncoderLayer(6, 3, 5), nn.Linear(6, 2))\n"
+        "Submodels(model).shrink(Spec.keep({'0.heads': [0]})).module(torch.ones(2, 1, 6))\n"
+        "print([name for name in ('transformers', 'torchvision') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert result.stdout.strip() == "[]"

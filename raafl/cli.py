@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 from raafl._lean import quick_imports
 from raafl.errors import BadInput, RunFailed, nearest
+from raafl.outcome import REASONS, summary_lines
 
 _WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
-_REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "target": "target reached"}
 _WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
 
 USAGE = """\
@@ -181,7 +181,7 @@ def _join(argv: list[str]) -> int:
         own.address, own.client, secret, make_site,
         needs_config=parsed is None, encrypt=own.encrypt, alone_s=alone_s, say=say,
     )  # fmt: skip
-    say(f"the run has ended: {_REASONS.get(reason, reason)}")
+    say(f"the run has ended: {REASONS.get(reason, reason)}")
     return 0
 
 
@@ -345,7 +345,7 @@ def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
     from raafl.runtime.journal import to_json
 
     try:
-        print(to_json(summary) if as_json else "\n".join(_lines(summary, folder)), flush=True)
+        print(to_json(summary) if as_json else "\n".join(summary_lines(summary, folder)), flush=True)
     except OSError as error:  # whoever read the output has gone, or its disk is full; the run ended as it ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):
@@ -353,50 +353,3 @@ def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
     if summary["finished"] == "interrupted":
         return 130
     return 1 if summary["finished"].startswith("failed") else 0
-
-
-def _lines(summary: dict[str, Any], folder: Path) -> list[str]:
-    final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
-    clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
-    real = f" ({summary['wall_s']:.1f} s real)" if summary["runtime"] == "simulated" else ""
-    lines = [
-        "",
-        f"finished: {_REASONS.get(summary['finished'], summary['finished'])} after "
-        f"{_num(summary['updates_merged'], 'update')}, {_num(summary['versions'], 'version')}, "
-        f"{summary['time_s']:.1f} {clock} seconds{real}",
-        f"global model on the held-out data: {final}",
-    ]
-    for target, at in summary["time_to"].items():
-        lines.append(f"time to {target}: " + (f"{at:.2f} s" if at is not None else "not reached"))
-    lines += _participation(summary["participation"])
-    staleness = summary["staleness"]
-    lines.append(
-        f"staleness mean {staleness['mean']:.2f}, max {staleness['max']}; "
-        f"clients at work {summary['utilisation']:.0%} of the time; "
-        f"{summary['bytes_down'] / 1e6:.1f} MB down, {summary['bytes_up'] / 1e6:.1f} MB up"
-    )
-    bad = {f"refused as {reason}": n for reason, n in summary["updates_refused"].items()}
-    if summary["updates_lost"]:
-        bad["lost"] = summary["updates_lost"]
-    if bad:
-        lines.append("not merged: " + ", ".join(f"{n} {reason}" for reason, n in bad.items()))
-    lines += [f"not written: {n} of {name}" for name, n in summary["unwritten"].items()]
-    lines += [f"logger {name}: {n['failed']} calls failed" for name, n in summary["loggers"].items() if n["failed"]]
-    lines += [f"model digest {summary['model_digest'][:16]}", f"run folder: {folder}"]
-    return lines
-
-
-def _participation(participation: dict[str, int]) -> list[str]:
-    """Return a bar for each of the first clients."""
-    total = max(sum(participation.values()), 1)
-    shown = list(participation.items())[:16]
-    widest = max((n for _, n in shown), default=1) or 1
-    lines = ["who worked how much (merged updates of each client):"]
-    lines += [f"  client {c:>3}  {n:5d}  {n / total:6.1%}  {'#' * round(30 * n / widest)}".rstrip() for c, n in shown]
-    if len(participation) > len(shown):
-        lines.append(f"  ... and {len(participation) - len(shown)} more, in summary.json")
-    return lines
-
-
-def _num(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)

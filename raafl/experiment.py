@@ -72,8 +72,8 @@ class Experiment:
         checkpoint_s: seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at
             the end in any case.
         keep_checkpoints: how many checkpoints to keep.
-        logger: Lightning loggers to send metrics to: csv, mlflow, tensorboard, wandb, a class_path with init_args, or a
-            list of these.
+        logger: Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments;
+            one or a list.
         emulate: in a wall-clock run, make each rank take as long as its device would.
         server_device: where the global model lies and is merged and measured: cpu, or cuda:0.
         workers: processes that train in a simulated run, this one included.

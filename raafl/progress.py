@@ -145,7 +145,8 @@ class Progress:
             self.note(f"warning: {text}")
         if self.mode == "quiet" or not alike:
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                print(f"raafl: warning: {text}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"raafl: warning: {text}\n")
+                sys.stderr.flush()
 
     def abandon(self) -> None:
         """Give the terminal its cursor back without waiting for anything; for a process that ends at once."""

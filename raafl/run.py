@@ -164,7 +164,7 @@ class Run:
         coordinator, section = self.parts.coordinator, saved.section
         self.folder = saved.folder
         try:
-            last_id, num_lost, num_missing = resume.mend(saved)
+            mended = resume.mend(saved)
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
@@ -173,18 +173,19 @@ class Run:
         coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
         saving.restore(coordinator, section["coordinator"])
         if self.runtime != "simulated":  # ids are never used twice, also for tasks that were lost
-            coordinator.roster.last_id = max(coordinator.roster.last_id, last_id)
-            self.record.lose(num_lost)
-        if num_missing:
-            self._writer.gap(num_missing)
-            self.progress.warn(resume.missing(self.folder, num_missing))
+            coordinator.roster.last_id = max(coordinator.roster.last_id, mended.last_id)
+            coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
+            self.record.lose(mended.num_lost)
+        if mended.num_missing:
+            self._writer.gap(mended.num_missing)
+            self.progress.warn(resume.missing(self.folder, mended.num_missing))
         row = {
             "kept": self.record.num_events,
             "last_id": coordinator.roster.last_id,
             "version": coordinator.state.version,
         }
         self._writer.event({"time_s": section["clock"]["now"], "event": "resumed", **row})
-        self.progress.note(f"resumed from version {coordinator.state.version}; {num_lost} later tasks are lost")
+        self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
 
     def _first_metrics(self) -> dict[str, float]:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""

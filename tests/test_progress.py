@@ -189,3 +189,41 @@ def test_rich_is_imported_only_for_the_live_table():
         "sys.exit('rich' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_warning_is_said_once_in_the_view_and_once_on_standard_error(capsys):
+    file = io.StringIO()
+    progress = Progress("plain", file, Clock())
+    progress.start("title")
+    for text in ("the disk is full", "the disk is full", "a logger hangs"):
+        progress.warn(text)
+    assert progress.warnings == ["the disk is full", "a logger hangs"]
+    assert file.getvalue().splitlines() == ["title", "warning: the disk is full", "warning: a logger hangs"]
+    assert capsys.readouterr().err.splitlines() == [
+        "raafl: warning: the disk is full",
+        "raafl: warning: a logger hangs",
+    ]
+
+
+@pytest.mark.parametrize(("mode", "said"), [("plain", "warning: full\n"), ("quiet", "raafl: warning: full\n")])
+def test_a_view_on_standard_error_says_a_warning_once(capsys, mode, said):
+    progress = Progress(mode, sys.stderr, Clock())
+    progress.warn("full")
+    assert capsys.readouterr().err == said
+
+
+def test_warnings_are_bounded_and_need_no_standard_error(monkeypatch):
+    progress = Progress("quiet", io.StringIO(), Clock())
+    monkeypatch.setattr(sys, "stderr", None)
+    for number in range(200):
+        progress.warn(str(number))
+    assert len(progress.warnings) == 100
+
+
+def test_a_live_view_that_is_abandoned_gives_the_cursor_back(tmp_path):
+    with (tmp_path / "screen").open("w+") as file:
+        progress = Progress("live", file, Clock())
+        progress.start("title")
+        progress.abandon()
+        assert (tmp_path / "screen").read_bytes().endswith(b"\x1b[?25h\n")
+        progress.stop()

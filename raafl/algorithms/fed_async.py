@@ -7,7 +7,7 @@ with ``alpha_t = alpha * s(t - tau)`` (Algorithm 1, section 5.2). Clients may pu
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local
+from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.errors import BadInput
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
@@ -24,6 +24,7 @@ def fed_async(
     prox: float = 0.0,
     cohort: int | None = None,
     concurrency: int | None = None,
+    submodel: Select | None = None,
 ) -> Algorithm:
     """Make FedAsync.
 
@@ -35,6 +36,7 @@ def fed_async(
         prox: weight of the pull towards the received values (rho).
         cohort: clients kept at work, drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")
@@ -42,7 +44,7 @@ def fed_async(
         name="fed_async",
         paper="Xie et al. 2019",
         sample=Sample(cohort, concurrency),
-        select=Full(),
+        select=submodel or Full(),
         local=Local(prox=prox),
         trigger=EachArrival(),
         merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),

@@ -6,26 +6,32 @@ Each round a cohort trains the full model; when all have reported, ``theta = sum
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local
+from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
 from raafl.parts.select import Full
 from raafl.parts.trigger import AllReported
 
 
-def fed_avg(cohort: int | None = None, concurrency: int | None = None, by_samples: bool = True) -> Algorithm:
+def fed_avg(
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    by_samples: bool = True,
+    submodel: Select | None = None,
+) -> Algorithm:
     """Make FedAvg.
 
     Args:
         cohort: clients in a round, drawn uniformly (C*K in Algorithm 1); None = all.
         concurrency: how many of them work at a time; None = no cap.
         by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
     return Algorithm(
         name="fed_avg",
         paper="McMahan et al. 2017",
         sample=Sample(cohort, concurrency),
-        select=Full(),
+        select=submodel or Full(),
         local=Local(),
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),

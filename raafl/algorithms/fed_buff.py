@@ -8,7 +8,7 @@ divided by its number. With K = 1 every delta is applied at once.
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local
+from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.parts.merge import Deltas
 from raafl.parts.sample import Sample
 from raafl.parts.select import Full
@@ -24,6 +24,7 @@ def fed_buff(
     staleness_b: float = 4.0,
     cohort: int | None = None,
     concurrency: int | None = None,
+    submodel: Select | None = None,
 ) -> Algorithm:
     """Make FedBuff.
 
@@ -35,12 +36,13 @@ def fed_buff(
         staleness_b: b of hinge.
         cohort: clients kept at work, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: cap on clients at work; None = no cap.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
     return Algorithm(
         name="fed_buff",
         paper="Nguyen et al. 2022",
         sample=Sample(cohort, concurrency),
-        select=Full(),
+        select=submodel or Full(),
         local=Local(),
         trigger=Buffered(buffer_size),
         merge=Deltas(server_lr, Staleness(staleness, staleness_a, staleness_b)),

@@ -6,7 +6,7 @@ FedAvg's rounds, but the mean of the clients' deltas is the pseudo-gradient of a
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local
+from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.parts.merge import ServerKind, ServerOptimizer
 from raafl.parts.sample import Sample
 from raafl.parts.select import Full
@@ -21,6 +21,7 @@ def fed_opt(
     tau: float = 1e-3,
     cohort: int | None = None,
     concurrency: int | None = None,
+    submodel: Select | None = None,
 ) -> Algorithm:
     """Make FedOpt.
 
@@ -32,12 +33,13 @@ def fed_opt(
         tau: adaptivity (tau).
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
     return Algorithm(
         name="fed_opt",
         paper="Reddi et al. 2021",
         sample=Sample(cohort, concurrency),
-        select=Full(),
+        select=submodel or Full(),
         local=Local(),
         trigger=AllReported(),
         merge=ServerOptimizer(optimizer, server_lr, beta1, beta2, tau),

@@ -5,7 +5,7 @@ FedAvg whose clients minimise ``F_n(theta) + mu/2 ||theta - theta_t||^2`` (eq. 2
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local
+from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.errors import BadInput
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
@@ -14,7 +14,11 @@ from raafl.parts.trigger import AllReported
 
 
 def fed_prox(
-    prox: float = 0.01, cohort: int | None = None, concurrency: int | None = None, by_samples: bool = True
+    prox: float = 0.01,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    by_samples: bool = True,
+    submodel: Select | None = None,
 ) -> Algorithm:
     """Make FedProx.
 
@@ -23,6 +27,7 @@ def fed_prox(
         cohort: clients in a round, drawn uniformly (K in Algorithm 2); None = all.
         concurrency: how many of them work at a time; None = no cap.
         by_samples: weigh by |D_n|; False = every client alike.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")
@@ -30,7 +35,7 @@ def fed_prox(
         name="fed_prox",
         paper="Li et al. 2020",
         sample=Sample(cohort, concurrency),
-        select=Full(),
+        select=submodel or Full(),
         local=Local(prox=prox),
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),

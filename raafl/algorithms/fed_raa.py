@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raafl.core.algorithm import Algorithm, Local
+from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.errors import BadInput, nearest
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
@@ -48,6 +48,7 @@ def fed_raa(
     K: float | None = None,
     cohort: int | None = None,
     concurrency: int | None = None,
+    submodel: Select | None = None,
 ) -> Algorithm:
     """Make Fed-RAA.
 
@@ -64,6 +65,8 @@ def fed_raa(
         K: bound on a task's time, in seconds (K); None = that of the offline assignment.
         cohort: clients kept at work (or in a round), drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
+        submodel: what each client trains instead of a fragment, such as `raafl.parts.Rated`; fragments, select and K say
+            nothing then. None = fragments.
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")
@@ -73,7 +76,7 @@ def fed_raa(
         name="fed_raa",
         paper="Zhang et al. 2024, Fed-RAA",
         sample=Sample(cohort, concurrency),
-        select=Fragments(fragment_ratios(fragments), select, K),
+        select=submodel or Fragments(fragment_ratios(fragments), select, K),
         local=Local(prox=prox, rescale=rescale),
         trigger=TRIGGERS[trigger](),
         merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),

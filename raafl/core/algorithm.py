@@ -63,6 +63,7 @@ class Fleet:
         training: the run's own setting of local work.
         batch_size: local batch size, for memory.
         cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
+        seed: the run's, for draws that must not depend on those before them.
     """
 
     state: GlobalState
@@ -71,6 +72,7 @@ class Fleet:
     training: Training
     batch_size: int
     cache: MutableMapping[Any, Any] = field(default_factory=dict)
+    seed: int = 0
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute and upload."""
@@ -196,6 +198,10 @@ class Merge(ABC):
     @abstractmethod
     def apply(self, state: GlobalState) -> None:
         """Fold all that was received since the last call into ``state.values``, in place."""
+
+    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+        """Note that a crash has undone merges whose results clients have seen: (client, version) of each update."""
+        return
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return what the run's summary is to say of the merge: plain data by name."""

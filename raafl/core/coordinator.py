@@ -48,12 +48,13 @@ class Coordinator:
         self.roster = Roster()
         self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
         self.arrived_s: list[float] = []
-        self.merged = self.refused_in_a_row = self.evaluated = 0
+        self.merged = self.evaluated = 0
+        self.refused_in_a_row: Counter[int] = Counter()  # by client, since the last merge
         self.refused: Counter[str] = Counter()
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.finished: str | None = None
         self.rng = random.Random(derive_seed(seed, "coordinator"))
-        self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size)
+        self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size, seed=seed)
         self._absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -107,14 +108,16 @@ class Coordinator:
 
     def _refuse(self, update: Update, assignment: Assignment | None, problem: str) -> None:
         self.refused[problem] += 1
-        self.refused_in_a_row += 1
+        self.refused_in_a_row[update.client] += 1
         if assignment is not None and problem == "wrong-client":
             assignment = None  # the one that was asked may still answer
         if assignment is not None:
             self.roster.release(assignment, back=True)
         self._settle(assignment, update.client, f"refused:{problem}", 0, update)
-        if self.refused_in_a_row >= self.limits.max_refused:
-            self._finish(f"failed: {self.refused_in_a_row} updates in a row were refused, the last as {problem}")
+        # One client alone, hostile or broken, cannot end a run.
+        total = self.refused_in_a_row.total()
+        if total >= self.limits.max_refused and all(client in self.refused_in_a_row for client in self.roster.clients):
+            self._finish(f"failed: {total} updates in a row were refused, of every client, the last as {problem}")
 
     def _lost(self, event: Lost, now: float) -> None:
         client = self.roster.clients.get(event.client)
@@ -170,7 +173,7 @@ class Coordinator:
             self._settle(assignment, assignment.client, "merged", staleness, update)
             self.roster.readmit(assignment.client)
         self.merged += len(self.waiting)
-        self.refused_in_a_row = 0
+        self.refused_in_a_row.clear()
         self.waiting.clear()
         self.arrived_s.clear()
 

@@ -83,7 +83,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "arrived_s": list(coordinator.arrived_s),
         "merged": coordinator.merged,
         "refused": [[reason, n] for reason, n in coordinator.refused.items()],
-        "refused_in_a_row": coordinator.refused_in_a_row,
+        "refused_in_a_row": [[client, n] for client, n in coordinator.refused_in_a_row.items()],
         "evaluated": coordinator.evaluated,
         "opened_s": coordinator.opened_s,
         "started": coordinator.started,
@@ -114,7 +114,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     coordinator.arrived_s[:] = data["arrived_s"]
     coordinator.merged, coordinator.evaluated = data["merged"], data["evaluated"]
     coordinator.refused.update(dict(data["refused"]))
-    coordinator.refused_in_a_row = data["refused_in_a_row"]
+    coordinator.refused_in_a_row.update(dict(data["refused_in_a_row"]))
     coordinator.opened_s, coordinator.started = data["opened_s"], data["started"]
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]

@@ -220,7 +220,7 @@ class Limits:
         max_time_s: end at this time.
         eval_every: versions between evaluations.
         checkpoint_every: versions between checkpoints; None = only at the end.
-        max_refused: end, as failed, after this many refused updates with none merged between them.
+        max_refused: end, as failed, after this many refused updates, of every client, with none merged between them.
     """
 
     min_clients: int = 1

@@ -32,8 +32,6 @@ class Partition(ABC):
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
 
-    # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
-
     needs_labels: ClassVar[bool] = True
     """Whether `split` looks at the labels' values; if not, their number is enough."""
 

@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -220,10 +220,21 @@ class Private(Merge):
         sums: dict[Spec, FlatTensors] = memory.pop("sums")
         values = self._release(state, sums, [assignment for *_, assignment in received])
         feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], values)
-        for client, num in Counter(client for *_, client, _ in received).items():
+        self._spend(state, Counter(client for *_, client, _ in received))
+
+    def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
+        """Count one release, with so many updates of each client in its sum."""
+        memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
+        for client, num in contributions.items():
             memory["updates"][client] = memory["updates"].get(client, 0) + num
             # a client that is j times in one sum moves it by up to j C: as much as j^2 mechanisms with sensitivity C
             memory["squares"][client] = memory["squares"].get(client, 0) + num**2
+
+    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+        """Count releases that a crash has undone: clients have seen them all the same."""
+        for version in {version for _, version in merged}:
+            self._spend(state, Counter(client for client, of in merged if of == version))
+        self.inner.undone(state, merged)
 
     def _release(
         self, state: GlobalState, sums: dict[Spec, FlatTensors], assignments: list[int]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.ranking import Ranking
+from raafl.parts.selectors import fragments
 from raafl.submodel import Spec, Submodels
 
 TABLE_4: dict[int, tuple[float, ...]] = {
@@ -83,20 +83,7 @@ def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec,
             "fragments: the model has no axes to cut: call its layers in `forward`, where they are looked for, declare "
             "`submodel_axes`, or use fragments=1 (full-model training)"
         )
-    bounds = [0.0, *accumulate(ratios)]
-    specs = []
-    for j in range(len(ratios)):
-        kept = {}
-        for name, axis in submodels.axes.items():
-            start, stop = round(bounds[j] * axis.size), round(bounds[j + 1] * axis.size)
-            if stop <= start:
-                raise BadInput(
-                    f"fragments: fragment {j + 1} ({ratios[j]:.3g}) of axis '{name}' with {axis.size} units is empty: "
-                    "use fewer fragments, a larger ratio or a wider layer"
-                )
-            kept[name] = range(start, stop)
-        specs.append(Spec.keep(kept))
-    return tuple(specs)
+    return fragments(submodels.axes, ratios)
 
 
 def offline_bound(costs: Sequence[Sequence[float]], capability: Sequence[float], sizes: Sequence[float]) -> float:

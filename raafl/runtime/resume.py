@@ -92,22 +92,38 @@ def _note() -> Path:
     return Path("runs") / ".torchrun" / name
 
 
-def mend(saved: SavedRun) -> tuple[int, int, int]:
+@dataclass(frozen=True)
+class Mended:
+    """What came of the tables of a run that goes on.
+
+    Attributes:
+        last_id: the highest assignment id in the journal.
+        num_lost: how many assignments are marked lost.
+        num_missing: events from before the checkpoint that are missing in the journal (it could not be written, and the
+            run was killed).
+        merged: (client, version) of each update merged after the checkpoint, and so lost again.
+    """
+
+    last_id: int
+    num_lost: int
+    num_missing: int
+    merged: list[tuple[int, int]]
+
+
+def mend(saved: SavedRun) -> Mended:
     """Bring the tables of the folder to the state of the checkpoint, and say in them what is lost.
 
     Rows of a simulated run after the checkpoint are dropped: they will come again. Of a wall-clock run, tasks handed out
     after the checkpoint are marked lost:restart, whatever had become of them.
-
-    Returns:
-        The highest assignment id in the journal, how many assignments are marked lost, and how many events from before
-        the checkpoint are missing in the journal (it could not be written, and the run was killed).
     """
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
     header, metrics = read_table(folder / "metrics.csv")
     write_table(folder / "metrics.csv", header, [row for row in metrics if int(row[0]) <= coordinator["version"]])
     header, rows = read_table(folder / "clients.csv")
-    kept = rows[: section["record"]["num_rows"]]
+    kept, undone = rows[: section["record"]["num_rows"]], rows[section["record"]["num_rows"] :]
+    client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
+    merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == "merged"]
     journal = list(read_events(folder))
     assigned = {row["id"]: row for row in journal if row.get("event") == "assigned"}
     last_id = max([*assigned, *(row["last_id"] for row in journal if row.get("event") == "gap")], default=0)
@@ -117,7 +133,7 @@ def mend(saved: SavedRun) -> tuple[int, int, int]:
         lost = [_lost_row(assigned[number]) for number in later]
     write_table(folder / "clients.csv", header, [*kept, *lost])
     num_events = sum(row.get("event") in EVENTS for row in that_count(journal))
-    return last_id, len(lost), max(section["record"]["num_events"] - num_events, 0)
+    return Mended(last_id, len(lost), max(section["record"]["num_events"] - num_events, 0), merged)
 
 
 def missing(folder: Path, num_events: int) -> str:

@@ -30,7 +30,8 @@ _unfinished: set[Path] = set()
 def say(text: str) -> None:
     """Say what is wrong on standard error, if there is one that takes it."""
     with suppress(OSError, ValueError, AttributeError):
-        print(f"raafl: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"raafl: {text}\n")
+        sys.stderr.flush()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def depth_window(
     stop: int,
     *,
     stack: str | None = None,
-    exit: str | None = None,
+    exit: str | Sequence[str] = (),
     kept: Mapping[str, Iterable[int]] | None = None,
 ) -> Spec:
     """Return the submodel that trains blocks ``start`` to ``stop - 1`` (Co-S2P's window of consecutive blocks).
@@ -33,7 +33,7 @@ def depth_window(
         start: first block that trains.
         stop: number of blocks present.
         stack: which stack; may be left out where there is one.
-        exit: name of the exit head.
+        exit: name of the exit head; of several, the last that the model declares ends the forward.
         kept: indices of axes to keep as well; axes of blocks that are absent may be among them.
 
     Raises:
@@ -44,17 +44,20 @@ def depth_window(
         raise SpecError(
             f"window is blocks {start} to {stop} of '{name}', which has {len(blocks)}: give 0 <= start < stop"
         )
-    if exit is not None and exit not in submodels.exits:
-        known = nearest(exit, submodels.exits) if submodels.exits else "it has none (`add_exits`, `submodel_exits`)"
-        raise SpecError(f"exit is '{exit}', which this model does not have; {known}")
+    chosen = (exit,) if isinstance(exit, str) else tuple(exit)
+    for one in chosen:
+        if one not in submodels.exits:
+            known = nearest(one, submodels.exits) if submodels.exits else "it has none (`add_exits`, `submodel_exits`)"
+            raise SpecError(f"exit is '{one}', which this model does not have; {known}")
     names = list(submodels.parameters)
     inside = [place for place, full in enumerate(names) if _within(full, (blocks.path,))]
-    heads = [path for one in submodels.exits.values() for path in one.paths]
+    heads = [path for head in submodels.exits.values() for path in head.paths]
     above = [n for n in names[inside[-1] + 1 :] if not _within(n, heads)]
     trained = [n for n in names if _within(n, [blocks.block(i) for i in range(start, stop)])]
-    trained += above if exit is None else [n for n in names if _within(n, submodels.exits[exit].paths)]
+    ends = [path for one in chosen for path in submodels.exits[one].paths]
+    trained += [n for n in names if _within(n, ends)] if chosen else above
     trained += [n for n in names[: inside[0]] if start == 0 and not _within(n, heads)]
-    exits = None if not submodels.exits else () if exit is None else (exit,)
+    exits = chosen if submodels.exits else None
     return Spec.keep(kept, blocks={name: range(stop)}, trained=_prefixes(submodels, trained), exits=exits)
 
 

@@ -15,7 +15,7 @@ from raafl.submodel.axes import Axis, Shapes
 from raafl.submodel.flow import Flow, Form, Groups
 from raafl.submodel.rules import composites, flattened, keep_whole, rule_of
 from raafl.submodel.spec import SpecError
-from raafl.submodel.width import follow_widths, is_sealed
+from raafl.submodel.width import follow_widths, is_sealed, sealed_models
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -80,6 +80,7 @@ def discover_axes(
         graph = None if is_sealed(module) or _is_composite(module) else _trace(module)
     except SpecError as error:
         graph, problem = None, str(error)
+    problem = problem or _unknown(module)
     for node in graph.nodes if graph is not None else ():
         follower.visit(node)
     if residual_width:
@@ -87,13 +88,34 @@ def discover_axes(
     inside = [(path, layer) for path, layer in composites(module) if id(layer) not in follower.visited]
     for path, layer in inside:
         rule = rule_of(layer)
-        if rule is not None:
-            rule.follow(layer, path, None, groups)
+        made = None if rule is None else rule.follow(layer, path, None, groups)
+        if made is not None:
+            groups.pin(made.group, f"layer '{path}' gives it to code that is not followed")
     axes, kept_whole = groups.settle()
     if inside:
         places = {name: place for place, name in enumerate(shapes)}
         axes.sort(key=lambda axis: min(places[member.name] for member in axis.members))
     return Found(axes, kept_whole, problem)
+
+
+def _unknown(module: nn.Module) -> str | None:
+    """Return which sealed model has blocks of a type without a rule."""
+    for path, model in sealed_models(module):
+        if next(composites(model), None) is None:
+            name, block = next(
+                (
+                    (f"{name}.0", part[0])
+                    for name, part in model.named_modules()
+                    if isinstance(part, nn.ModuleList) and part
+                ),
+                ("", model),
+            )
+            where = ".".join(part for part in (path, name) if part)
+            return (
+                f"axes of {type(model).__name__} were not found: no rule says how layer '{where}' "
+                f"({type(block).__name__}) shrinks; {_REMEDY}"
+            )
+    return None
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from raafl.errors import BadInput
 from raafl.submodel.declared import Stack, find_stacks
@@ -18,50 +20,100 @@ from raafl.submodel.declared import Stack, find_stacks
 _MODELS = "transformers.models"
 _LAYERS = "transformers.modeling_layers"
 
-Tail = Callable[[Any], tuple[str, ...]]
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What comes after the last block of a type of model.
+
+    Attributes:
+        paths: of the modules of which an exit has copies.
+        logits: ``logits(model, modules, hidden, input_ids)``: what the model makes of hidden states, shape (batch,
+            positions, width), with these modules in the place of those.
+    """
+
+    paths: Callable[[Any], tuple[str, ...]]
+    logits: Callable[[Any, Any, Tensor, Tensor | None], Tensor]
+
 
 TAILS: dict[str, Tail] = {}
-"""What of a model comes after the last block and is to be an exit's own, by dotted name of the model's type."""
+"""By dotted name of the model's type."""
 
 
-def _tail(make: Tail, *types: str) -> None:
-    TAILS.update(dict.fromkeys(types, make))
+def _tail(paths: Any, logits: Any, *types: str) -> None:
+    TAILS.update(dict.fromkeys(types, Tail(paths if callable(paths) else lambda model: paths, logits)))
 
 
 _tail(
     lambda model: (f"{model.base_model_prefix}.layernorm", "classifier"),
+    lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]),
     f"{_MODELS}.vit.modeling_vit.ViTForImageClassification",
     f"{_MODELS}.deit.modeling_deit.DeiTForImageClassification",
 )
 _tail(
-    lambda model: ("deit.layernorm", "cls_classifier", "distillation_classifier"),
+    ("deit.layernorm", "cls_classifier", "distillation_classifier"),
+    lambda model, own, hidden, ids: (own[1](own[0](hidden)[:, 0]) + own[2](own[0](hidden)[:, 1])) / 2,
     f"{_MODELS}.deit.modeling_deit.DeiTForImageClassificationWithTeacher",
 )
-_tail(lambda model: ("encoder.ln", "heads"), "torchvision.models.vision_transformer.VisionTransformer")
-_tail(lambda model: ("bert.pooler", "classifier"), f"{_MODELS}.bert.modeling_bert.BertForSequenceClassification")
 _tail(
-    lambda model: ("classifier",),
+    ("encoder.ln", "heads"),
+    lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]),
+    "torchvision.models.vision_transformer.VisionTransformer",
+)
+_tail(
+    ("bert.pooler", "classifier"),
+    lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))),
+    f"{_MODELS}.bert.modeling_bert.BertForSequenceClassification",
+)
+_tail(
+    ("classifier",),
+    lambda model, own, hidden, ids: own[0](model.dropout(hidden)),
     f"{_MODELS}.bert.modeling_bert.BertForTokenClassification",
-    f"{_MODELS}.roberta.modeling_roberta.RobertaForSequenceClassification",
     f"{_MODELS}.roberta.modeling_roberta.RobertaForTokenClassification",
     f"{_MODELS}.distilbert.modeling_distilbert.DistilBertForTokenClassification",
 )
 _tail(
-    lambda model: ("pre_classifier", "classifier"),
+    ("classifier",),
+    lambda model, own, hidden, ids: own[0](hidden),
+    f"{_MODELS}.roberta.modeling_roberta.RobertaForSequenceClassification",
+)
+_tail(
+    ("pre_classifier", "classifier"),
+    lambda model, own, hidden, ids: own[1](model.dropout(torch.relu(own[0](hidden[:, 0])))),
     f"{_MODELS}.distilbert.modeling_distilbert.DistilBertForSequenceClassification",
+)
+
+
+def _at_last_token(model: Any, logits: Tensor, ids: Tensor | None) -> Tensor:
+    if ids is None or model.config.pad_token_id is None:
+        return logits[:, -1]
+    places = torch.arange(ids.shape[1], device=ids.device) * (ids != model.config.pad_token_id)
+    return logits[torch.arange(len(ids), device=ids.device), places.argmax(-1)]
+
+
+_tail(
+    lambda model: (f"{model.base_model_prefix}.norm", "score"),
+    lambda model, own, hidden, ids: _at_last_token(model, own[1](own[0](hidden)), ids),
+    f"{_LAYERS}.GenericForSequenceClassification",
 )
 _tail(
     lambda model: (f"{model.base_model_prefix}.norm", "score"),
-    f"{_LAYERS}.GenericForSequenceClassification",
+    lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))),
     f"{_LAYERS}.GenericForTokenClassification",
 )
 # the vocabulary is large and often tied to the embedding: every exit of a language model reads the same one
 _tail(
-    lambda model: ("model.norm",),
+    ("model.norm",),
+    lambda model, own, hidden, ids: model.lm_head(own[0](hidden)),
     f"{_MODELS}.llama.modeling_llama.LlamaForCausalLM",
     f"{_MODELS}.mistral.modeling_mistral.MistralForCausalLM",
     f"{_MODELS}.qwen2.modeling_qwen2.Qwen2ForCausalLM",
 )
+
+
+def tail_of(model: nn.Module) -> Tail | None:
+    """Return what is known of the model's last layers."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
+    return next((TAILS[name] for name in names if name in TAILS), None)
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
@@ -79,8 +131,7 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
     Raises:
         BadInput: another type of model, a depth that it does not have, or exits that it has already.
     """
-    names = [f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__]
-    tail = next((TAILS[name] for name in names if name in TAILS), None)
+    tail = tail_of(model)
     if tail is None:
         raise BadInput(
             f"exits: {type(model).__name__} is of no type whose last layers are known: declare `submodel_exits` on it, "
@@ -89,16 +140,77 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
     if hasattr(model, "submodel_exits") or hasattr(model, "exits"):
         raise BadInput(f"exits: {type(model).__name__} has exits already: add all of them at once")
     (stack,) = find_stacks(model).values() or (Stack("", ()),)
-    exits, declared = nn.ModuleDict(), {}
+    exits, declared, after = nn.ModuleDict(), {}, {}
     for depth in sorted(set(depths)):
         if not 0 < depth < len(stack):
             raise BadInput(f"exits: there is no exit after {depth} of {len(stack)} blocks: give 1 to {len(stack) - 1}")
         name = f"exit{depth}"
-        exits[name] = nn.ModuleList(copy.deepcopy(model.get_submodule(path)) for path in tail(model))
-        declared[name] = {path: f"exits.{name}.{place}" for place, path in enumerate(tail(model))}
+        exits[name] = nn.ModuleList(copy.deepcopy(model.get_submodule(path)) for path in tail.paths(model))
+        declared[name] = {path: f"exits.{name}.{place}" for place, path in enumerate(tail.paths(model))}
+        after[name] = stack.block(depth - 1)
     model.exits = exits
     model.submodel_exits = declared  # type: ignore[assignment]  # plain data
+    model.submodel_exits_after = after  # type: ignore[assignment]
     return model
+
+
+class EarlyLogits:
+    """The logits of every exit, from the same forward pass as the model's own: for self-distillation between depths.
+
+    >>> import torchvision
+    >>> model = torchvision.models.VisionTransformer(8, 4, 3, 2, hidden_dim=8, mlp_dim=8, num_classes=5)
+    >>> early = EarlyLogits(add_exits(model, [1, 2]))
+    >>> _ = model(torch.ones(2, 3, 8, 8))
+    >>> {name: tuple(logits.shape) for name, logits in early.logits().items()}
+    {'exit1': (2, 5), 'exit2': (2, 5)}
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Watch the blocks of the model in ``module`` that `add_exits` was given, or of a submodel of it.
+
+        Raises:
+            BadInput: there is none.
+        """
+        found = next((part for part in module.modules() if "submodel_exits_after" in part.__dict__), None)
+        if found is None:
+            raise BadInput(
+                f"exits: no part of {type(module).__name__} has exits by add_exits: call it on the model first"
+            )
+        self.model = cast(Any, found)
+        self._hidden: dict[str, Tensor] = {}
+        self._input_ids: Tensor | None = None
+        self.names = [name for name, path in self.model.submodel_exits_after.items() if self._watch(name, path)]
+        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _watch(self, name: str, path: str) -> bool:
+        """Keep what the block gives; return whether there is such a block and exit, other than that of the model's end."""
+        own = self.model.submodel_exits[name]
+        parts = dict(self.model.named_modules())
+        taken = any(
+            isinstance(parts.get(place), StandIn) and parts[place].stands_for[0] is parts.get(exit)
+            for place, exit in own.items()
+        )
+        if path not in parts or taken or any(exit not in parts for exit in own.values()):
+            return False
+
+        def keep(block: nn.Module, args: Any, answer: Any) -> None:
+            self._hidden[name] = answer[0] if isinstance(answer, tuple) else answer
+
+        parts[path].register_forward_hook(keep)
+        return True
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._hidden.clear()
+        self._input_ids = kwargs.get("input_ids", args[0] if args else None)
+
+    def logits(self) -> dict[str, Tensor]:
+        """Return the logits of each exit in the last forward pass, shallow ones first, and forget that pass."""
+        tail: Any = tail_of(self.model)
+        answers = {}
+        for name in self.names:
+            own = [self.model.get_submodule(path) for path in self.model.submodel_exits[name].values()]
+            answers[name] = tail.logits(self.model, own, self._hidden.pop(name), self._input_ids)
+        return answers
 
 
 class StandIn(nn.Module):

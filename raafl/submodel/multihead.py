@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from raafl.errors import BadInput
 from raafl.submodel.flow import Flow, Groups
 from raafl.submodel.rules import keep_whole, register, rule_of
-from raafl.submodel.transformer import Block, note_heads_of_multihead, register_block
+from raafl.submodel.transformer import Block, note_heads_of_multihead, register_block, width_of_multihead
 
 
 class FewerHeads(nn.MultiheadAttention):
@@ -125,8 +125,14 @@ def _resize_multihead(layer: Any) -> None:
 @register(nn.MultiheadAttention, resize=_resize_multihead, is_composite=True)
 def _multihead(layer: Any, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
     note_heads_of_multihead(layer, name, f"{name}.heads" if name else "heads", groups)
-    if flow is not None:
-        groups.pin(flow.group, f"layer '{name}' ({type(layer).__name__}) reads it")
+    if flow is None:
+        return None
+    reason: str | None = f"layer '{name}' ({type(layer).__name__}) reads it"
+    if groups.residual_width and flow.form == "last":
+        reason = width_of_multihead(layer, name, flow, groups)
+    if reason is None:
+        return Flow(flow.group, "tuple", 3)
+    groups.pin(flow.group, reason)
     return None
 
 

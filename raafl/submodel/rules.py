@@ -94,7 +94,7 @@ def rule_of(layer: nn.Module) -> Rule | None:
 
     A part that declares its axes (``submodel_axes``) is a composite.
     """
-    if getattr(layer, "submodel_axes", None) is not None:
+    if hasattr(type(layer), "submodel_axes") or "submodel_axes" in layer.__dict__:
         return _DECLARES
     rule, layer_type = _registered(layer)
     return rule if rule is not None and _runs(layer, layer_type) else None

@@ -163,14 +163,9 @@ class Submodels:
             if name not in self.exits:
                 known = nearest(name, self.exits) if self.exits else "it declares none (`submodel_exits`)"
                 raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")
-        places = [self.exits[name] for name in spec.exits or () if self.exits[name].instead_of]
-        if len(places) > 1:
-            raise SpecError(
-                f"spec keeps the exits {', '.join(spec.exits or ())}, which take one place: keep one of them"
-            )
         kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
         blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < len(self.stacks[stack]))
-        all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not places
+        all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not self._stand_ins(spec)
         normal = Spec(kept, blocks, spec.trained, None if all_kept else spec.exits)
         self._check_shared(normal)
         return normal
@@ -257,12 +252,12 @@ class Submodels:
             stack = self.stacks[name]
             gone += [stack.block(i) for i in range(len(stack)) if i not in kept]
         for name, one in self.exits.items() if spec.exits is not None else ():
-            gone += one.instead_of if name in spec.exits else one.paths  # type: ignore[operator]
-        return tuple(gone)
+            gone += () if name in spec.exits else one.paths  # type: ignore[operator]
+        return (*gone, *self._stand_ins(spec))
 
     def _stand_ins(self, spec: Spec) -> dict[str, str]:
-        """Return the places that a module of an exit takes -> its path."""
-        kept = [self.exits[name] for name in spec.exits or ()]
+        """Return the places that modules of the exit take -> their paths; of several exits, the last has the place."""
+        kept = [one for name, one in self.exits.items() if name in (spec.exits or ())]
         return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
     def plan(self, spec: Spec = FULL, part: Part = "trained") -> Plan:

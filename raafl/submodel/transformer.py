@@ -83,14 +83,17 @@ def _follower(describe: Describe) -> Follow:
             note_axes(layer, name, block, groups)
         except AttributeError as error:  # another release of the package has other layers inside
             keep_whole(layer, name, groups)
+            reason = f"block '{name}' ({type(layer).__name__}) is made in a way that is not known: {error}"
+            for group in [groups.new(_join(name, axis), 1) for axis in ("heads", "ffn")]:
+                groups.pin(group, reason)
             if flow is not None:
-                groups.pin(flow.group, f"'{name}' ({type(layer).__name__}) is of an unknown make: {error}")
+                groups.pin(flow.group, reason)
             return None
         if flow is None:
             return None
-        reason = _width(layer, name, block, flow, groups)
-        if reason is not None:
-            groups.pin(flow.group, reason)
+        problem = _width(layer, name, block, flow, groups)
+        if problem is not None:
+            groups.pin(flow.group, problem)
             return None
         return Flow(flow.group, "last", 3)  # batch, positions, width
 
@@ -136,8 +139,9 @@ def _weight(layer: nn.Module, path: str) -> Tensor:
 
 
 def _rows(layer: nn.Module, name: str, path: str, group: int, unit: int, groups: Groups) -> None:
+    part = layer.get_submodule(path)
     groups.add(group, _join(name, path, "weight"), 0, unit)
-    if getattr(layer.get_submodule(path), "bias", None) is not None:
+    if getattr(part, "bias", None) is not None:
         groups.add(group, _join(name, path, "bias"), 0, unit)
 
 
@@ -168,7 +172,7 @@ def _width(layer: nn.Module, name: str, block: Block, flow: Flow, groups: Groups
     read, made = list(block.up), [block.down]
     for attention in block.attentions.values():
         if isinstance(attention, str):
-            reason = _width_of_multihead(layer.get_submodule(attention), _join(name, attention), flow, groups)
+            reason = width_of_multihead(layer.get_submodule(attention), _join(name, attention), flow, groups)
             if reason is not None:
                 return reason
         elif not attention.on_width:
@@ -186,13 +190,14 @@ def _width(layer: nn.Module, name: str, block: Block, flow: Flow, groups: Groups
     return None
 
 
-def _width_of_multihead(layer: Any, name: str, flow: Flow, groups: Groups) -> str | None:
+def width_of_multihead(layer: Any, name: str, flow: Flow, groups: Groups) -> str | None:
+    """Put the width of an `nn.MultiheadAttention` on the axis of its one input; return why that is not possible."""
     if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
         return f"layer '{name}' has parts that cannot shrink with the residual width"
-    groups.consume(flow, f"{name}.in_proj_weight", 1, name)
-    groups.consume(flow, f"{name}.out_proj.weight", 0, name)
+    groups.consume(flow, _join(name, "in_proj_weight"), 1, name)
+    groups.consume(flow, _join(name, "out_proj.weight"), 0, name)
     if layer.out_proj.bias is not None:
-        groups.consume(flow, f"{name}.out_proj.bias", 0, name)
+        groups.consume(flow, _join(name, "out_proj.bias"), 0, name)
     return None
 
 

@@ -143,13 +143,8 @@ _SQUARE = {
 def _model(model: Any) -> Iterator[tuple[str, int]]:
     bases = _bases(model)
     for name, part in model.named_children():
-        is_simple = not any(part.children()) and any(True for _ in part.parameters())
-        if is_simple and type(part).__qualname__ not in _own_pieces(part):
+        if not list(part.children()) and list(part.parameters()):
             yield from _along(model, name, square=any((base, name) in _SQUARE for base in bases))
-
-
-def _own_pieces(part: nn.Module) -> set[str]:
-    return {base for base in _bases(part) if base in PIECES}
 
 
 @_piece(_TORCHVISION)
@@ -181,8 +176,9 @@ def follow_widths(module: nn.Module, groups: Groups, visited: set[int]) -> None:
             piece = next((PIECES[base] for base in _ordered_bases(part) if base in PIECES), None)
             for tensor, dim in piece(part) if piece is not None else ():
                 full = f"{prefix}{name}.{tensor}" if name else f"{prefix}{tensor}"
-                groups.consume(flow, full, dim, path or type(model).__name__)
-                claimed.append(groups.aliases.get(full, full))
+                for own in (full, *_copies(model, prefix, full)):
+                    groups.consume(flow, own, dim, path or type(model).__name__)
+                    claimed.append(groups.aliases.get(own, own))
         for name, block in composites(model):
             rule = rule_of(block)
             if rule is not None:
@@ -192,6 +188,17 @@ def follow_widths(module: nn.Module, groups: Groups, visited: set[int]) -> None:
                     groups.aliases.get(n, n) for n in (f"{prefix}{name}.{t}" for t, _ in block.named_parameters())
                 ]
         _pin_unknown(model, prefix, size, set(claimed), flow, groups)
+
+
+def _copies(model: nn.Module, prefix: str, tensor: str) -> list[str]:
+    """Return the tensors of exits that take the place of this one."""
+    exits = model.__dict__.get("submodel_exits", {})
+    return [
+        f"{prefix}{path}{tensor.removeprefix(prefix + place)}"
+        for places in exits.values()
+        for place, path in places.items()
+        if tensor.startswith(f"{prefix}{place}.")
+    ]
 
 
 def _ordered_bases(module: nn.Module) -> Iterator[str]:

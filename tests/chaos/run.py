@@ -238,8 +238,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.keep is not None:
         from benchmarks.common import report as dated
 
-        kept = {name: value for name, value in found.items() if name != "script"}
-        options.keep.write_text(json.dumps(dated([], **kept), indent=2) + "\n")
+        rows = [{"fault": kind, "times": times} for kind, times in sorted(found["faults"].items())]
+        kept = {name: value for name, value in found.items() if name not in ("script", "faults")}
+        options.keep.write_text(json.dumps(dated(rows, **kept), indent=2) + "\n")
     print(text(found))
     return 0 if found["passed"] else 1
 

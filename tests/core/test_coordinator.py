@@ -146,6 +146,17 @@ def test_a_run_of_refusals_ends_the_run_as_failed():
     assert isinstance(actions[-1], Finish) and actions[-1].reason.startswith("failed: 3 updates in a row")
 
 
+def test_one_client_s_refusals_alone_do_not_end_the_run():
+    coordinator = coordinator_for(fed_async(), min_clients=2, max_refused=3)
+    tasks = assigned(join(coordinator, [1, 2]))
+    for _ in range(10):
+        actions = coordinator.handle(Arrived(update_for(coordinator.state, tasks[1], 1.0, refusal="non-finite")), 0.0)
+        assert outcomes(actions) == [(1, "refused:non-finite", 0)]
+        tasks |= assigned(actions)
+    assert outcomes(answer(coordinator, tasks[2], 1.0)) == [(2, "merged", 0)]
+    assert coordinator.finished is None
+
+
 def test_an_answer_from_an_earlier_incarnation_is_refused():
     coordinator = coordinator_for(fed_async())
     old = assigned(join(coordinator, [1]))[1]

@@ -169,6 +169,16 @@ def test_twice_in_one_merge_costs_four_times():
     assert spent["epsilon"] == pytest.approx(dp.get_epsilon_gaussian(1.0, 1e-5), rel=1e-9)
 
 
+def test_merges_that_a_crash_has_undone_are_spent_all_the_same():
+    pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    state, merge = line_state(), make(Deltas(), clip_norm=1.0, sigma=2.0)
+    give(merge, state, [(0.1, FULL, 1, 0, 1)])
+    # after the checkpoint: version 2 with client 1 twice and client 2, version 3 with client 2
+    merge.undone(state, [(1, 2), (1, 2), (2, 2), (2, 3)])
+    spent = merge.report(state)["privacy"]
+    assert (spent["max_contributions"], spent["compositions"]) == (3, 1 + 4)
+
+
 def test_before_any_merge_nothing_is_spent():
     spent = make(Deltas(), clip_norm=1.0, sigma=1.0).report(line_state())["privacy"]
     assert (spent["epsilon"], spent["max_contributions"]) == (0.0, 0)

@@ -245,6 +245,8 @@ def wandb_rows(folder):
     return rows, config
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_wandb_without_a_key_or_a_network_logs_offline_and_says_so(tmp_path):
     """Real files of wandb's; its server takes connections and never says a word."""
     if importlib.util.find_spec("wandb") is None:
@@ -255,7 +257,7 @@ def test_wandb_without_a_key_or_a_network_logs_offline_and_says_so(tmp_path):
         env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         env |= {"WANDB_BASE_URL": url, "NETRC": str(tmp_path / "netrc"), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", TWICE, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=110
+            [sys.executable, "-c", TWICE, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
         )
     assert done.returncode == 0, done.stderr
     keyless, keyed = map(json.loads, done.stdout.splitlines())

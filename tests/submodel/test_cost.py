@@ -14,7 +14,7 @@ from model_zoo import CNN, MLP
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel import cost as cost_module
 from raafl.submodel.cost import meta_batch
-from tests.submodel import transformers
+from tests.submodel import networks
 from tests.submodel.models import built, named_specs
 
 LABELS = torch.zeros(2, dtype=torch.long)
@@ -125,15 +125,18 @@ class Task(nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        self.model = transformers.CASES[name].make()
+        self.model = networks.CASES[name].make()
+
+    def forward(self, x):
+        return self.model(x)
 
     def training_step(self, batch, batch_idx):
-        return transformers.output(self.model, batch).square().mean()
+        return networks.output(self.model, batch).square().mean()
 
 
 @pytest.mark.parametrize(("heads", "units"), [(3, 7), (1, 7), (2, 3)])
 def test_flops_of_attention_by_hand(heads, units):
-    submodels = Submodels(Task("vit"), transformers.pixels())
+    submodels = Submodels(Task("vit"), networks.pixels())
     kept = {
         f"model.vit.layers.{i}.{axis}": range(n) for i in range(2) for axis, n in (("heads", heads), ("ffn", units))
     }
@@ -146,7 +149,7 @@ def test_flops_of_attention_by_hand(heads, units):
 
 
 def test_blocks_below_a_window_cost_one_forward_pass():
-    submodels = Submodels(Task("vit"), transformers.pixels())
+    submodels = Submodels(Task("vit"), networks.pixels())
     positions, width = 5, 12
     projections, scores = positions * width * (4 * width + 2 * 7), 2 * positions * positions * width
     below, above = projections + scores + 4 * 48 * width, 3 * projections + 3.5 * scores + 3 * 4 * width
@@ -181,7 +184,7 @@ def saved_bytes(module, batch):
 @pytest.mark.parametrize("half", [False, True])
 def test_predicted_activations_are_those_that_a_real_step_saves(name, half):
     torch.manual_seed(0)
-    batch = {key: torch.cat([value] * 8) for key, value in transformers.CASES[name].inputs().items()}
+    batch = {key: torch.cat([value] * 8) for key, value in networks.CASES[name].inputs().items()}
     task = Task(name)
     for part in task.modules():
         if isinstance(part, nn.Dropout):

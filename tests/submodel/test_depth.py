@@ -10,10 +10,20 @@ from torch import nn
 
 from model_zoo import MLP
 from raafl.errors import BadInput
-from raafl.submodel import FULL, Spec, SpecError, Submodels, add_exits, depth_window, last_fraction, skeleton
+from raafl.submodel import (
+    FULL,
+    EarlyLogits,
+    Spec,
+    SpecError,
+    Submodels,
+    add_exits,
+    depth_window,
+    last_fraction,
+    skeleton,
+)  # fmt: skip
 from tests.submodel.models import Blocks
+from tests.submodel.networks import CASES, Encoder, output, randomise
 from tests.submodel.test_shrink import filled
-from tests.submodel.transformers import CASES, Encoder, output, randomise
 
 STACKS = {
     "bert": "bert.encoder.layer",
@@ -119,6 +129,16 @@ def test_a_window_and_a_width_at_once():
     assert output(small, CASES["llama"].inputs()).shape == (2, 9, 23)
 
 
+@pytest.mark.parametrize("name", ["bert", "vit", "llama"])
+def test_exits_are_as_wide_as_the_model(name):
+    submodels = Submodels(add_exits(made(name), [1]), residual_width=True)
+    window = depth_window(submodels, 0, 1, exit="exit1", kept={"width": [0, 1, 2, 5, 7, 8]})
+    shrunk = submodels.shrink(window)
+    for buffer in shrunk.present.buffers.values():
+        buffer.fill_(0.5)
+    assert output(shrunk.module, CASES[name].inputs()).shape == output(made(name), CASES[name].inputs()).shape
+
+
 def test_a_tensor_tied_to_one_below_the_window_is_frozen_with_it():
     submodels = Submodels(made("llama_tied"))
     names = {e.name for e in submodels.layout(depth_window(submodels, 1, 2), "trained").entries}
@@ -215,7 +235,7 @@ def test_a_models_own_exit_takes_the_place_of_its_head():
         Submodels(module).exits  # noqa: B018
 
 
-def test_two_exits_cannot_take_one_place():
+def test_of_several_exits_the_last_has_the_place():
     class Two(Declared):
         def __init__(self):
             super().__init__()
@@ -224,8 +244,26 @@ def test_two_exits_cannot_take_one_place():
         def submodel_exits(self):
             return {"early": {"head": "early"}, "other": {"head": "other"}}
 
-    with pytest.raises(SpecError, match="which take one place: keep one of them"):
-        Submodels(Two()).validate(Spec.keep(exits=["early", "other"]))
+    submodels = Submodels(Two())
+    shrunk = submodels.shrink(Spec.keep(exits=["early", "other"]))
+    assert shrunk.module.head.weight is shrunk.module.other.weight
+    assert "early.weight" in shrunk.present and "head.weight" not in shrunk.present
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_logits_of_an_exit_are_those_of_the_model_that_ends_there(name):
+    module, submodels, full = with_exits(name)
+    inputs = CASES[name].inputs()
+    early = EarlyLogits(nn.Sequential(module))
+    module(**inputs)
+    (logits,) = early.logits().values()
+    small = filled(submodels, depth_window(submodels, 0, 1, exit="exit1"), full).module.eval()
+    torch.testing.assert_close(logits, output(small, inputs))
+    assert EarlyLogits(small).names == []  # what the model itself answers
+    logits.sum().backward()
+    assert all(p.grad is not None for p in module.exits.parameters())
+    with pytest.raises(BadInput, match="no part of Linear has exits"):
+        EarlyLogits(nn.Linear(1, 1))
 
 
 def test_a_block_that_shares_its_tensors_with_one_that_stays_cannot_go_alone():

@@ -14,10 +14,10 @@ from torch import nn
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Member, Spec, SpecError, Submodels, skeleton
 from tests.submodel.models import slow_masks, specs
+from tests.submodel.networks import CASES, SLOW, WORDS, Spotter, built, hugging_face, last_state, output, words
 from tests.submodel.test_shrink import filled, zeroed
-from tests.submodel.transformers import CASES, SLOW, WORDS, Spotter, built, hugging_face, last_state, output, words
 
-few = settings(deadline=None, max_examples=6, derandomize=True, phases=[Phase.explicit, Phase.generate])
+few = settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -68,8 +68,9 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
 @few
 @given(st.data())
 def test_scatter_after_gather_changes_no_bit(name, data):
-    spec = data.draw(specs(CASES[name].axes))
-    _, submodels, full = built(name)
+    width = {} if CASES[name].width is None else {CASES[name].width: 12}
+    spec = data.draw(specs({**CASES[name].axes, **width}))
+    _, submodels, full = built(name, residual_width=True)
     before, plan = full.clone(), submodels.plan(spec, "present")
     small = plan.gather(full)
     masks = slow_masks(submodels, spec)
@@ -260,6 +261,17 @@ def test_both_directions_of_a_recurrent_net_go_together():
     assert list(Submodels(Mean(bidirectional=True)).axes) == ["conv", "rnn"]
 
 
+def test_a_recurrent_net_whose_readers_are_not_known_is_kept_whole():
+    class Hidden(Spotter):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    submodels = Submodels(Hidden())
+    assert submodels.axes == {} and "not followed" in submodels.kept_whole["rnn"]
+    with pytest.raises(SpecError, match="forward cannot be traced"):
+        submodels.validate(Spec.keep({"rnn": [0]}))
+
+
 def test_a_projected_net_is_kept_whole_by_name():
     submodels = Submodels(nn.LSTM(3, 4, proj_size=2))
     assert submodels.axes == {} and submodels.kept_whole == {"hidden": "layer '' projects its hidden units"}
@@ -363,6 +375,21 @@ def test_an_empty_spec_is_one_clear_error():
         Spec.keep({"bert.encoder.layer.0.heads": []})
 
 
+def test_a_subclass_counts_as_its_base_unless_it_has_a_forward_of_its_own():
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    class Same(BertLayer):
+        pass
+
+    class Odd(BertLayer):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states.flip(-1), *args, **kwargs)
+
+    for kind, found in ((Same, ["heads", "ffn"]), (Odd, [])):
+        config = CASES["bert"].make().config
+        assert [axis.rpartition(".")[2] for axis in Submodels(nn.Sequential(kind(config))).axes] == found
+
+
 def test_a_model_of_an_unknown_make_is_trained_whole():
     import transformers
 
@@ -371,7 +398,43 @@ def test_a_model_of_an_unknown_make_is_trained_whole():
     for layer in model.bert.encoder.layer:
         layer.intermediate.thick = layer.intermediate.dense
         del layer.intermediate.dense
-    assert Submodels(model).axes == {}
+    submodels = Submodels(model)
+    assert submodels.axes == {}
+    with pytest.raises(SpecError, match=r"'bert.encoder.layer.0.ffn' cannot shrink: block .* not known: .*dense"):
+        submodels.validate(Spec.keep({"bert.encoder.layer.0.ffn": [0]}))
+
+
+def test_a_transformer_without_an_adapter_names_its_layer_and_is_trained_whole():
+    model = hugging_face("GPT2LMHeadModel", "GPT2Config", vocab_size=23, n_embd=12, n_layer=2, n_head=3, n_positions=16)
+    submodels = Submodels(nn.Sequential(model))
+    with pytest.raises(
+        SpecError, match=r"layer '0.transformer.h.0' \(GPT2Block\) shrinks; declare .*full model"
+    ) as caught:
+        submodels.validate(Spec.keep({"heads": [0]}))
+    assert "\n" not in str(caught.value)
+    whole = filled(submodels, FULL, submodels.state(nn.Sequential(model))).module[0].eval()
+    batch = words()
+    assert torch.equal(whole(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_the_width_of_an_attention_in_a_block_of_ones_own():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.norm, self.head = nn.Embedding(23, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+            self.attention = nn.MultiheadAttention(6, 3, batch_first=True)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            y, _ = self.attention(x, x, x, need_weights=False)
+            return self.head(self.norm(x + y))
+
+    assert list(Submodels(Own()).axes) == ["attention.heads"]
+    submodels = Submodels(Own(), residual_width=True)
+    assert {name: axis.size for name, axis in submodels.axes.items()} == {"embed": 6, "attention.heads": 3}
+    small = submodels.shrink(Spec.keep({"embed": [0, 2, 5, 4], "attention.heads": [1]})).module
+    assert small.attention.in_proj_weight.shape == (6, 4) and small.norm.normalized_shape == (4,)
+    assert small(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 4)
 
 
 def test_a_part_may_declare_its_axes_itself():

@@ -2,7 +2,7 @@
 
 A record is the length of its plaintext (4 bytes, little-endian, at most `RECORD_BYTES`), the ciphertext, and a tag of 16
 bytes over both. Its nonce is its number in its direction, so a record that is altered, repeated, left out or out of
-order does not open. AES-GCM rather than ChaCha20-Poly1305, since it is 1.4 to 1.8 times as fast on a processor with
+order does not open. AES-GCM rather than ChaCha20-Poly1305, since it is 1.2 to 2.1 times as fast on a processor with
 AES instructions (benchmarks/README.md).
 """
 

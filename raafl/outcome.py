@@ -1,0 +1,57 @@
+"""A finished run's summary in words, for a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "target": "target reached"}
+"""Why runs end, in words; any other reason is one already."""
+
+
+def summary_lines(summary: dict[str, Any], folder: Path) -> list[str]:
+    """Return the lines that end a run; ``folder`` is the run's."""
+    final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
+    clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
+    real = f" ({summary['wall_s']:.1f} s real)" if summary["runtime"] == "simulated" else ""
+    lines = [
+        "",
+        f"finished: {REASONS.get(summary['finished'], summary['finished'])} after "
+        f"{_num(summary['updates_merged'], 'update')}, {_num(summary['versions'], 'version')}, "
+        f"{summary['time_s']:.1f} {clock} seconds{real}",
+        f"global model on the held-out data: {final}",
+    ]
+    for target, at in summary["time_to"].items():
+        lines.append(f"time to {target}: " + (f"{at:.2f} s" if at is not None else "not reached"))
+    lines += _participation(summary["participation"])
+    staleness = summary["staleness"]
+    lines.append(
+        f"staleness mean {staleness['mean']:.2f}, max {staleness['max']}; "
+        f"clients at work {summary['utilisation']:.0%} of the time; "
+        f"{summary['bytes_down'] / 1e6:.1f} MB down, {summary['bytes_up'] / 1e6:.1f} MB up"
+    )
+    bad = {f"refused as {reason}": n for reason, n in summary["updates_refused"].items()}
+    if summary["updates_lost"]:
+        bad["lost"] = summary["updates_lost"]
+    if bad:
+        lines.append("not merged: " + ", ".join(f"{n} {reason}" for reason, n in bad.items()))
+    lines += [f"not written: {n} of {name}" for name, n in summary["unwritten"].items()]
+    lines += [f"logger {name}: {n['failed']} calls failed" for name, n in summary["loggers"].items() if n["failed"]]
+    lines += [f"model digest {summary['model_digest'][:16]}", f"run folder: {folder}"]
+    return lines
+
+
+def _participation(participation: dict[str, int]) -> list[str]:
+    """Return a bar for each of the first clients."""
+    total = max(sum(participation.values()), 1)
+    shown = list(participation.items())[:16]
+    widest = max((n for _, n in shown), default=1) or 1
+    lines = ["who worked how much (merged updates of each client):"]
+    lines += [f"  client {c:>3}  {n:5d}  {n / total:6.1%}  {'#' * round(30 * n / widest)}".rstrip() for c, n in shown]
+    if len(participation) > len(shown):
+        lines.append(f"  ... and {len(participation) - len(shown)} more, in summary.json")
+    return lines
+
+
+def _num(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -1,0 +1,191 @@
+"""Which units of each axis: leading, rolling, at random, disjoint, by ratio, explicit. Pure functions.
+
+A rate is the share of an axis that is kept: ``ceil(rate * size)`` of its units, at least one, whatever a unit is (a
+neuron, a channel, a head, a key-value group, a block).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from raafl.core.types import derive_seed
+from raafl.errors import BadInput, fraction, nearest, positive
+from raafl.submodel import Axis, Spec, SpecError, Stack
+
+if TYPE_CHECKING:
+    from raafl.submodel import Submodels
+
+Axes = Mapping[str, Axis | Stack]
+"""What may be cut, by name: axes of width, and stacks of blocks, which are one more axis."""
+
+Rate = float | Mapping[str, float]
+"""Share kept of every axis, or of each by name; an axis that is not named is kept whole."""
+
+
+def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
+    """Return all that may be cut of a model: its axes and its stacks of blocks.
+
+    Raises:
+        BadInput: a stack has the name of an axis.
+    """
+    for name in submodels.stacks:
+        if name in submodels.axes:
+            raise BadInput(f"'{name}' is an axis and a stack of blocks: give one of them another name")
+    return {**submodels.axes, **submodels.stacks}
+
+
+def size_of(axis: Axis | Stack) -> int:
+    """Return the number of units of an axis, or of blocks of a stack."""
+    return axis.size if isinstance(axis, Axis) else len(axis)
+
+
+def count(size: int, rate: float) -> int:
+    """Return how many of ``size`` units a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
+
+    Raises:
+        BadInput: a rate that is not in (0, 1].
+    """
+    fraction("rate", rate)
+    # 0.1 * 30 is a little more than 3
+    return max(1, math.ceil(rate * size - 1e-9 * size))
+
+
+def counts(axes: Axes, rate: Rate) -> dict[str, int]:
+    """Return how many units are kept of each axis that shrinks.
+
+    Raises:
+        BadInput: a rate out of (0, 1], or for an axis that is not there.
+    """
+    if isinstance(rate, Mapping):
+        for name in rate:
+            if name not in axes:
+                raise BadInput(f"rate names the axis '{name}'; {nearest(name, axes)}")
+        rates = dict(rate)
+    else:
+        rates = dict.fromkeys(axes, rate)
+    kept = {name: count(size_of(axes[name]), share) for name, share in rates.items()}
+    return {name: number for name, number in kept.items() if number < size_of(axes[name])}
+
+
+def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
+    """Return the spec that keeps these units; an axis that is not named is kept whole.
+
+    Raises:
+        SpecError: an axis that is not there, no unit of one, or a unit that it does not have.
+    """
+    width: dict[str, list[int] | range] = {}
+    depth: dict[str, list[int] | range] = {}
+    for name, indices in kept.items():
+        if name not in axes:
+            raise SpecError(f"kept names the axis '{name}'; {nearest(name, axes)}")
+        size = size_of(axes[name])
+        chosen = indices if isinstance(indices, range) and indices.step == 1 else sorted(indices)
+        if len(chosen) and chosen[-1] >= size:
+            raise SpecError(f"kept has {chosen[-1]} of '{name}', which has {size} units: give indices below that")
+        if list(chosen) != list(range(size)):
+            (width if isinstance(axes[name], Axis) else depth)[name] = chosen
+    return Spec.keep(width, blocks=depth)
+
+
+# ---- each client for itself ----
+
+
+def leading(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
+    """Return the first units of every axis: submodels are nested (HeteroFL, Diao et al. 2021, section 3.1)."""
+    return spec_of(axes, {name: range(number) for name, number in counts(axes, rate).items()})
+
+
+def rolling(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
+    """Return a window that moves on by one unit a round (FedRolex, Alam et al. 2022, section 3.2).
+
+    Of an axis with K units, ``j = round mod K`` and the units after it, from K on at the beginning again. Within K rounds
+    each unit is trained as often as any other. (The paper rounds the window down; this rounds up, as for every selector.)
+    """
+    kept = {}
+    for name, number in counts(axes, rate).items():
+        size = size_of(axes[name])
+        kept[name] = [(round + i) % size for i in range(number)]
+    return spec_of(axes, kept)
+
+
+def at_random(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
+    """Return units drawn without replacement, anew in each round (Federated Dropout, Caldas et al. 2018)."""
+    kept = {}
+    for name, number in counts(axes, rate).items():
+        kept[name] = random.Random(derive_seed(seed, round, name)).sample(range(size_of(axes[name])), number)
+    return spec_of(axes, kept)
+
+
+def explicit(
+    axes: Axes, kept: Mapping[str, Iterable[int]], *, state: Any = None, seed: int = 0, round: int = 0
+) -> Spec:
+    """Return the submodel of the units that are named, after a look whether they are there.
+
+    Raises:
+        SpecError: an axis or a unit that is not there.
+    """
+    return spec_of(axes, {name: list(indices) for name, indices in kept.items()})
+
+
+# ---- all clients together ----
+
+
+def fragments(
+    axes: Axes, ratios: Sequence[float], *, state: Any = None, seed: int = 0, round: int = 0
+) -> tuple[Spec, ...]:
+    """Cut every axis into consecutive ranges by ``ratios``, one spec for each (Fed-RAA, Table 4).
+
+    Raises:
+        BadInput: an axis has too few units for a fragment to get one.
+    """
+    return _deal(axes, ratios, lambda name: range(size_of(axes[name])))
+
+
+def disjoint(
+    axes: Axes, shares: int | Sequence[float], *, state: Any = None, seed: int = 0, round: int = 0
+) -> tuple[Spec, ...]:
+    """Deal the units of every axis out at random, each to one spec, anew in each round (IST, Yuan et al. 2022).
+
+    Args:
+        axes: what is cut.
+        shares: number of specs, alike in size; or the size of each in relation to the others.
+        state: not looked at.
+        seed: with ``round`` decides who gets what.
+        round: of the server.
+
+    Raises:
+        BadInput: an axis has too few units for each to get one.
+    """
+    if isinstance(shares, int):
+        positive("shares", shares)
+        shares = [1.0] * shares
+
+    def shuffled(name: str) -> Sequence[int]:
+        size = size_of(axes[name])
+        return random.Random(derive_seed(seed, round, name)).sample(range(size), size)
+
+    return _deal(axes, shares, shuffled)
+
+
+def _deal(axes: Axes, ratios: Sequence[float], order: Callable[[str], Sequence[int]]) -> tuple[Spec, ...]:
+    for ratio in ratios:
+        positive("a ratio in fragments", ratio)
+    total = math.fsum(ratios)
+    bounds = [min(bound / total, 1.0) for bound in accumulate(ratios, initial=0.0)]
+    bounds[-1] = 1.0  # rounding must not lose the last unit
+    parts: list[dict[str, Sequence[int]]] = [{} for _ in ratios]
+    for name in axes:
+        size, units = size_of(axes[name]), order(name)
+        for j, part in enumerate(parts):
+            start, stop = round(bounds[j] * size), round(bounds[j + 1] * size)
+            if stop <= start:
+                raise BadInput(
+                    f"fragments: fragment {j + 1} ({ratios[j] / total:.3g}) of axis '{name}' with {size} units is empty: "
+                    "use fewer fragments, a larger ratio or a wider layer"
+                )
+            part[name] = units[start:stop]
+    return tuple(spec_of(axes, part) for part in parts)

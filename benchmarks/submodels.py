@@ -21,6 +21,9 @@ units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of th
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import json
 import math
 import os
@@ -98,6 +101,11 @@ def _images(num: int) -> list[Any]:
     return [torch.randn(num, 3, 32, 32), torch.randint(0, 10, (num,))]
 
 
+def _vectors(num: int) -> list[Any]:
+    images, labels = _images(num)
+    return [images.flatten(1), labels]
+
+
 def _texts(num: int) -> list[Any]:
     import torch
 
@@ -108,8 +116,8 @@ def _texts(num: int) -> list[Any]:
 WORKLOADS = {
     "vit-tiny": Workload(_vit, _images, windows=("bottom", "top")),
     "bert-small": Workload(_bert, _texts),
-    "cnn": Workload(_cnn, _images, num_optimizer_slots=1),
-    "mlp": Workload(_mlp, lambda num: [_images(num)[0].flatten(1), _images(num)[1]], num_optimizer_slots=1),
+    "cnn": Workload(_cnn, _images, batch_size=128, num_optimizer_slots=1),
+    "mlp": Workload(_mlp, _vectors, num_optimizer_slots=1),
     "vit-mini": Workload(_vit_mini, _images, batch_size=8, windows=("bottom", "top")),
 }
 ALL, QUICK = ("vit-tiny", "bert-small", "cnn"), ("vit-mini", "mlp")
@@ -153,7 +161,9 @@ def spec_of(submodels: Any, rate: float, window: str) -> Any:
     return depth_window(submodels, start, start + trained, kept=kept)
 
 
-def rows(models: Sequence[str] = ALL, rates: Sequence[float] = RATES, turns: int = TURNS, threads: int = 1) -> list[Row]:
+def rows(
+    models: Sequence[str] = ALL, rates: Sequence[float] = RATES, turns: int = TURNS, threads: int = 1
+) -> list[Row]:
     """Measure every model and return a row for each submodel."""
     found: list[Row] = []
     for model in models:
@@ -257,7 +267,7 @@ def _client(work: Workload, clock: Callable[[], float], max_built: int = 1) -> C
     client = Client(work, TensorDataset(*work.batch(2 * work.batch_size)), clock, max_built)
     tiny = _submodels(work, tiny=True)
     spec = spec_of(tiny, 1.0, "all")
-    client.train(client.make(tiny), spec, _values(tiny.layout(spec)), 3)
+    client.train(client.make(tiny), spec, _values(tiny.layout(spec)), 2)
     return client
 
 
@@ -318,10 +328,18 @@ def peak_bytes(case: Case) -> int:
     submodels = _submodels(case.work)
     spec = spec_of(submodels, case.rate, case.window)
     trainer, layout = client.make(submodels), submodels.layout(spec)
+    _give_back()
     before_bytes = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    client.train(trainer, spec, _values(layout), 3)
+    client.train(trainer, spec, _values(layout), 2)  # from the second step on everything is there
     return _status_bytes("VmHWM") - before_bytes
+
+
+def _give_back() -> None:
+    """Let the allocator give back what the warm-up has freed, or the task would seem to need less."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(field: str) -> int:

@@ -365,7 +365,8 @@ def test_close_ends_threads_frees_the_port_and_leaves_admitted_pairs():
             pass
         client.close()
     house.door.close()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    # no more than before: what a test before this one left may have ended meanwhile
+    assert threading.active_count() <= before[0] and len(os.listdir("/proc/self/fd")) <= before[1]
 
 
 def test_a_door_that_was_never_opened_can_be_closed():

@@ -242,19 +242,21 @@ def test_records_played_again_are_a_bad_seal():
 @pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("fast", [10, HEAD + 10])
 def test_a_client_that_drips_is_slow_and_the_others_are_served(fast, encrypt):
-    with Server(encrypt) as server, server.call(1) as other, server.call(2) as pair:
-        pair._stream.write([GOOD[:fast]])
-        count, pace = 1, threading.Event()
-        for byte in GOOD[fast:]:
-            pace.wait(0.05)
-            with suppress(PeerLost):
-                pair._stream.write([bytes([byte])])
-            assert answered(other, count)
-            count += 1
-            if not server.refused.empty():
-                break
-        assert server.refused.get(timeout=WAIT_S) == (2, "slow")
-        assert count > 2
+    reasons, pace = [], threading.Event()
+    while "slow" not in reasons:  # where the processor is away for as long as PIECE_S, the peer is silent, not slow
+        with Server(encrypt) as server, server.call(1) as other, server.call(2) as pair:
+            pair._stream.write([GOOD[:fast]])
+            count = 0
+            while server.refused.empty() and server.lost.empty():
+                pace.wait(0.05)
+                with suppress(PeerLost):
+                    pair._stream.write([GOOD[fast + count : fast + count + 1]])
+                count += 1
+                assert answered(other, count)
+            where = server.lost if server.refused.empty() else server.refused
+            client, reason = where.get(timeout=WAIT_S)
+            reasons.append(reason)
+        assert client == 2 and count > 2 and reason in ("slow", "timeout") and len(reasons) < 10
 
 
 def silent(server, count=200):

@@ -171,6 +171,7 @@ def rows(
         for case, row in zip(cases(model, rates), timed, strict=True):
             place = json.dumps([case.model, case.rate, case.window])
             found.append({**row, "peak_bytes": _in_process(["--memory", place], threads)})
+            print("measured", found[-1], file=sys.stderr, flush=True)
     return [_with_ratios(row, next(r for r in found if r["model"] == row["model"])) for row in found]
 
 
@@ -221,7 +222,7 @@ class Client:
     """Trains tasks on one client's data as raafl does, and notes when each step begins."""
 
     def __init__(self, work: Workload, data: Any, clock: Callable[[], float], max_built: int = 1) -> None:
-        """Take over the data; `submodels` come with each task."""
+        """Take over the data; ``make`` returns a trainer of a model's submodels."""
         from raafl.core.algorithm import Local, Training
         from raafl.data.federated import ClientData
         from raafl.local.train import LocalTrainer
@@ -239,7 +240,7 @@ class Client:
 
         self.marks, self.clock, self.work = marks, clock, work
         self.data = Noted(data, torch.arange(len(data)), work.batch_size)
-        self.make = lambda submodels: LocalTrainer(
+        self.make: Callable[[Any], Any] = lambda submodels: LocalTrainer(
             submodels, Local(), "delta", Training(num_steps=1, batch_size=work.batch_size), max_built=max_built
         )
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _TRUSTED = ("raafl.", "model_zoo.")  # whose classes a config that came over the wire may name
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
-_SURE = 3  # refusals in a row, as wrong-secret, before a client believes it: a dying server looks the same
+_SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
 _CONFIG_S = 30.0
 
 
@@ -157,6 +157,7 @@ def join(
     key = secret.for_client(client)
     site, alone_s = None if needs_config else make_site(None), Waits().alone_s if alone_s is None else alone_s
     unsent: int | None = None
+    num_refused = 0
     for pair in _connections(
         lambda: call(address, key, timeout_s=10.0, demand_encryption=encrypt), address, alone_s, say
     ):
@@ -169,13 +170,18 @@ def join(
                 config=site.sections, unsent=unsent, on_welcome=lambda: say(f"joined {address}"),
             )  # fmt: skip
             reason = worker.run()
-        except (PeerLost, PeerTimeout) as error:
+        except (PeerLost, PeerTimeout, Refused) as error:
+            num_refused = num_refused + 1 if isinstance(error, Refused) else 0
+            if worker is not None and worker.num_answered:
+                num_refused = 0
+            if num_refused >= _SURE:
+                raise RunFailed(
+                    f"client {client}: the server at {address} sends what is not raafl's: {error}"
+                ) from None
             say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
             unsent = unsent if worker is None else worker.unsent
             pair.greeted = worker is not None and worker.greeted
             continue
-        except Refused as error:
-            raise RunFailed(f"client {client}: the server at {address} sent what is not raafl's: {error}") from None
         finally:
             pair.close()
         if reason.startswith(("refused", "failed", "replaced")):
@@ -199,7 +205,7 @@ def _connections(
                 since, wait_s = time.monotonic(), _FIRST_WAIT_S
         except Refused as refused:
             doubts += 1
-            if refused.reason != "wrong-secret" or doubts >= _SURE:
+            if doubts >= _SURE:
                 raise RunFailed(f"the server at {address} does not let this client in: {refused}") from None
             problem = str(refused)
         except (PeerLost, PeerTimeout, OSError) as error:

@@ -174,6 +174,8 @@ class Run:
         saving.restore(coordinator, section["coordinator"])
         if self.runtime != "simulated":  # ids are never used twice, also for tasks that were lost
             coordinator.roster.last_id = max(coordinator.roster.last_id, mended.last_id)
+            for client, num in mended.joins.items():  # nor are incarnations
+                coordinator.roster.joins[client] = max(coordinator.roster.joins[client], num)
             coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
             self.record.lose(mended.num_lost)
         if mended.num_missing:

@@ -26,6 +26,7 @@ class Client:
     Attributes:
         unsent: id of an assignment that was answered but could not be sent; None = there is none.
         greeted: whether the server has taken the client in.
+        num_answered: how many tasks it has answered here.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Client:
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self.greeted, self._on_welcome = unsent, False, on_welcome
+        self.num_answered = 0
         self._storage: tuple[Layout, FlatTensors] | None = None
         self._assignment: Assignment | None = None
         self._since = 0.0
@@ -146,6 +148,7 @@ class Client:
         except (PeerLost, PeerTimeout):
             return
         self.unsent = None
+        self.num_answered += 1
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:

@@ -259,12 +259,12 @@ class Server:
     def _do(self, action: Action) -> None:
         match action:
             case Assign(assignment):
+                self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
                 session = self.sessions.get(assignment.client)
                 if session is not None:
                     snapshot = self._snapshots.cut(assignment)
                     self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
                     session.assign(assignment, snapshot)
-                self.record.assigned(assignment)
             case Settled():
                 self.record.settled(action, self.now)
                 self.hooks.on_settled(action, self.now)

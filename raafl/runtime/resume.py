@@ -101,12 +101,14 @@ class Mended:
         num_lost: how many assignments are marked lost.
         num_missing: events from before the checkpoint that are missing in the journal (it could not be written, and the
             run was killed).
+        joins: how often each client had joined.
         merged: (client, version) of each update merged after the checkpoint, and so lost again.
     """
 
     last_id: int
     num_lost: int
     num_missing: int
+    joins: dict[int, int]
     merged: list[tuple[int, int]]
 
 
@@ -133,7 +135,11 @@ def mend(saved: SavedRun) -> Mended:
         lost = [_lost_row(assigned[number]) for number in later]
     write_table(folder / "clients.csv", header, [*kept, *lost])
     num_events = sum(row.get("event") in EVENTS for row in that_count(journal))
-    return Mended(last_id, len(lost), max(section["record"]["num_events"] - num_events, 0), merged)
+    joins: dict[int, int] = {}
+    for row in journal:
+        if row.get("event") == "joined":
+            joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
+    return Mended(last_id, len(lost), max(section["record"]["num_events"] - num_events, 0), joins, merged)
 
 
 def missing(folder: Path, num_events: int) -> str:

@@ -66,7 +66,7 @@ class Injector(threading.Thread):
         patience = time.monotonic() + 180 + self.options.updates
         while not self.over.wait(0.5):
             if time.monotonic() > patience:  # as a user would, who has lost it
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGTERM)  # SIGINT is ignored in the background
 
     def _enough(self) -> bool:
         wanted, spent_s = self.options, time.monotonic() - self._began

@@ -14,7 +14,7 @@ import raafl
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
 from raafl.devices.profiles import Profile
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session, Waits
+from raafl.runtime.session import Session, Terms, Waits
 from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state
@@ -33,13 +33,13 @@ def task(number=1, **fields):
 class Table:
     """A session and the other end of its pair, which the test plays."""
 
-    def __init__(self, **waits):
+    def __init__(self, terms=None, **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
         store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=20), wait_for_workers=False)
         times = Waits(**{"join_s": 5.0, "task_s": 5.0, "idle_s": 5.0, "stop_s": 2.0, **waits})
         self.session = Session(
             4, 0, lambda: GlooPair.connect(store, "pair", True, CONNECT_S, HOST), self.state.submodels, self.inbox, times,
-            lambda down, up: self.moved.append((down, up)),
+            lambda down, up: self.moved.append((down, up)), terms=terms,
         )  # fmt: skip
         self.session.start()
         self.pair = GlooPair.connect(store, "pair", False, CONNECT_S, HOST)
@@ -258,3 +258,57 @@ def test_a_client_that_does_not_come_is_lost_at_the_deadline():
         pool.submit(session.run)
         event = inbox.get(20.0)
     assert isinstance(event, Lost) and event.reason.startswith(("timeout: ", "disconnected: "))
+
+
+def test_an_answer_from_a_broken_connection_is_reported_and_refused_by_its_id(table):
+    """A client that hung past its deadline still holds its answer when it comes back."""
+    table.hello(unsent=7)
+    assert table.hear().kind is Kind.WELCOME
+    assert isinstance(table.event(), Joined)
+    late = table.event()
+    assert isinstance(late, Arrived)
+    assert (late.update.assignment, late.update.client, late.update.refusal) == (7, 4, "late")
+    assert late.update.tensors.num_bytes == 0  # nothing of it has been sent
+
+
+@pytest.mark.parametrize("unsent", [0, -1, "7", 1.5, True, 10**30])
+def test_an_unsent_answer_that_makes_no_sense_loses_the_client(table, unsent):
+    table.hello(unsent=unsent)
+    assert isinstance(table.event(), Joined)
+    event = table.event()
+    assert isinstance(event, Lost) and "unsent is" in event.reason
+
+
+def test_a_stop_reaches_a_client_in_the_middle_of_its_task(table):
+    table.greet()
+    table.assign()
+    table.session.stop("max_updates")
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.pair.close()
+    table.session.join(timeout=5)
+    assert table.event(0.0) is None  # not lost: let go
+
+
+def test_the_config_is_given_to_a_client_that_asks_and_compared_with_one_that_has_its_own():
+    table = Table(terms=Terms("name: x\n", {"model": "aa", "data": "bb"}))
+    try:
+        table.say(Kind.CONFIG)
+        assert table.hear().meta == {"config_yaml": "name: x\n"}
+        table.hello(config={"model": "aa", "data": "cc"})
+        reason = table.hear().meta["reason"]
+        assert reason == "refused: different config: 'data' is not as in the server's config.yaml"
+        assert "different config" in table.event().reason
+    finally:
+        table.close()
+
+
+@pytest.mark.parametrize("data", ["bb", "own"])
+def test_a_client_may_have_data_of_its_own(data):
+    table = Table(terms=Terms("name: x\n", {"model": "aa", "data": "bb"}))
+    try:
+        table.hello(config={"model": "aa", "data": data}, own_data=data == "own")
+        assert table.hear().kind is Kind.WELCOME
+        assert table.event().client.own_data is (data == "own")
+    finally:
+        table.close()

@@ -1,4 +1,8 @@
-"""A client with a hard limit equal to its budget: what the cost model gives it trains to the end, the whole model dies."""
+"""A client under a hard memory limit: what the cost model gives it trains to the end, the whole model dies.
+
+The client's tensors get the limit less a reserve for what the libraries keep for themselves: the allocator's odds and ends, and
+under convolutions the kernels' workspaces, which the cost model does not know.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import pytest
 
 MIB = 2**20
 BUDGET = 96 * MIB
+RESERVE = {"mlp": 8 * MIB, "cnn": 32 * MIB}
 
 CLIENT = """
 import json, resource, sys
@@ -26,7 +31,7 @@ from raafl.parts.selectors import Budget, largest, leading, memory_needed, steps
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels, skeleton
 
 torch.set_num_threads(1)
-kind, which, budget, batch_size = sys.argv[1], sys.argv[2], int(sys.argv[3]), 16
+kind, which, budget, limit, batch_size = *sys.argv[1:3], *map(int, sys.argv[3:5]), 16
 shape = {"mlp": (3072,), "cnn": (3, 32, 32)}[kind]
 with skeleton():
     model = MLP(3072, (4096,), 10) if kind == "mlp" else CNN(3, 32, (64, 128), (1536, 512), 10)
@@ -59,7 +64,7 @@ note = {"needed": memory_needed(cost(spec)), "full": memory_needed(cost(FULL)), 
 # what every task needs beside its tensors is there before the limit is set: code, and the allocator's own
 train(leading(submodels.axes, 0.02))
 before = writable()
-resource.setrlimit(resource.RLIMIT_DATA, (before + budget, before + budget))
+resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
 print(json.dumps(note), flush=True)
 update = train(spec)
 print(json.dumps({"steps": update.num_steps, "refusal": update.refusal, "used": writable() - before}), flush=True)
@@ -68,7 +73,7 @@ print(json.dumps({"steps": update.num_steps, "refusal": update.refusal, "used": 
 
 def client(kind: str, which: str) -> tuple[int, list[dict], str]:
     result = subprocess.run(
-        [sys.executable, "-c", CLIENT, kind, which, str(BUDGET)],
+        [sys.executable, "-c", CLIENT, kind, which, str(BUDGET), str(BUDGET + RESERVE[kind])],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     return result.returncode, [json.loads(line) for line in result.stdout.splitlines()], result.stderr
@@ -81,8 +86,8 @@ def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_mod
     code, notes, errors = client(kind, "fitted")
     assert code == 0, errors
     given, done = notes
-    # as large as the budget allows, and well below the whole
-    assert 0.9 * BUDGET < given["needed"] <= BUDGET < given["full"]
+    # as large as the budget allows, and half of the whole
+    assert 0.9 * BUDGET < given["needed"] <= BUDGET < 0.55 * given["full"]
     assert (done["steps"], done["refusal"]) == (3, None)
     code, notes, errors = client(kind, "full")
     assert code != 0 and len(notes) == 1, "the whole model has been trained within the budget"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from raafl.runtime.transport.codec import Refused
-from raafl.runtime.transport.stream import Stream
+from raafl.runtime.transport.stream import Stream, pages
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -80,11 +80,9 @@ class SealedStream:
         """Start both directions at record 0."""
         self._stream = stream
         self._out, self._in = _Ratchet(seal.sending), _Ratchet(seal.receiving)
-        # Made of zero pages, which take no memory before they are used: short messages use the first page only.
-        self._plain_out, self._plain_in = (memoryview(bytearray(RECORD_BYTES)) for _ in range(2))
-        self._sealed_out, self._sealed_in = (
-            memoryview(bytearray(_LENGTH.size + RECORD_BYTES + TAG_BYTES)) for _ in range(2)
-        )
+        self._plain_out, self._plain_in = pages(RECORD_BYTES), pages(RECORD_BYTES)
+        longest = _LENGTH.size + RECORD_BYTES + TAG_BYTES
+        self._sealed_out, self._sealed_in = pages(longest), pages(longest)
         self._start = self._end = 0
 
     @property

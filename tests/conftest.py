@@ -29,6 +29,27 @@ LIBRARY_VARIABLES = {
 }
 
 
+ALONE = (
+    "benchmarks",
+    "chaos",
+    "conformance",
+    "distributed",
+    "runtime",
+    "test_cli",
+    "test_ends",
+    "test_fit_local",
+    "test_supervise",
+)
+"""Folders and files whose tests are marked ``alone``."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what must not run beside other tests."""
+    for item in items:
+        if Path(item.path).relative_to(Path(__file__).parent).parts[0].removesuffix(".py") in ALONE:
+            item.add_marker("alone")
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port that was free a moment ago; where the code under test can take port 0, give it that instead."""

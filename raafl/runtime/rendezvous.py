@@ -59,7 +59,8 @@ class Rendezvous:
         if missing:
             raise BadInput(
                 f"fit needs ranks, and {missing[0]} is not set: start it with `torchrun --nproc-per-node "
-                f"{experiment.clients + 1} -m raafl fit ...`, or use `raafl simulate` for one process"
+                f"{experiment.clients + 1} -m raafl fit ...`, or use `raafl fit ... --local {experiment.clients}`, which starts "
+                "its own, or `raafl simulate` for one process"
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank >= world_size:

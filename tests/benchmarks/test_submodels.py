@@ -3,38 +3,52 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from torch import nn
 
 from benchmarks import submodels
+from raafl.submodel import Submodels
 
 FULL_PARAMS = 3073 * 2048 + 2049 * 2048 + 2049 * 10
 QUARTER_PARAMS = 3073 * 1024 + 1025 * 1024 + 1025 * 10  # rate 0.25: half of the units of both layers
 
 
-@pytest.fixture(scope="module")
-def vit_mini():
-    return submodels._submodels(submodels.WORKLOADS["vit-mini"])
+class Stacked(nn.Module):
+    """Four blocks with four heads and sixteen units each, between a layer that makes what they read and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 4)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embed(x)))
+
+
+def block(name, index):
+    return f"blocks.layers.{index}.{name}"
 
 
 @pytest.mark.parametrize(("window", "present", "trained"), [("bottom", {0, 1}, {0, 1}), ("top", {0, 1, 2, 3}, {2, 3})])
-def test_a_quarter_keeps_half_of_the_width_and_trains_half_of_the_blocks(vit_mini, window, present, trained):
-    shrunk = vit_mini.shrink(submodels.spec_of(vit_mini, 0.25, window), device="meta")
-    shapes = {name: tuple(p.shape) for name, p in shrunk.module.named_parameters()}
-    trains = {name for name, p in shrunk.module.named_parameters() if p.requires_grad}
-    block = "model.vit.layers.{}.mlp.fc1.weight".format
-    assert {i for i in range(4) if block(i) in shapes} == present
-    assert {i for i in range(4) if block(i) in trains} == trained
-    assert all(shapes[block(i)] == (128, 128) for i in present)  # 128 of 256 units; the residual width stays 128
-    assert all(
-        shapes[f"model.vit.layers.{i}.attention.q_proj.weight"] == (2 * 32, 128) for i in present
-    )  # 2 of 4 heads
+def test_a_quarter_keeps_half_of_the_width_and_trains_half_of_the_blocks(window, present, trained):
+    found = Submodels(Stacked())
+    parameters = dict(found.shrink(submodels.spec_of(found, 0.25, window), device="meta").module.named_parameters())
+    assert {i for i in range(4) if block("linear1.weight", i) in parameters} == present
+    assert {i for i in present if parameters[block("linear1.weight", i)].requires_grad} == trained
+    assert parameters["head.weight"].requires_grad
+    assert parameters["embed.weight"].requires_grad == (window == "bottom")
+    for i in present:  # 8 of 16 units, q, k and v of 2 of 4 heads of 2 features; the residual width stays 8
+        assert parameters[block("linear1.weight", i)].shape == (8, 8)
+        assert parameters[block("self_attn.in_proj_weight", i)].shape == (3 * 2 * 2, 8)
 
 
-def test_the_smallest_rate_keeps_at_least_one_of_everything(vit_mini):
-    spec = submodels.spec_of(vit_mini, 0.015625, "bottom")  # an eighth of 4 heads and of 4 blocks, and of 256 units
-    assert spec.blocks == (("model.vit.layers", range(1)),)
-    assert spec.indices("model.vit.layers.0.heads") == range(1)
-    assert spec.indices("model.vit.layers.0.ffn") == range(32)
-    assert submodels.spec_of(vit_mini, 1.0, "all").is_full
+def test_the_smallest_rate_keeps_at_least_one_of_everything():
+    found = Submodels(Stacked())
+    spec = submodels.spec_of(found, 0.015625, "bottom")  # an eighth of 4 heads, 4 blocks and 16 units
+    assert [kept for _, kept in spec.blocks] == [range(1)]
+    assert {len(kept) for name, kept in spec.kept if name.endswith("heads")} == {1}
+    assert {len(kept) for name, kept in spec.kept if name.endswith("ffn")} == {2}
+    assert submodels.spec_of(found, 1.0, "all").is_full
 
 
 def test_rows_are_the_whole_model_and_every_rate_and_window():

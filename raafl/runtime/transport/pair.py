@@ -13,7 +13,7 @@ class PeerLost(ConnectionError):
     """The other end is gone, or this end was closed; the pair is closed now.
 
     Attributes:
-        reason: connection-closed, connection-reset, connection-broken, or closed-here.
+        reason: connection-closed, connection-reset, connection-broken, connection-refused, or closed-here.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

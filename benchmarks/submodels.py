@@ -9,7 +9,9 @@ units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of th
   step over the mean of the whole model's steps before and after it. With one thread the clock is the process's CPU
   time, which other programs do not add to; with more it is the wall clock.
 - `peak_bytes` is the highest resident memory of a fresh process that trains one task, less what was resident before
-  (everything imported, the data there, a tiny model of the kind trained).
+  (everything imported, the data there, a tiny model of the kind trained), where the C library gives all larger blocks
+  back at once: what the task needs. `resident_bytes` is the same with the C library's own settings: that and the holes
+  that its heap gets from blocks of many sizes. `memory_ratio` and `resident_ratio` are over the whole model's.
 - `flops` and `bytes` are of one step and of the submodel as sent, `predicted_bytes` is the cost model's peak and the
   values as received, which a client keeps beside the module.
 - `load_seconds` is what comes before the first step of a task: values cut out of the whole model, the small module and
@@ -31,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ TASK_S = 1.0
 """About how long the timed steps of one task take; there are at least `LEAST_STEPS`, and at most `MOST_STEPS`."""
 LEAST_STEPS, MOST_STEPS = 2, 40
 TIMEOUT_S = 3600.0
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Tells glibc to take larger blocks from the system one by one, and so to give them back when they are freed."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,8 @@ def rows(
         timed = _in_process(["--time", model, "--rates", *map(str, rates), "--turns", str(turns)], threads)
         for case, row in zip(cases(model, rates), timed, strict=True):
             place = json.dumps([case.model, case.rate, case.window])
-            found.append({**row, "peak_bytes": _in_process(["--memory", place], threads)})
+            needed, resident = (_in_process(["--memory", place], threads, more) for more in (AT_ONCE, {}))
+            found.append({**row, "peak_bytes": needed, "resident_bytes": resident})
             print("measured", found[-1], file=sys.stderr, flush=True)
     return [_with_ratios(row, next(r for r in found if r["model"] == row["model"])) for row in found]
 
@@ -179,17 +184,18 @@ def _with_ratios(row: Row, full: Row) -> Row:
     return {
         **row,
         "memory_ratio": row["peak_bytes"] / full["peak_bytes"],
+        "resident_ratio": row["resident_bytes"] / full["resident_bytes"],
         "predicted_time_ratio": row["flops"] / full["flops"],
         "predicted_memory_ratio": row["predicted_bytes"] / full["predicted_bytes"],
         "load_ratio": row["load_seconds"] / row["seconds"],
     }
 
 
-def _in_process(arguments: list[str], threads: int) -> Any:
+def _in_process(arguments: list[str], threads: int, more: Mapping[str, str] | None = None) -> Any:
     """Run a part of this benchmark in a process of its own and return what it printed last."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.submodels", *arguments, "--threads", str(threads)],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), **(more or {})}, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"benchmarks.submodels {' '.join(arguments)} failed with {done.returncode}")
@@ -324,23 +330,18 @@ def _predicted(submodels: Any, spec: Any, case: Case) -> Row:
 
 
 def peak_bytes(case: Case) -> int:
-    """Return the memory that a task of this submodel needs, measured in this process, which does nothing else."""
+    """Return the memory that a task of this submodel takes, measured in this process, which does nothing else."""
     client = _client(case.work, time.perf_counter)
     submodels = _submodels(case.work)
     spec = spec_of(submodels, case.rate, case.window)
     trainer, layout = client.make(submodels), submodels.layout(spec)
-    _give_back()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)  # or what the warm-up has freed would serve the task
     before_bytes = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     client.train(trainer, spec, _values(layout), 2)  # from the second step on everything is there
     return _status_bytes("VmHWM") - before_bytes
-
-
-def _give_back() -> None:
-    """Let the allocator give back what the warm-up has freed, or the task would seem to need less."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(field: str) -> int:

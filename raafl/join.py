@@ -171,13 +171,9 @@ def join(
             )  # fmt: skip
             reason = worker.run()
         except (PeerLost, PeerTimeout, Refused) as error:
-            num_refused = num_refused + 1 if isinstance(error, Refused) else 0
-            if worker is not None and worker.num_answered:
-                num_refused = 0
+            num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
-                raise RunFailed(
-                    f"client {client}: the server at {address} sends what is not raafl's: {error}"
-                ) from None
+                raise RunFailed(f"client {client}: {address} sends what is not raafl's: {error}") from None
             say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
             unsent = unsent if worker is None else worker.unsent
             pair.greeted = worker is not None and worker.greeted

@@ -81,6 +81,6 @@ def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path)
     ranks["1"].kill()
     code, _, _ = end(process, 60)
     assert code != 0
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
     assert all(json.loads(line) for line in journal.read_text().splitlines())

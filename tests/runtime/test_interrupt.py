@@ -134,7 +134,7 @@ def test_the_second_ends_a_process_that_hangs_with_its_children_and_files(second
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=0.5)  # it is asked, but cannot hear
         process.send_signal(second)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=90)
     finally:
         process.kill()
         process.wait()

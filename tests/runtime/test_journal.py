@@ -207,7 +207,7 @@ def test_a_killed_run_leaves_every_line_that_was_appended(tmp_path):
         assert process.stdout.readline() == "ready\n"
     finally:
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=90)
     events = [event["i"] for event in read_events(tmp_path / "run")]
     assert events == list(range(len(events)))
     assert len(events) > 500

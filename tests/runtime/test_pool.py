@@ -198,7 +198,7 @@ def test_workers_end_soon_after_their_parent(tmp_path):
         finish(experiment(Path({str(tmp_path)!r}) / "r", fed_async(), workers=3, max_updates=100000))
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     workers = [int(pid) for pid in ended.stdout.split()]
     assert len(workers) == 2

@@ -96,7 +96,7 @@ class Ranks:
         assert pid is not None
         os.kill(pid, number)
 
-    def exit_codes(self, timeout_s: float = 20.0) -> dict[int, int | None]:
+    def exit_codes(self, timeout_s: float = 40.0) -> dict[int, int | None]:
         """How each client ended; None = it still runs after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes.values():

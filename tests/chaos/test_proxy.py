@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.proxy import FaultProxy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from raafl.data import Dirichlet, FederatedData, Iid
 from raafl.runtime import checkpoint
 from tests.federation import digits, experiment, finish, small_mlp
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 UNEVEN = Dirichlet(alpha=1.0)
 
 

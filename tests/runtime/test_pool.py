@@ -27,7 +27,7 @@ from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
 
 ROOT = Path(__file__).parents[2]
 HERE = os.getpid()
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Dropping(Net):

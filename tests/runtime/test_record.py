@@ -18,7 +18,7 @@ from tests.federation import experiment, finish
 from tests.runtime.test_simulated import COMING_AND_GOING
 from tests.tools import filled, line_state
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Sick(MLP):

@@ -18,7 +18,7 @@ from raafl.runtime.rendezvous import Rendezvous
 from raafl.runtime.session import Waits
 from tests.federation import experiment
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 HOST = "127.0.0.1"
 
 

@@ -19,7 +19,7 @@ from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 HOST = "127.0.0.1"
 CONNECT_S = 20.0  # c10d looks up the names of its sockets: where the name server is slow, that takes seconds
 INFO = ClientInfo(4, 17, Profile(name="phone", flops_per_s=1e8))

@@ -38,7 +38,7 @@ from raafl.runtime.transport.payload import CHUNK_BYTES
 from raafl.submodel.flat import FlatTensors, Layout
 
 HOST = "127.0.0.1"
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class StagedPair(GlooPair):

@@ -166,25 +166,32 @@ def spec_of(submodels: Any, rate: float, window: str) -> Any:
 
 
 def rows(
-    models: Sequence[str] = ALL, rates: Sequence[float] = RATES, turns: int = TURNS, threads: int = 1
+    models: Sequence[str] = ALL,
+    rates: Sequence[float] = RATES,
+    turns: int = TURNS,
+    threads: int = 1,
+    resident: bool = True,
 ) -> list[Row]:
-    """Measure every model and return a row for each submodel."""
+    """Measure every model and return a row for each submodel; without ``resident`` the memory it needs only."""
     found: list[Row] = []
     for model in models:
         timed = _in_process(["--time", model, "--rates", *map(str, rates), "--turns", str(turns)], threads)
         for case, row in zip(cases(model, rates), timed, strict=True):
             place = json.dumps([case.model, case.rate, case.window])
-            needed, resident = (_in_process(["--memory", place], threads, more) for more in (AT_ONCE, {}))
-            found.append({**row, "peak_bytes": needed, "resident_bytes": resident})
+            row["peak_bytes"] = _in_process(["--memory", place], threads, AT_ONCE)
+            if resident:
+                row["resident_bytes"] = _in_process(["--memory", place], threads)
+            found.append(row)
             print("measured", found[-1], file=sys.stderr, flush=True)
     return [_with_ratios(row, next(r for r in found if r["model"] == row["model"])) for row in found]
 
 
 def _with_ratios(row: Row, full: Row) -> Row:
+    more = {"resident_ratio": row["resident_bytes"] / full["resident_bytes"]} if "resident_bytes" in row else {}
     return {
         **row,
+        **more,
         "memory_ratio": row["peak_bytes"] / full["peak_bytes"],
-        "resident_ratio": row["resident_bytes"] / full["resident_bytes"],
         "predicted_time_ratio": row["flops"] / full["flops"],
         "predicted_memory_ratio": row["predicted_bytes"] / full["predicted_bytes"],
         "load_ratio": row["load_seconds"] / row["seconds"],

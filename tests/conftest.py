@@ -30,15 +30,9 @@ LIBRARY_VARIABLES = {
 
 
 ALONE = (
-    "benchmarks",
-    "chaos",
-    "conformance",
-    "distributed",
-    "runtime",
-    "test_cli",
-    "test_ends",
-    "test_fit_local",
-    "test_supervise",
+    *("benchmarks", "chaos", "conformance", "distributed", "test_cli", "test_ends", "test_fit_local", "test_supervise"),
+    *(f"runtime/test_{name}" for name in ("interrupt", "loggers", "pool", "rendezvous", "rows", "saver", "session")),
+    *(f"runtime/transport/test_{name}" for name in ("door", "hostile", "pair", "tcp")),
 )
 """Folders and files whose tests are marked ``alone``."""
 
@@ -46,7 +40,8 @@ ALONE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what must not run beside other tests."""
     for item in items:
-        if Path(item.path).relative_to(Path(__file__).parent).parts[0].removesuffix(".py") in ALONE:
+        place = Path(item.path).relative_to(Path(__file__).parent).with_suffix("")
+        if any(place.is_relative_to(alone) for alone in ALONE):
             item.add_marker("alone")
 
 

@@ -69,14 +69,13 @@ def test_seconds_are_those_of_steps_and_of_what_comes_before_them():
 
 @pytest.mark.timeout(300)
 def test_a_smaller_submodel_costs_less_time_and_memory():
-    full, quarter = submodels.rows(["mlp"], (1.0, 0.25), turns=1)
+    full, quarter = submodels.rows(["mlp"], (1.0, 0.25), turns=1, resident=False)
     assert (full["model"], full["rate"], full["window"], full["memory_ratio"]) == ("mlp", 1.0, "all", 1.0)
     assert (quarter["rate"], quarter["window"]) == (0.25, "bottom")
     for row in (full, quarter):
         # weights twice (as received, and in the module), gradients and momentum
         assert row["predicted_bytes"] > 16 * row["params"]
         assert 16 * row["params"] < row["peak_bytes"] < 1.2 * row["predicted_bytes"]
-        assert row["resident_bytes"] > 16 * row["params"]
         assert row["load_ratio"] == row["load_seconds"] / row["seconds"]
     assert quarter["memory_ratio"] == quarter["peak_bytes"] / full["peak_bytes"]
     assert quarter["predicted_time_ratio"] == quarter["flops"] / full["flops"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,13 +16,12 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, clie
 from raafl.devices.profiles import Profile
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms, Waits
-from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost
+from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, TcpPair
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state
 
 pytestmark = pytest.mark.timeout(120)
 HOST = "127.0.0.1"
-CONNECT_S = 20.0  # c10d looks up the names of its sockets: where the name server is slow, that takes seconds
 INFO = ClientInfo(4, 17, Profile(name="phone", flops_per_s=1e8))
 
 
@@ -35,14 +35,14 @@ class Table:
 
     def __init__(self, terms=None, **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
-        store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=20), wait_for_workers=False)
+        ours, theirs = socket.socketpair()
         times = Waits(**{"join_s": 5.0, "task_s": 5.0, "idle_s": 5.0, "stop_s": 2.0, **waits})
         self.session = Session(
-            4, 0, lambda: GlooPair.connect(store, "pair", True, CONNECT_S, HOST), self.state.submodels, self.inbox, times,
+            4, 0, lambda: TcpPair(ours, 20.0), self.state.submodels, self.inbox, times,
             lambda down, up: self.moved.append((down, up)), terms=terms,
         )  # fmt: skip
         self.session.start()
-        self.pair = GlooPair.connect(store, "pair", False, CONNECT_S, HOST)
+        self.pair = TcpPair(theirs, 20.0)
 
     def hello(self, **changes):
         meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}

@@ -256,7 +256,9 @@ def test_another_process_gives_the_same_bits():
         print(bench.run(assignment(epochs=2))[1].fingerprint())
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    there = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=True).stdout.split()[-1]
+    there = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=True).stdout.split()[
+        -1
+    ]
     assert Bench.of(Dropping).run(assignment(epochs=2))[1].fingerprint() == there
 
 

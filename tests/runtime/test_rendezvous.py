@@ -113,7 +113,9 @@ def test_a_server_that_is_not_there_is_named_at_the_deadline(monkeypatch, run, f
 
 def test_clients_find_out_why_they_were_let_go_and_a_store_that_is_gone_says_nothing(run, agent):
     def client(rank):
-        return Rendezvous(rank, 5, dist.TCPStore(HOST, agent.port, None, False, timeout=timedelta(seconds=2)), True, run)
+        return Rendezvous(
+            rank, 5, dist.TCPStore(HOST, agent.port, None, False, timeout=timedelta(seconds=2)), True, run
+        )
 
     server, one, two = Rendezvous(0, 5, agent, True, run), client(1), client(2)
     assert one.let_go() is None

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many tests run several processes on few cores
 
 import contextlib
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +29,11 @@ LIBRARY_VARIABLES = {
     "TRITON_CACHE_DIR",
 }
 
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell leaves it for what it starts with &; tests send Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALONE = (
     *("benchmarks", "chaos", "conformance", "distributed", "test_cli", "test_ends", "test_fit_local", "test_supervise"),

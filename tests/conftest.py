@@ -35,6 +35,12 @@ if (
 ):  # as a shell leaves it for what it starts with &; tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A shell ignores SIGINT for what it starts with &, nohup SIGHUP; tests send both.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 ALONE = (
     *("benchmarks", "chaos", "conformance", "distributed", "test_cli", "test_ends", "test_fit_local", "test_supervise"),
     *(f"runtime/test_{name}" for name in ("interrupt", "loggers", "pool", "rendezvous", "rows", "saver", "session")),

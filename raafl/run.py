@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from raafl.runtime.inbox import Inbox
     from raafl.runtime.pool import Executor
     from raafl.runtime.rendezvous import Rendezvous
+    from raafl.runtime.session import Session
 
 
 @dataclass
@@ -236,7 +237,7 @@ class Run:
         )  # fmt: skip
         summary |= coordinator.algorithm.merge.report(coordinator.state)
         self.saver.close()
-        outcome = {"interrupted": "interrupted"}.get(reason, "failed" if reason.startswith("failed") else "success")
+        outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         summary["loggers"] = self.loggers.finish(outcome)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
         return summary
@@ -319,7 +320,6 @@ def _serve(
     experiment: Experiment, rendezvous: Rendezvous, config_yaml: str, progress_file: Any, inbox: Inbox | None = None
 ) -> tuple[dict[str, Any], Path]:
     """Coordinate real ranks; ``inbox`` may impose an order on what happens."""
-    from raafl.runtime.distributed import Server
     from raafl.runtime.inbox import Inbox
     from raafl.runtime.session import Session
 
@@ -342,11 +342,17 @@ def _serve(
         )
         for client in parts.clients
     ]
-    server = Server(
-        parts.coordinator, sessions, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
-        progress=run.progress, announce=rendezvous.announce,
+    return coordinate(run, make_server(run, sessions, inbox, announce=rendezvous.announce), saved)
+
+
+def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any) -> Server:
+    """Return what drives ``run`` on real clients; ``more`` is for `Server`."""
+    from raafl.runtime.distributed import Server
+
+    return Server(
+        run.parts.coordinator, sessions, inbox, run.record, run.evaluator,
+        waits=run.parts.experiment.waits, hooks=run.hooks, progress=run.progress, **more,
     )  # fmt: skip
-    return coordinate(run, server, saved)
 
 
 def coordinate(run: Run, server: Server, saved: resume.SavedRun | None) -> tuple[dict[str, Any], Path]:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
 from raafl.fit_local import NOTE
-from raafl.run import Run, build, coordinate
+from raafl.run import Run, build, coordinate, make_server
 from raafl.runtime import resume
-from raafl.runtime.distributed import Server
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms
 from raafl.runtime.transport import Kind, Message, Pair, Refused
 from raafl.runtime.transport.door import Door, parse_address
 
 if TYPE_CHECKING:
+    from raafl.runtime.distributed import Server
     from raafl.runtime.record import RunRecord
     from raafl.runtime.transport.handshake import Secret
     from raafl.submodel import Submodels
@@ -109,14 +109,11 @@ def serve(
     try:
         run = Run(parts, config_yaml, "distributed", progress_file, saved)
         lobby.record = run.record
-        server = lobby.server = Server(
-            parts.coordinator, [], lobby.inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.saver,
-            progress=run.progress, patience_s=experiment.waits.alone_s,
-        )  # fmt: skip
+        lobby.server = make_server(run, [], lobby.inbox, patience_s=experiment.waits.alone_s)
         _leave_note(run.folder)
         door.start()
         run.progress.note(f"listening at {door.address}" + (", encrypted" if encrypt else ""))
-        return coordinate(run, server, saved)
+        return coordinate(run, lobby.server, saved)
     finally:
         door.close()
 

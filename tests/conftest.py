@@ -30,11 +30,6 @@ LIBRARY_VARIABLES = {
 }
 
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as a shell leaves it for what it starts with &; tests send Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # A shell ignores SIGINT for what it starts with &, nohup SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -77,7 +77,7 @@ def settled(run):
 
 
 def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
-    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=60")
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=60", "--logger=csv")
     with remote(experiment, config, tmp_path, [1, 2, 3, 2], held_back=[3]) as fleet:
         first, second = fleet.joiners[1], fleet.joiners[3]
         on = On((after(2, arrived(1)), lambda: first.send(signal.SIGKILL)), (lost(2), second.begin))
@@ -88,6 +88,7 @@ def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
     assert (row["client"], row["incarnation"]) == ("2", "0") and "connection" in row["outcome"]
     assert {row["incarnation"] for row in run.rows() if row["client"] == "2"} == {"0", "1"}
     assert run.summary["participation"]["2"] > 0
+    assert run.summary["loggers"]["CSVLogger"]["logged"] == len(run.rows("metrics.csv")) + 1  # the config, too
     settled(run)
     assert replay(run.folder)["equal"] is True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -199,8 +200,9 @@ def test_an_unauthenticated_peer_gets_a_challenge_and_not_a_byte_more():
         with house:
             for name, said in tries.items():
                 with raw(house.door.address) as sock:
-                    sock.sendall(said)
-                    sock.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):  # it may have hung up before all was said
+                        sock.sendall(said)
+                        sock.shutdown(socket.SHUT_WR)
                     data, _ = all_bytes(sock)
                 if name in silent:
                     assert data == b"", name

@@ -20,13 +20,13 @@ from raafl.data.partition import Iid
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment
 from raafl.local.train import LocalTrainer
-from raafl.run import client_infos, load_data, make_trainer
+from raafl.run import client_infos, client_parts, load_data
 from raafl.runtime.client import Client
 from raafl.runtime.session import Waits
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.door import call, parse_address
 from raafl.serve import sections
-from raafl.submodel import Submodels, skeleton
+from raafl.submodel import Submodels
 
 if TYPE_CHECKING:
     from raafl.runtime.transport.handshake import Secret
@@ -85,10 +85,7 @@ class Site:
         else:
             data = load_data(experiment)
             mine, info = data.client(client), client_infos(experiment, data)[client - 1]
-        with skeleton():
-            module = experiment.model()
-        submodels = Submodels(module, data.example_batch(2))
-        trainer = make_trainer(experiment, submodels, experiment.fabric, max_built=1)
+        submodels, trainer = client_parts(experiment, data, experiment.fabric)
         return cls(experiment, info, submodels, trainer, mine, sections(config_yaml, own_data=own_data or data_named))
 
 

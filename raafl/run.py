@@ -122,6 +122,14 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
         ) from error
 
 
+def client_parts(experiment: Experiment, data: FederatedData, options: FabricOptions) -> tuple[Submodels, LocalTrainer]:
+    """Return what a client's own process needs of the model, which it never has whole."""
+    with skeleton():
+        module = experiment.model()
+    submodels = Submodels(module, data.example_batch(2))
+    return submodels, make_trainer(experiment, submodels, options, max_built=1)
+
+
 class Run:
     """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
 
@@ -374,11 +382,8 @@ def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
 
     torch.set_num_threads(experiment.threads)
     data = load_data(experiment)
-    with skeleton():
-        module = experiment.model()
-    submodels = Submodels(module, data.example_batch(2))
     info = client_infos(experiment, data)[rendezvous.rank - 1]
-    trainer = make_trainer(experiment, submodels, rendezvous.fabric_options(), max_built=1)
+    submodels, trainer = client_parts(experiment, data, rendezvous.fabric_options())
     try:
         with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
             reason = Client(info, pair, submodels, trainer, data.client(info.id), experiment.waits).run()

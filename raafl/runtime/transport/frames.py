@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, HEADER_BYTES, Checksum, Expect, Header, Message, Refused
-from raafl.runtime.transport.payload import Staging, is_finite, is_sound
+from raafl.runtime.transport.payload import StagingRings, problem_of
 from raafl.runtime.transport.stream import Stream
 from raafl.submodel.flat import FlatTensors
 
@@ -24,6 +24,7 @@ class Frames:
 
     Attributes:
         in_step: whether the reading side stands at the beginning of a message; otherwise nothing more can be read.
+        staging: what tensors on another device pass through.
     """
 
     def __init__(self, stream: Stream, drain_bytes: int) -> None:
@@ -31,14 +32,14 @@ class Frames:
         self.in_step = True
         self._stream, self._drain_bytes = stream, drain_bytes
         self._header = memoryview(bytearray(HEADER_BYTES))
-        self._staging: dict[str, Staging] = {}
+        self.staging = StagingRings()
 
     def send(self, head: bytes, tensors: FlatTensors | None) -> int:
         """Send a message of which `codec.encode_head` has made the head; return its bytes on the wire."""
         before = self._stream.num_written
         parts: list[memoryview | bytes] = [head]
         if tensors is not None and codec.declared(tensors):
-            staging = self._stage("send", tensors)
+            staging = self.staging.ring("send", tensors)
             checksum, waiting = Checksum(), len(head)
             for piece in _pieces(tensors):
                 view = codec.memory(piece if staging is None else staging.put(piece))
@@ -75,13 +76,13 @@ class Frames:
 
     def _receive_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
         """Receive the payload into ``target`` and return what is wrong with it, if anything."""
-        staging, checksum, problem = self._stage("recv", target), Checksum(), None
+        staging, checksum, problem = self.staging.ring("recv", target), Checksum(), None
         for piece in _pieces(target):
             host = piece if staging is None else staging.take(piece)
             view = codec.memory(host)
             self._stream.read_into(view)
             checksum.update(view)
-            problem = problem or _problem(host, finite)
+            problem = problem or problem_of(host, finite)
             if host is not piece:
                 codec.byte_view(piece).copy_(codec.byte_view(host))
         footer = bytearray(FOOTER_BYTES)
@@ -100,25 +101,7 @@ class Frames:
             left -= step
         self.in_step = True
 
-    def _stage(self, way: str, tensors: FlatTensors) -> Staging | None:
-        if not self._needs_staging(tensors):
-            return None
-        if way not in self._staging:
-            self._staging[way] = Staging()
-        return self._staging[way]
-
-    def _needs_staging(self, tensors: FlatTensors) -> bool:
-        return tensors.device.type != "cpu"
-
 
 def _pieces(tensors: FlatTensors) -> Iterator[Tensor]:
     for dtype, _ in codec.declared(tensors):
         yield from torch.split(tensors.buffers[dtype].detach(), PIECE_BYTES // dtype.itemsize)
-
-
-def _problem(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    if not is_sound(piece):
-        return "bad-value", "a bool is neither 0 nor 1"
-    if finite and not is_finite(piece):
-        return "non-finite", f"a NaN or an infinity among the {piece.dtype}"
-    return None

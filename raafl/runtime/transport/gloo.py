@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from raafl.runtime.transport.payload import (
     NUM_POSTED,
     NUM_STAGED,
     Staging,
+    StagingRings,
     chunks,
-    is_finite,
-    is_sound,
     piece_bytes,
+    problem_of,
 )
 from raafl.submodel.flat import FlatTensors
 
@@ -58,7 +58,7 @@ class GlooPair(Pair):
         self._out, self._in = (torch.zeros(FIRST_BYTES, dtype=torch.uint8) for _ in range(2))
         self._out_memory, self._in_memory = codec.memory(self._out), codec.memory(self._in)
         self._scratch: Tensor | None = None
-        self._staging: dict[str, Staging] = {}
+        self.staging = StagingRings()
         self._ended: PeerLost | PeerTimeout | None = None
         self._posted: Any = self._start("recv", self._in, _FIRST)
 
@@ -229,7 +229,7 @@ class GlooPair(Pair):
             if inline:
                 start = HEADER_BYTES + header.json_bytes
                 codec.read_payload(header, body, self._in_memory[start : header.frame_bytes], target)
-                problem = next(filter(None, (_problem(buffer, finite) for buffer in target.buffers.values())), None)
+                problem = next(filter(None, (problem_of(buffer, finite) for buffer in target.buffers.values())), None)
             else:
                 problem = self._recv_payload(target, finite)
             if problem is not None:
@@ -266,7 +266,7 @@ class GlooPair(Pair):
             self._wait(work, self.timeout_s)
             if chunk is not footer:
                 checksum.update(codec.memory(host))
-                problem = problem or _problem(host, finite)
+                problem = problem or problem_of(host, finite)
             if host is not chunk:
                 codec.byte_view(chunk).copy_(codec.byte_view(host))
             post()
@@ -283,24 +283,10 @@ class GlooPair(Pair):
             self._wait(self._start("recv", self._scratch[:length], _REST), self.timeout_s)
         self._wait(self._start("recv", self._scratch[:FOOTER_BYTES], _REST), self.timeout_s)
 
-    def _stage(self, way: str, tensors: FlatTensors) -> tuple[Staging | None, int]:
+    def _stage(self, way: Literal["send", "recv"], tensors: FlatTensors) -> tuple[Staging | None, int]:
         """Return the staging buffer these tensors need, if any, and how many pieces may be in flight."""
-        if not self._needs_staging(tensors):
-            return None, NUM_POSTED
-        if way not in self._staging:
-            self._staging[way] = Staging()
-        return self._staging[way], NUM_STAGED
-
-    def _needs_staging(self, tensors: FlatTensors) -> bool:
-        return tensors.device.type != "cpu"
-
-
-def _problem(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    if not is_sound(piece):
-        return "bad-value", "a bool is neither 0 nor 1"
-    if finite and not is_finite(piece):
-        return "non-finite", f"a NaN or an infinity among the {piece.dtype}"
-    return None
+        ring = self.staging.ring(way, tensors)
+        return ring, NUM_POSTED if ring is None else NUM_STAGED
 
 
 def _span(seconds: float) -> timedelta:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, Body, Header
-from raafl.runtime.transport.gloo import _REST, GlooPair, _problem, dist
+from raafl.runtime.transport.gloo import _REST, GlooPair, dist
 from raafl.runtime.transport.pair import Pair, PeerTimeout
-from raafl.runtime.transport.payload import CHUNK_BYTES, chunks, piece_bytes
+from raafl.runtime.transport.payload import CHUNK_BYTES, chunks, piece_bytes, problem_of
 from raafl.submodel.flat import FlatTensors
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class NcclPair(GlooPair):
         total, problem = 0, None
         for index, (chunk, there) in enumerate(pieces):
             total += (index + 1) * _sum(there)
-            problem = problem or _problem(there, finite)
+            problem = problem or problem_of(there, finite)
             if there is not chunk:
                 chunk.copy_(there)
         return problem if total % 2**64 == expected else ("bad-checksum", "payload")

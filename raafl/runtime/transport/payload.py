@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import itertools
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +51,15 @@ def is_sound(piece: Tensor) -> bool:
     return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
 
 
+def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
+    """Return why received values are refused, as (reason, detail), or None; ``finite``: NaN and infinity are no values."""
+    if not is_sound(piece):
+        return "bad-value", "a bool is neither 0 nor 1"
+    if finite and not is_finite(piece):
+        return "non-finite", f"a NaN or an infinity among the {piece.dtype}"
+    return None
+
+
 class Staging:
     """A ring of pieces in pinned host memory that pieces on another device pass through; made once, used again.
 
@@ -73,3 +83,23 @@ class Staging:
         slot = self.take(piece)
         byte_view(slot).copy_(byte_view(piece))  # as bytes: a copy of bools would mend what is none
         return slot
+
+
+class StagingRings:
+    """The staging buffers of a pair, one for each way, made when first needed."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._rings: dict[str, Staging] = {}
+
+    def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> Staging | None:
+        """Return what ``tensors`` pass through, or None where they are in host memory."""
+        if not self.are_needed(tensors):
+            return None
+        if way not in self._rings:
+            self._rings[way] = Staging()
+        return self._rings[way]
+
+    def are_needed(self, tensors: FlatTensors) -> bool:
+        """Return whether ``tensors`` are out of the transport's reach."""
+        return tensors.device.type != "cpu"

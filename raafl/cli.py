@@ -1,4 +1,4 @@
-"""The command line: raafl fit | simulate | serve | join | replay | algorithms."""
+"""The command line: raafl fit | simulate | serve | join | key | replay | algorithms."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from raafl._lean import quick_imports
+from raafl.argv import name_of, names_section, values, without
 from raafl.errors import BadInput, RunFailed, nearest
 from raafl.outcome import REASONS, summary_lines
 
@@ -95,8 +96,8 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _fit(argv: list[str]) -> int:
-    if any(item.partition("=")[0] == "--local" for item in argv):
-        from raafl.fit_local import fit_local, without
+    if values(argv, "--local"):
+        from raafl.fit_local import fit_local
 
         if not any(option in argv for option in ("--help", "-h", "--print_config")):
             return fit_local(argv, lambda text: print(textwrap.indent(text, "raafl: "), file=sys.stderr, flush=True))
@@ -149,7 +150,7 @@ def _serve(argv: list[str]) -> int:
 
 def _join(argv: list[str]) -> int:
     """Be a client until the server lets it go; exit code 0 then, 1 when it was refused or the server stayed away."""
-    from raafl.remote_options import names_data, split
+    from raafl.remote_options import split
 
     own, rest = split("join", argv)
     with quick_imports():
@@ -157,7 +158,7 @@ def _join(argv: list[str]) -> int:
         from raafl.join import Site, join
         from raafl.runtime.transport.handshake import load_secret
 
-        has_config = any(item.partition("=")[0] in ("--config", "--help", "-h") for item in rest)
+        has_config = any(name_of(item) in ("--config", "--help", "-h") for item in rest)
         parsed = parse("join", rest) if has_config else None
         secret = load_secret(own.secret_file)
 
@@ -168,7 +169,7 @@ def _join(argv: list[str]) -> int:
                 file = Path(folder) / "server.yaml"
                 file.write_text(config_yaml or "", encoding="utf-8")
                 found = parse("join", ["--config", str(file), *rest])
-        named = names_data(rest)
+        named = names_section(rest, "--data")
         own_data = named and not own.share_of_data
         return Site.build(found.experiment, found.config_yaml, own.client, own_data=own_data, data_named=named)
 

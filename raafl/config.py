@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raafl import remote_options
+from raafl.argv import values
 from raafl.complaints import explain, relative
 from raafl.errors import BadInput, nearest
 
@@ -196,8 +197,8 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
         raise
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(explain(str(error), parser, argv)) from error
-    values = {name: made[name] for name in inspect.signature(Experiment).parameters}
-    return Parsed(Experiment(**values), text, bool(namespace.json))
+    made_fields = {name: made[name] for name in inspect.signature(Experiment).parameters}
+    return Parsed(Experiment(**made_fields), text, bool(namespace.json))
 
 
 def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment:
@@ -234,13 +235,12 @@ def _find_project_modules() -> None:
 
 def expand_resume(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` with the config of the run that `--resume RUN` names, unless another is given."""
-    values = [item.partition("=")[2] for item in argv if item.startswith("--resume=")]
-    values += [argv[place + 1] for place, item in enumerate(argv[:-1]) if item == "--resume"]
-    if not values or any(item.partition("=")[0] == "--config" for item in argv):
+    named = values(argv, "--resume")
+    if not named or values(argv, "--config"):
         return list(argv)
-    if not (Path(values[-1]) / "config.yaml").is_file():
-        raise BadInput(f"resume is '{values[-1]}', which is not a run folder: name one with a config.yaml")
-    return ["--config", str(Path(values[-1]) / "config.yaml"), *argv]
+    if not (Path(named[-1]) / "config.yaml").is_file():
+        raise BadInput(f"resume is '{named[-1]}', which is not a run folder: name one with a config.yaml")
+    return ["--config", str(Path(named[-1]) / "config.yaml"), *argv]
 
 
 def config_first(argv: Sequence[str]) -> list[str]:

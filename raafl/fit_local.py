@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from raafl.argv import names_section, values, without
 from raafl.errors import BadInput
 from raafl.supervise import Child, Policy, Supervisor
 
@@ -125,7 +126,7 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--config", str(Path(resumed[-1]) / "config.yaml")]
-    if any(item.partition("=")[0].split(".")[0] == "--data" for item in mine):  # the run's data, not the client's own
+    if names_section(mine, "--data"):  # the run's data, not the client's own
         mine += ["--share_of_data", "true"]
     return [*_RAAFL, "join", *mine, "--address", f"127.0.0.1:{port}", "--client", str(number)]
 
@@ -173,28 +174,6 @@ def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:
     if not given[-1].isdecimal() or int(given[-1]) < least:
         raise BadInput(f"{option} is '{given[-1]}': give a whole number from {least}")
     return int(given[-1])
-
-
-def values(argv: Sequence[str], option: str) -> list[str]:
-    """Return what ``argv`` gives for an option, as `--option VALUE` or `--option=VALUE`."""
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
-    return [
-        item.partition("=")[2] if "=" in item else following
-        for item, following in pairs
-        if item.partition("=")[0] == option
-    ]
-
-
-def without(argv: Sequence[str], *options: str) -> list[str]:
-    """Return ``argv`` without some options and their values."""
-    kept: list[str] = []
-    items = iter(argv)
-    for item in items:
-        if item.partition("=")[0] not in options:
-            kept.append(item)
-        elif "=" not in item:
-            next(items, None)
-    return kept
 
 
 def _keep(logs: Path, folder: Path | None) -> None:

@@ -155,16 +155,16 @@ def join(
     site, alone_s = None if needs_config else make_site(None), Waits().alone_s if alone_s is None else alone_s
     unsent: int | None = None
     num_refused = 0
-    for pair in _connections(
-        lambda: call(address, key, timeout_s=10.0, demand_encryption=encrypt), address, alone_s, say
-    ):
+    search = _Search(lambda: call(address, key, timeout_s=10.0, demand_encryption=encrypt), address, alone_s, say)
+    while True:
+        pair = search.find()
         worker: Client | None = None
         try:
             if site is None:
                 site = make_site(_ask_config(pair))
             worker = Client(
                 site.info, pair, site.submodels, site.trainer, site.data, site.experiment.waits,
-                config=site.sections, unsent=unsent, on_welcome=lambda: say(f"joined {address}"),
+                config=site.sections, unsent=unsent, on_welcome=search.succeeded,
             )  # fmt: skip
             reason = worker.run()
         except (PeerLost, PeerTimeout, Refused) as error:
@@ -173,44 +173,59 @@ def join(
                 raise RunFailed(f"client {client}: {address} sends what is not raafl's: {error}") from None
             say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
             unsent = unsent if worker is None else worker.unsent
-            pair.greeted = worker is not None and worker.greeted
+            search.pause()
             continue
         finally:
             pair.close()
         if reason.startswith(("refused", "failed", "replaced")):
             raise RunFailed(f"client {client}: {reason}")
         return reason
-    raise AssertionError("connections go on until one raises")
 
 
-def _connections(
-    connect: Callable[[], Pair], address: str, alone_s: float, say: Callable[[str], None]
-) -> Iterator[Any]:
-    """Yield one connection after the other; between them wait, ever longer, until there is one."""
-    since, wait_s, doubts, told = time.monotonic(), _FIRST_WAIT_S, 0, False
-    while True:
-        problem = ""
-        try:
-            pair: Any = connect()
-            doubts, told = 0, False
-            yield pair
-            if getattr(pair, "greeted", False):
-                since, wait_s = time.monotonic(), _FIRST_WAIT_S
-        except Refused as refused:
-            doubts += 1
-            if doubts >= _SURE:
-                raise RunFailed(f"the server at {address} does not let this client in: {refused}") from None
-            problem = str(refused)
-        except (PeerLost, PeerTimeout, OSError) as error:
-            problem = str(error)
-        left = alone_s - (time.monotonic() - since)
+class _Search:
+    """Looks for a server again and again, ever less often, for so long as it has been without one."""
+
+    def __init__(self, connect: Callable[[], Pair], address: str, alone_s: float, say: Callable[[str], None]) -> None:
+        """Start the clock."""
+        self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
+        self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
+
+    def succeeded(self) -> None:
+        """Note that a server has taken the client in: the next search is a new one."""
+        self._taken_in = True
+        self._say(f"joined {self._address}")
+
+    def find(self) -> Pair:
+        """Return a connection to the server.
+
+        Raises:
+            RunFailed: it does not let this client in, or there has been none for ``alone_s``.
+        """
+        doubts, told = 0, False
+        while True:
+            try:
+                return self._connect()
+            except Refused as refused:
+                doubts += 1
+                if doubts >= _SURE:
+                    raise RunFailed(f"the server at {self._address} does not let this client in: {refused}") from None
+                problem = str(refused)
+            except (PeerLost, PeerTimeout, OSError) as error:
+                problem = str(error)
+            if not told:
+                told = True
+                self._say(f"no server at {self._address} yet ({problem}); waiting for up to {self._alone_s:g} s")
+            self.pause(problem)
+
+    def pause(self, problem: str = "") -> None:
+        """Wait a while, longer each time; raises `RunFailed` when the time is up."""
+        if self._taken_in:
+            self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
+        left = self._alone_s - (time.monotonic() - self._since)
         if left <= 0:
-            raise RunFailed(f"no server at {address} for {alone_s:g} s{': ' + problem if problem else ''}")
-        if problem and not told:
-            told = True
-            say(f"no server at {address} yet ({problem}); waiting for up to {alone_s:g} s")
-        time.sleep(min(wait_s * random.uniform(0.8, 1.2), left))
-        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            raise RunFailed(f"no server at {self._address} for {self._alone_s:g} s{': ' + problem if problem else ''}")
+        time.sleep(min(self._wait_s * random.uniform(0.8, 1.2), left))
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
 
 def _ask_config(pair: Pair) -> str:

@@ -57,11 +57,6 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return own, rest
 
 
-def names_data(argv: Sequence[str]) -> bool:
-    """Return whether ``argv`` says what data to train on."""
-    return any(item.partition("=")[0].split(".")[0] == "--data" for item in argv)
-
-
 def _truth(name: str, text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise BadInput(f"{name} is '{text}': give true or false")

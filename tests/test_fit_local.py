@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from raafl.argv import values, without
 from raafl.errors import BadInput
-from raafl.fit_local import Server, child_environment, client_command, read, values, without
+from raafl.fit_local import Server, child_environment, client_command, read
 
 ROOT = Path(__file__).parents[1]
 RAAFL = [sys.executable, "-m", "raafl"]

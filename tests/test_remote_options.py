@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raafl.argv import names_section
 from raafl.cli import main
 from raafl.errors import BadInput, RunFailed
 from raafl.join import trusted
-from raafl.remote_options import names_data, split
+from raafl.remote_options import split
 from raafl.runtime.session import Terms
 from raafl.serve import SHARED, listener, sections
 
@@ -45,8 +46,8 @@ def test_bad_options_are_named(command, argv, named):
 
 
 def test_own_data_is_what_a_data_option_asks_for():
-    assert names_data(["--data", "x.Y"]) and names_data(["--data.root=/d"])
-    assert not names_data(["--devices", "d.yaml", "--database", "1"])
+    assert names_section(["--data", "x.Y"], "--data") and names_section(["--data.root=/d"], "--data")
+    assert not names_section(["--devices", "d.yaml", "--database", "1"], "--data")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ class Client:
 
     Attributes:
         unsent: id of an assignment that was answered but could not be sent; None = there is none.
-        greeted: whether the server has taken the client in.
         num_answered: how many tasks it has answered here.
     """
 
@@ -49,7 +48,7 @@ class Client:
         """
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
-        self.unsent, self.greeted, self._on_welcome = unsent, False, on_welcome
+        self.unsent, self._on_welcome = unsent, on_welcome
         self.num_answered = 0
         self._storage: tuple[Layout, FlatTensors] | None = None
         self._assignment: Assignment | None = None
@@ -92,7 +91,7 @@ class Client:
                 message = self._pair.recv(self._expect, wait_s)
                 wait_s = self._waits.idle_s  # it is heard from that often, whatever the others do
                 if message.kind is Kind.WELCOME:
-                    self.greeted, self.unsent = True, None
+                    self.unsent = None
                     self._on_welcome()
                 if message.kind is Kind.STOP:
                     self._received.put(str(message.meta.get("reason", "")))

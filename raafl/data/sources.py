@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from raafl._lean import import_lightning
 from raafl.data import readers
+from raafl.data.hub import load_splits, rows_of
 from raafl.data.tensors import TensorImages
 from raafl.errors import BadInput
 
@@ -303,30 +304,11 @@ class HuggingFace(Classes):
         """
         if hasattr(self, "train"):
             return
-        try:
-            import datasets
-        except ImportError as error:
-            raise BadInput("HuggingFace needs the package datasets: pip install 'raafl[hf]'") from error
-        try:
-            if Path(self.path, "dataset_dict.json").is_file():
-                splits = datasets.load_from_disk(self.path)
-            else:
-                splits = datasets.load_dataset(self.path, self.name)
-        except (OSError, ValueError) as error:
-            raise BadInput(
-                f"HuggingFace: cannot load {self.path!r} ({error}): give a folder of parquet files or a name on the hub"
-            ) from error
+        splits = load_splits(self.path, self.name)
         self.train, self.test = self._images(splits, self.train_split), self._images(splits, self.test_split)
 
     def _images(self, splits: Any, split: str) -> TensorImages:
-        if split not in splits:
-            raise BadInput(f"HuggingFace: {self.path!r} has no split {split!r}: it has {', '.join(splits)}")
-        rows = splits[split]
-        for column in (self.image_column, self.label_column):
-            if column not in rows.column_names:
-                raise BadInput(
-                    f"HuggingFace: {self.path!r} has no column {column!r}: it has {', '.join(rows.column_names)}"
-                )
+        rows = rows_of(splits, self.path, split, self.image_column, self.label_column)
 
         def build() -> readers.Arrays:
             labels = np.asarray(rows.with_format("numpy")[self.label_column][:])

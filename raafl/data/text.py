@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raafl.data import readers
+from raafl.data.hub import load_splits, rows_of
 from raafl.data.sources import Classes, held_out
 from raafl.data.tokens import TensorTokens, Tokenizer
 from raafl.errors import BadInput
@@ -145,7 +146,7 @@ class _FromFolderOrHub(_Texts):
             raise self._missing("download is off")
         try:
             with readers.locked(self.root / f".{self.folder}.lock"):
-                return _load(self.hub, None)
+                return load_splits(self.hub, None)
         except BadInput as error:
             raise self._missing(str(error)) from error
 
@@ -238,14 +239,14 @@ class HuggingFaceText(_Texts):
         Raises:
             BadInput: `datasets` is not installed, or there is no such data set.
         """
-        _load(self.path, self.name)
+        load_splits(self.path, self.name)
 
     def _home(self) -> tuple[Path, str]:
         return readers.data_root(None), "hf-text"
 
     def _rows(self, part: Part) -> _Rows:
         if self._loaded is None:
-            self._loaded = _load(self.path, self.name)
+            self._loaded = load_splits(self.path, self.name)
         return _split(self._loaded, self.path, self.splits[part], self.text_column, self.label_column)
 
 
@@ -266,29 +267,8 @@ def _read_parquet(files: Sequence[Path], text_column: str) -> tuple[list[str], L
     return texts, np.concatenate(labels)
 
 
-def _load(path: str, name: str | None) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise BadInput(f"loading '{path}' needs the package datasets: pip install 'raafl[hf]'") from error
-    try:
-        if Path(path, "dataset_dict.json").is_file():
-            return datasets.load_from_disk(path)
-        return datasets.load_dataset(path, name)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(
-            f"cannot load the data set '{path}' ({reason}): give a folder of parquet files or a name on the hub"
-        ) from error
-
-
 def _split(splits: Any, path: str, split: str, text_column: str, label_column: str) -> _Rows:
-    if split not in splits:
-        raise BadInput(f"the data set '{path}' has no split '{split}': it has {', '.join(splits)}")
-    rows = splits[split]
-    for column in (text_column, label_column):
-        if column not in rows.column_names:
-            raise BadInput(f"the data set '{path}' has no column '{column}': it has {', '.join(rows.column_names)}")
+    rows = rows_of(splits, path, split, text_column, label_column)
 
     def read() -> tuple[list[str], Labels]:
         labels = np.asarray(rows.with_format("numpy")[label_column][:])

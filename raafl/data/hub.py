@@ -1,0 +1,48 @@
+"""Data sets of the package `datasets`: from the Hugging Face hub, its cache, or a local folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from raafl.errors import BadInput
+
+
+def load_splits(path: str, name: str | None) -> Any:
+    """Return the splits of a data set, by name.
+
+    Args:
+        path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
+        name: configuration of the data set, where it has several.
+
+    Raises:
+        BadInput: `datasets` is not installed, or there is no such data set.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise BadInput(f"loading '{path}' needs the package datasets: pip install 'raafl[hf]'") from error
+    try:
+        if Path(path, "dataset_dict.json").is_file():
+            return datasets.load_from_disk(path)
+        return datasets.load_dataset(path, name)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(
+            f"cannot load the data set '{path}' ({reason}): give a folder of parquet files or a name on the hub"
+        ) from error
+
+
+def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:
+    """Return the rows of a split.
+
+    Raises:
+        BadInput: there is no such split, or it has not the columns.
+    """
+    if split not in splits:
+        raise BadInput(f"the data set '{path}' has no split '{split}': it has {', '.join(splits)}")
+    rows = splits[split]
+    for column in columns:
+        if column not in rows.column_names:
+            raise BadInput(f"the data set '{path}' has no column '{column}': it has {', '.join(rows.column_names)}")
+    return rows

@@ -4,9 +4,8 @@ Real ranks under `torchrun`: one aggregator and two clients train a wide MLP (30
 clients' memory budgets allow one fragment only, or a fragment and the next larger one; in a second run every client
 trains the whole model. Each client notes its resident memory when everything is imported, the data are there and a tiny
 model has been trained (so that the libraries' own buffers are there too), and its peak at the end; a row holds the
-difference. `predicted_bytes` is what raafl's cost model says of the largest submodel that the budget allows (weights,
-gradients, momentum, activations), which is what selectors go by. Beside that a client holds the values as received, and
-`expected_bytes` is the sum of both.
+difference. `expected_bytes` is what raafl's cost model says of the largest submodel that the budget allows, which is what
+selectors go by: weights, gradients, momentum and activations (`predicted_bytes`), and the values as received.
 
     python -m benchmarks.memory [--json] [--out FILE]
 """
@@ -101,8 +100,8 @@ def take_part(setting: Setting, folder: Path) -> None:
         cost = _costs(setting)[setting.shares.index(setting.clients[rank - 1])]
         note = {
             "peak_bytes": peak_bytes - before_bytes,
-            "predicted_bytes": cost.peak_bytes,
-            "expected_bytes": cost.peak_bytes + cost.down_bytes,
+            "predicted_bytes": cost.peak_bytes - cost.down_bytes,
+            "expected_bytes": cost.peak_bytes,
             "before_bytes": before_bytes,
         }
         (folder / f"client-{rank}.json").write_text(json.dumps(note))

@@ -4,18 +4,20 @@ Each model is measured at several rates. The submodel of a rate keeps sqrt(rate)
 units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of the blocks: the lowest ones, all trained
 (window "bottom"), or all of them with the upper ones trained and those below frozen (window "top").
 
-- `seconds` is the median of the local steps of `LocalTrainer` after the first one of a task. One process per model takes
-  the whole model and its submodels in turn, several times, and `time_ratio` is the median over the turns of a submodel's
-  step over the mean of the whole model's steps before and after it. With one thread the clock is the process's CPU
-  time, which other programs do not add to; with more it is the wall clock.
+- `seconds` is the shortest local step of `LocalTrainer`, the first of a task left out. One process per model takes the
+  whole model and its submodels in turn, several times, so that what else the machine does falls on all of them; the
+  shortest is the one it has kept up least. With one thread the clock is the process's CPU time, with more the wall clock.
+- `predicted_seconds` is the time of `flops` and of `moved_bytes` (what the cost model says that the operations of a step
+  read and write), added up, at two speeds that the same process finds with a matrix product and a layer of elementwise
+  operations: no step of any model has a part in them. `flops_per_byte` is the ratio of the two.
 - `peak_bytes` is the highest resident memory of a fresh process that trains one task, less what was resident before
   (everything imported, the data there, a tiny model of the kind trained), where the C library gives all larger blocks
   back at once: what the task needs. `resident_bytes` is the same with the C library's own settings: that and the holes
   that its heap gets from blocks of many sizes. `memory_ratio` and `resident_ratio` are over the whole model's.
-- `flops` and `bytes` are of one step and of the submodel as sent, `predicted_bytes` is the cost model's peak and the
-  values as received, which a client keeps beside the module.
+- `flops` and `bytes` are of one step and of the submodel as sent, `predicted_bytes` is the cost model's peak.
 - `load_seconds` is what comes before the first step of a task: values cut out of the whole model, the small module and
   its optimiser built, values loaded. `reload_seconds` is the same where the module of an earlier task is used again.
+  Both are the shortest of the turns; `load_ratio` is over a step.
 
     python -m benchmarks.submodels [--json] [--out FILE] [--quick] [--models NAME ...] [--threads N]
 """
@@ -29,7 +31,6 @@ import gc
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -58,14 +59,12 @@ class Workload:
         make: returns the model; with True the tiny one.
         batch: returns so many random samples.
         batch_size: samples per step.
-        num_optimizer_slots: values that the model's optimiser keeps for each trained one.
         windows: of the submodels below rate 1.
     """
 
     make: Callable[[bool], Any]
     batch: Callable[[int], list[Any]]
     batch_size: int = 32
-    num_optimizer_slots: int = 2
     windows: tuple[str, ...] = ("bottom",)
 
 
@@ -120,8 +119,8 @@ def _texts(num: int) -> list[Any]:
 WORKLOADS = {
     "vit-tiny": Workload(_vit, _images, windows=("bottom", "top")),
     "bert-small": Workload(_bert, _texts),
-    "cnn": Workload(_cnn, _images, batch_size=128, num_optimizer_slots=1),
-    "mlp": Workload(_mlp, _vectors, num_optimizer_slots=1),
+    "cnn": Workload(_cnn, _images, batch_size=128),
+    "mlp": Workload(_mlp, _vectors),
     "vit-mini": Workload(_vit_mini, _images, batch_size=8, windows=("bottom", "top")),
 }
 ALL, QUICK = ("vit-tiny", "bert-small", "cnn"), ("vit-mini", "mlp")
@@ -192,7 +191,8 @@ def _with_ratios(row: Row, full: Row) -> Row:
         **row,
         **more,
         "memory_ratio": row["peak_bytes"] / full["peak_bytes"],
-        "predicted_time_ratio": row["flops"] / full["flops"],
+        "time_ratio": row["seconds"] / full["seconds"],
+        "predicted_time_ratio": row["predicted_seconds"] / full["predicted_seconds"],
         "predicted_memory_ratio": row["predicted_bytes"] / full["predicted_bytes"],
         "load_ratio": row["load_seconds"] / row["seconds"],
     }
@@ -234,7 +234,7 @@ def _values(layout: Any) -> Any:
 class Client:
     """Trains tasks on one client's data as raafl does, and notes when each step begins."""
 
-    def __init__(self, work: Workload, data: Any, clock: Callable[[], float], max_built: int = 1) -> None:
+    def __init__(self, work: Workload, data: Any, clock: Callable[[], float]) -> None:
         """Take over the data; ``make`` returns a trainer of a model's submodels."""
         from raafl.core.algorithm import Local, Training
         from raafl.data.federated import ClientData
@@ -254,7 +254,7 @@ class Client:
         self.marks, self.clock, self.work = marks, clock, work
         self.data = Noted(data, torch.arange(len(data)), work.batch_size)
         self.make: Callable[[Any], Any] = lambda submodels: LocalTrainer(
-            submodels, Local(), "delta", Training(num_steps=1, batch_size=work.batch_size), max_built=max_built
+            submodels, Local(), "delta", Training(num_steps=1, batch_size=work.batch_size)
         )
 
     def train(self, trainer: Any, spec: Any, received: Any, num_steps: int) -> tuple[float, list[float]]:
@@ -272,13 +272,13 @@ class Client:
         return self.marks[0] - begin, steps
 
 
-def _client(work: Workload, clock: Callable[[], float], max_built: int = 1) -> Client:
+def _client(work: Workload, clock: Callable[[], float]) -> Client:
     """Return a client with its data, in a process that has trained a tiny model."""
     import torch
     from torch.utils.data import TensorDataset
 
     torch.manual_seed(0)
-    client = Client(work, TensorDataset(*work.batch(2 * work.batch_size)), clock, max_built)
+    client = Client(work, TensorDataset(*work.batch(2 * work.batch_size)), clock)
     tiny = _submodels(work, tiny=True)
     spec = spec_of(tiny, 1.0, "all")
     client.train(client.make(tiny), spec, _values(tiny.layout(spec)), 2)
@@ -287,52 +287,53 @@ def _client(work: Workload, clock: Callable[[], float], max_built: int = 1) -> C
 
 def time_steps(model: str, rates: Sequence[float], turns: int, clock: Callable[[], float]) -> list[Row]:
     """Return a row for each submodel of a model, all but the memory."""
+    from benchmarks.probes import Probes
+
     work, found = WORKLOADS[model], cases(model, rates)
-    client = _client(work, clock, max_built=len(found))
+    client = _client(work, clock)
     submodels = _submodels(work)
     specs = [spec_of(submodels, case.rate, case.window) for case in found]
     state = _values(submodels.layout())
-    trainer, received, result, num_steps = client.make(submodels), [], [], []
-    for case, spec in zip(found, specs, strict=True):
-        begin = clock()
-        values = submodels.plan(spec, "present").gather(state)
-        cut_s = clock() - begin
-        before_s, steps = client.train(trainer, spec, values, 3)
-        received.append(values)
-        num_steps.append(min(MOST_STEPS, max(LEAST_STEPS, round(TASK_S / steps[-1]))))
-        result.append({**_predicted(submodels, spec, case), "load_seconds": cut_s + before_s, "reload_seconds": []})
-    taken: list[list[float]] = [[] for _ in found]
+    num_steps = [LEAST_STEPS] * len(found)
+    taken: list[dict[str, list[float]]] = [{"seconds": [], "load_seconds": [], "reload_seconds": []} for _ in found]
+    probes = Probes(clock)
 
     def turn(place: int) -> None:
-        spec, begin = specs[place], clock()
-        submodels.plan(spec, "present").gather(state, out=received[place])
-        cut_s = clock() - begin
-        before_s, steps = client.train(trainer, spec, received[place], 1 + num_steps[place])
-        taken[place].append(statistics.median(steps[1:]))
-        result[place]["reload_seconds"].append(cut_s + before_s)
+        spec, noted, trainer, values = specs[place], taken[place], client.make(submodels), None
+        for name in ("load_seconds", "reload_seconds"):
+            begin = clock()
+            values = submodels.plan(spec, "present").gather(state, out=values)
+            cut_s = clock() - begin
+            before_s, steps = client.train(trainer, spec, values, num_steps[place])
+            noted[name].append(cut_s + before_s)
+            noted["seconds"] += steps[1:]
+        num_steps[place] = min(MOST_STEPS, max(LEAST_STEPS, round(TASK_S / min(noted["seconds"]))))
 
     for _ in range(turns):
         for place in range(len(found)):
+            probes.take()
             turn(place)
-    turn(0)
-    whole = [(before + after) / 2 for before, after in zip(taken[0], taken[0][1:], strict=False)]
-    for row, seconds in zip(result, taken, strict=True):
-        ratios = [one / full for one, full in zip(seconds, whole, strict=False)]
-        row["seconds"], row["reload_seconds"] = statistics.median(seconds), statistics.median(row["reload_seconds"])
-        row["time_ratio"] = 1.0 if row is result[0] else statistics.median(ratios)
-    return result
+    speed = probes.speed()
+    return [
+        {**_predicted(submodels, spec, case, speed), **{name: min(seconds) for name, seconds in noted.items()}}
+        for case, spec, noted in zip(found, specs, taken, strict=True)
+    ]
 
 
-def _predicted(submodels: Any, spec: Any, case: Case) -> Row:
-    cost = submodels.cost(spec, case.work.batch_size, case.work.num_optimizer_slots)
+def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float]) -> Row:
+    cost, samples = submodels.cost(spec, case.work.batch_size), case.work.batch_size
+    flops, moved_bytes = cost.flops_per_sample * samples, cost.moved_bytes_per_sample * samples
     return {
         "model": case.model,
         "rate": case.rate,
         "window": case.window,
         "params": cost.params,
-        "flops": cost.flops_per_sample * case.work.batch_size,
+        "flops": flops,
+        "moved_bytes": moved_bytes,
         "bytes": cost.down_bytes,
-        "predicted_bytes": cost.peak_bytes + cost.down_bytes,
+        "predicted_bytes": cost.peak_bytes,
+        "predicted_seconds": flops / speed[0] + moved_bytes / speed[1],
+        "flops_per_byte": speed[0] / speed[1],
     }
 
 

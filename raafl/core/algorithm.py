@@ -77,15 +77,16 @@ class Fleet:
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute and upload."""
         cost = self.state.submodels.cost(work.spec, self.batch_size)
-        flops = cost.flops_per_sample * self.training.samples(work, client.num_samples, self.batch_size)
-        return client.profile.task_time(flops, cost.down_bytes, cost.up_bytes)
+        samples = self.training.samples(work, client.num_samples, self.batch_size)
+        moved_bytes = cost.moved_bytes_per_sample * samples
+        return client.profile.task_time(cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes, moved_bytes)
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
         """Return the sum of `task_time`, the papers' c(n, j)."""
         return self.task_time(client, work).total_s
 
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
-        """Return whether the predicted peak memory of ``spec`` stays within the client's budget."""
+        """Return whether the memory that a task of ``spec`` is predicted to need, `Cost.peak_bytes`, is within the client's."""
         budget = client.profile.memory_bytes
         return budget == float("inf") or self.state.submodels.cost(spec, self.batch_size).peak_bytes <= budget
 

@@ -14,7 +14,7 @@ from typing import Any
 
 _INF = math.inf
 _RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
-_NUMBERS = (*_RATES, "latency_s", "period_s")
+_NUMBERS = (*_RATES, "bytes_per_s", "latency_s", "period_s")
 
 Windows = tuple[tuple[float, float], ...]
 
@@ -46,6 +46,8 @@ class Profile:
         memory_bytes: memory available to training; no submodel whose predicted peak is above it is ever assigned.
         availability: windows `[start, stop)` in seconds during which the client may work; None is always.
         period_s: when given, the windows repeat every so many seconds (a day is 86400).
+        bytes_per_s: memory traffic it sustains; its time then adds to that of the FLOPs, which small submodels need less of
+            than of traffic. None = not looked at: ``flops_per_s`` stands for both.
 
     Raises:
         ValueError: a field is out of range; every bad field is named, with its value and what to write instead.
@@ -59,6 +61,7 @@ class Profile:
     memory_bytes: float = _INF
     availability: tuple[tuple[float, float], ...] | None = None
     period_s: float | None = None
+    bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field; touching windows are joined, so that each boundary is a real change."""
@@ -68,11 +71,12 @@ class Profile:
         if self.availability is not None:
             object.__setattr__(self, "availability", _joined(self.availability))
 
-    def task_time(self, flops: float, down_bytes: int, up_bytes: int) -> TaskTime:
-        """Predict a task's duration from its total training FLOPs and the bytes each way."""
+    def task_time(self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0) -> TaskTime:
+        """Predict a task's duration from its training FLOPs, the bytes each way, and those its operations read and write."""
+        traffic_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s
         return TaskTime(
             down_s=self.latency_s + down_bytes / self.down_bytes_per_s,
-            compute_s=flops / self.flops_per_s,
+            compute_s=flops / self.flops_per_s + traffic_s,
             up_s=self.latency_s + up_bytes / self.up_bytes_per_s,
         )
 
@@ -292,6 +296,9 @@ def _rate_problems(profile: Profile) -> Iterator[str]:
         if not _is_number(value) or value <= 0:
             remedy = "leave it out for no limit" if field != "flops_per_s" else "measure it with raafl.devices.measure"
             yield f"{field} is {value!r}; it must be a number above 0 ({remedy})"
+    traffic = profile.bytes_per_s
+    if traffic is not None and (not _is_number(traffic) or traffic <= 0):
+        yield f"bytes_per_s is {traffic!r}; it must be a number above 0 (leave it out to go by flops_per_s alone)"
     if not _is_number(profile.latency_s) or not 0 <= profile.latency_s < _INF:
         yield f"latency_s is {profile.latency_s!r}; it must be a finite number of seconds, 0 or more"
 

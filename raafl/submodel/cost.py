@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.optim import Optimizer
 
-from raafl.submodel.flat import Layout
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
+    from raafl.submodel.ledger import Ledger
     from raafl.submodel.submodels import Submodels
 
 
@@ -25,10 +24,14 @@ class Cost:
     Attributes:
         params: parameters present.
         flops_per_sample: multiplications and additions of one sample's forward and backward pass.
-        peak_bytes: device memory at the worst moment of a step: weights, buffers, gradients, optimiser state, what the
-            forward pass saves for the backward pass, and the batch.
+        peak_bytes: memory that a client's tensors need at the worst moment of a task: the values as received, which it
+            keeps, the frozen base where it holds one, the module with its buffers, the batch, and whichever is more of a
+            step: what is alive in the forward and backward pass (activations, gradients, what the backward pass holds
+            meanwhile) beside the optimiser's state, or what is alive in the optimiser's step. What libraries take for
+            themselves is not in it.
         down_bytes: bytes that a client receives.
         up_bytes: bytes that it sends.
+        moved_bytes_per_sample: bytes that all operations of a step, the optimiser's too, read and write, over the samples.
     """
 
     params: int
@@ -36,179 +39,172 @@ class Cost:
     peak_bytes: int
     down_bytes: int
     up_bytes: int
+    moved_bytes_per_sample: float = 0.0
 
 
-def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slots: int = 1) -> Cost:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step needs beside the module and the batch.
+
+    Attributes:
+        flops: of forward and backward pass; None where they could not be run.
+        moved_bytes: read and written by all operations.
+        peak_bytes: the most that is alive at once, from the second step on.
+    """
+
+    flops: float | None
+    moved_bytes: int
+    peak_bytes: int
+
+
+def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slots: int = 2) -> Cost:
     """Predict the cost of training ``spec``, without allocating it.
 
-    FLOPs are counted over one `training_step` and its backward pass on the meta device; where that cannot run (it reads
-    values, or there is none), over one forward pass, times 3; without an example batch, as 6 per parameter that trains.
-    Elementwise operations are not counted. The peak is a sum of parts that are not all there at one moment, so it is an
-    upper bound for what the parts predict.
+    One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
+    tensors have a size and no values; what is alive is followed from operation to operation. Where the step cannot run (it
+    reads values, or there is none), a forward pass counts three times and all gradients are taken to be there with all
+    activations; without an example batch 6 FLOPs count for each parameter that trains, and no activations.
 
     Args:
         submodels: of the model.
         spec: the submodel.
         batch_size: samples per step.
-        num_optimizer_slots: values that the optimiser keeps for each trained one: 0 plain SGD, 1 momentum, 2 Adam.
+        num_optimizer_slots: values that the optimiser keeps for each trained one, where its step cannot run on the meta
+            device: 0 plain SGD, 1 momentum, 2 Adam.
     """
     present, trained = submodels.layout(spec), submodels.layout(spec, "trained")
     names = submodels.parameter_names
     params = sum(entry.numel for entry in present.entries if entry.name in names)
-    trained_bytes = _bytes_of(trained, names)
-    flops, saved = _measure(submodels, spec, batch_size)
+    batch = None if submodels.example_batch is None else meta_batch(submodels.example_batch, batch_size)
+    step, held_bytes = _step(submodels, spec, batch, num_optimizer_slots)
+    flops = step.flops
     if flops is None:
         flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
-    peak = present.num_bytes + trained_bytes * (1 + num_optimizer_slots) + saved
-    return Cost(params, flops / max(batch_size, 1), peak, present.num_bytes, trained.num_bytes)
+    samples = max(batch_size, 1)
+    down_bytes = submodels.layout(spec, "sent").num_bytes
+    peak = down_bytes + submodels.idle_bytes(spec) + held_bytes + step.peak_bytes
+    return Cost(params, flops / samples, peak, down_bytes, trained.num_bytes, step.moved_bytes / samples)
 
 
-def _bytes_of(layout: Layout, names: frozenset[str]) -> int:
-    return sum(entry.numel * entry.dtype.itemsize for entry in layout.entries if entry.name in names)
-
-
-def _measure(submodels: Submodels, spec: Spec, batch_size: int) -> tuple[float | None, int]:
-    """Return the FLOPs of a step and the bytes of activations and batch; None where nothing could be run."""
-    if submodels.example_batch is None:
-        return None, 0
-    batch = meta_batch(submodels.example_batch, batch_size)
+def _step(submodels: Submodels, spec: Spec, batch: Any, num_slots: int) -> tuple[Step, int]:
+    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
+    run = _Run(submodels, spec, batch)
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
-    for default in ("meta", "cpu"):
-        run = _Run(submodels, spec, batch)
+    for default in ("meta", "cpu") if batch is not None else ():
         try:
             with torch.device(default):
-                return run.step(), run.saved_bytes
+                return run.step(num_slots), run.held_bytes
         except Exception:
-            continue
-    run = _Run(submodels, spec, batch)
-    try:
-        return 3.0 * run.forward(), run.saved_bytes
-    except Exception:
-        return None, run.batch_bytes
+            run = _Run(submodels, spec, batch)
+    if batch is not None:
+        try:
+            return run.forward(num_slots), run.held_bytes
+        except Exception:
+            run = _Run(submodels, spec, batch)
+    return run.update(num_slots), run.held_bytes
 
 
 class _Run:
-    """One step of the small module on the meta device, with its saved tensors counted once per storage."""
+    """One step of the small module on the meta device."""
 
     def __init__(self, submodels: Submodels, spec: Spec, batch: Any) -> None:
-        shrunk = submodels.shrink(spec, device="meta")
-        self.module, self.batch = shrunk.module, batch
+        from raafl.submodel.ledger import FusedAttention, Ledger, storage_key, tensors_in
+
+        self.module: Any = submodels.shrink(spec, device="meta").module
+        self.batch = batch
         self.module.train()
-        self.known = {_storage(buffer) for buffer in shrunk.present.buffers.values()}
-        self.saved: dict[int, Any] = {}
-        for tensor in tensors_in(batch):
-            self._note(tensor)
-        self.batch_bytes = self.saved_bytes
+        held = [*self.module.parameters(), *self.module.buffers(), *tensors_in(batch)]
+        self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
+        self.trains = [p for p in self.module.parameters() if p.requires_grad]
+        self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
+        self.ledger: Ledger = Ledger(held)
+        self.attention = FusedAttention()
         for name in ("log", "log_dict"):
             if hasattr(self.module, name):
                 self.module.__dict__[name] = _ignore  # nobody listens to metrics of a meta tensor
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of everything saved, the batch included."""
-        return sum(storage.nbytes() for storage in self.saved.values())
-
-    def step(self) -> float:
-        """Return the FLOPs of a training step."""
-        module: Any = self.module
-        if not callable(getattr(module, "training_step", None)):
+    def step(self, num_slots: int) -> Step:
+        """Follow a training step, its backward pass and the optimiser's step."""
+        if not callable(getattr(self.module, "training_step", None)):
             raise TypeError("the module has no training_step")
-        return self._count(lambda: module.training_step(self.batch, 0), backward=True)
 
-    def forward(self) -> float:
-        """Return the FLOPs of a forward pass."""
+        def passes() -> None:
+            output = self.module.training_step(self.batch, 0)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss.requires_grad:
+                loss.backward()
+
+        peak_bytes = self._peak_of(passes)
+        return self._updated(num_slots, self.ledger.flops, self.ledger.moved_bytes, peak_bytes)
+
+    def forward(self, num_slots: int) -> Step:
+        """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
         batch = self.batch
-        if isinstance(batch, Mapping):
-            return self._count(lambda: self.module(**batch), backward=False)
-        first = batch[0] if isinstance(batch, list | tuple) else batch
-        return self._count(lambda: self.module(first), backward=False)
 
-    def _count(self, call: Any, *, backward: bool) -> float:
-        from torch.utils.flop_counter import FlopCounterMode
+        def call() -> Any:
+            if isinstance(batch, Mapping):
+                return self.module(**batch)
+            return self.module(batch[0] if isinstance(batch, list | tuple) else batch)
 
-        with FlopCounterMode(display=False) as counter, _conditions(), _FusedAttention():
-            with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
-                output = call()
-            if backward:
-                loss = output["loss"] if isinstance(output, Mapping) else output
-                if loss.requires_grad:
-                    loss.backward()
-        return float(counter.get_total_flops())
+        peak_bytes = self._peak_of(call) + self.gradient_bytes
+        return self._updated(num_slots, 3.0 * self.ledger.flops, 3 * self.ledger.moved_bytes, peak_bytes)
 
-    def _note(self, tensor: Tensor) -> Tensor:
-        key = _storage(tensor)
-        if key not in self.known:
-            self.saved.setdefault(key, tensor.untyped_storage())
-        return tensor
+    def update(self, num_slots: int) -> Step:
+        """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
+        values = sum(p.numel() * p.itemsize for p in self.module.parameters())
+        return self._updated(num_slots, None, 3 * values, self.gradient_bytes)
 
+    def _updated(self, num_slots: int, flops: float | None, moved_bytes: int, pass_bytes: int) -> Step:
+        """Return the step with its update, whose state is there throughout from the second step on."""
+        for parameter in self.trains:
+            if parameter.grad is None:
+                with self.ledger:
+                    parameter.grad = torch.empty_like(parameter)
+        gradients, before = self.ledger.live_bytes, self.ledger.moved_bytes
+        try:
+            update_bytes = self._peak_of(self._optimise)
+            state = self.ledger.live_bytes - gradients
+            moved_bytes += self.ledger.moved_bytes - before
+        except Exception:
+            state = num_slots * self.gradient_bytes
+            update_bytes = gradients + state
+            moved_bytes += 3 * self.gradient_bytes + 2 * state
+        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes))
 
-def _conditions() -> Any:
-    """Return a mode in which a condition on a tensor without values is false: no mask is all ones, nothing is NaN."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    def _optimise(self) -> None:
+        with torch.device("cpu"):  # where optimisers count their steps
+            for optimizer in _optimizers(self.module.configure_optimizers()):
+                optimizer.step()
+                self.optimizer = optimizer  # and its state
 
-    class Conditions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-                return False
-            return func(*args, **(kwargs or {}))
-
-    return Conditions()  # type: ignore[no-untyped-call]
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Attention by the fused kernel that a CPU would take, which saves no scores; the meta device alone takes none."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            fused = _fused_attention(*args, **kwargs)
-            if fused is not None:
-                return fused
-        return func(*args, **kwargs)
+    def _peak_of(self, call: Callable[[], Any]) -> int:
+        """Return the most bytes alive at once during a call."""
+        self.ledger.peak_bytes = self.ledger.live_bytes
+        with self.ledger, self.attention:
+            call()
+        return self.ledger.peak_bytes
 
 
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Return what the kernel makes of tensors without values, shapes (batch, heads, positions, width); None = not for it."""
-    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
-        return None
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    if attn_mask is not None:
-        attn_mask = attn_mask.to(query.dtype)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return output
+def _optimizers(answer: Any) -> list[Optimizer]:
+    """Return the optimisers in an answer of `configure_optimizers`; raises `TypeError` where there are none."""
+    if isinstance(answer, Mapping):
+        answer = answer.get("optimizer")
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):
+        answer = answer[0]
+    found = [answer] if isinstance(answer, Optimizer) else answer
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Optimizer) for one in found):
+        raise TypeError("configure_optimizers gives no optimizer")
+    return list(found)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _storage(tensor: Tensor) -> int:
-    # unlike data_ptr, it tells storages on the meta device apart
-    return int(tensor.untyped_storage()._cdata)
-
-
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nested batch, in order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    return [tensor for item in batch for tensor in tensors_in(item)] if isinstance(batch, list | tuple) else []
-
-
 def meta_batch(batch: Any, batch_size: int) -> Any:
     """Return ``batch`` on the meta device with ``batch_size`` samples (dimension 0 of its first tensor)."""
+    from raafl.submodel.ledger import tensors_in
+
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 0]
     samples = tensors[0].shape[0] if tensors else 0
 

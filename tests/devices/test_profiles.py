@@ -15,6 +15,11 @@ def test_task_time_is_latency_plus_size_over_rate():
     assert time.total_s == 6.0
 
 
+def test_memory_bandwidth_takes_time_beside_compute():
+    profile = Profile(flops_per_s=2.0, bytes_per_s=4.0)
+    assert profile.task_time(6.0, 0, 0, moved_bytes=8.0).compute_s == 3.0 + 2.0
+
+
 def test_infinite_links_cost_latency_only():
     time = Profile(flops_per_s=math.inf, latency_s=0.5).task_time(1e9, 10**12, 10**12)
     assert (time.down_s, time.compute_s, time.up_s) == (0.5, 0.0, 0.5)
@@ -65,7 +70,7 @@ def test_availability_changes_exactly_at_the_next_change(edges, scale, periodic,
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("flops_per_s", 0), ("flops_per_s", -2e9), ("down_bytes_per_s", 0), ("up_bytes_per_s", math.nan),
+        ("flops_per_s", 0), ("flops_per_s", -2e9), ("bytes_per_s", 0), ("down_bytes_per_s", 0), ("up_bytes_per_s", math.nan),
         ("memory_bytes", -1), ("latency_s", -0.1), ("latency_s", math.inf), ("flops_per_s", "fast"),
         ("availability", ((5, 1),)), ("availability", ((0, 4), (3, 5))), ("availability", ()), ("availability", "0:5"),
         ("period_s", 5.0),

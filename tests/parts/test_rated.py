@@ -17,7 +17,7 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.parts.merge import Mean
-from raafl.parts.selectors import memory_needed, window
+from raafl.parts.selectors import window
 from raafl.parts.staleness import Staleness
 from raafl.rerun import replay
 from raafl.run import simulate
@@ -107,14 +107,14 @@ def needed(spec, state=None):
 
 
 def test_memory_decides_what_a_client_may_get():
-    room = memory_needed(needed(hidden(range(6))))
+    room = needed(hidden(range(6))).peak_bytes
     exact, short = client(1, memory_bytes=room), client(2, memory_bytes=room - 1)
     fleet = fleet_of(exact, short)
     assert Rated()(exact, fleet).spec == hidden(range(6))
     assert Rated()(short, fleet).spec == hidden(range(5))
     assert Rated(rates=1 / 16)(short, fleet_of(exact, short)).spec == hidden(range(4))  # a rate is the most it gets
     assert all(fleet.fits(one, Rated()(one, fleet).spec) for one in (exact, short))
-    least = memory_needed(needed(hidden([0])))
+    least = needed(hidden([0])).peak_bytes
     none = client(3, memory_bytes=least - 1)
     problem = f"client 3: memory_bytes is {least - 1:.4g}, too little for any submodel (the smallest, hidden[0:1]"
     assert Rated().check(fleet_of(none))[0].startswith(problem)
@@ -138,7 +138,7 @@ def test_a_client_that_comes_back_with_less_memory_gets_less():
     fleet = fleet_of(client(1), client(2))
     select = Rated()
     assert select(fleet.clients[1], fleet).spec == FULL
-    weaker = client(1, memory_bytes=memory_needed(needed(hidden(range(6)))))
+    weaker = client(1, memory_bytes=needed(hidden(range(6))).peak_bytes)
     select.lost(fleet.clients[1], fleet)
     fleet.clients[1] = weaker
     select.joined(weaker, fleet)
@@ -173,7 +173,7 @@ def test_a_window_moves_over_the_rounds_as_far_as_memory_allows():
         seen.append(Rated(rates=0.25, depth="window")(one, fleet_of(one, state=state)).spec)
     kept = {axis: range(3) for axis in state.submodels.axes}
     assert seen == [window(state.submodels, 0.5, kept=kept, round=q) for q in (0, 1, 0, 1)]
-    low, high = (memory_needed(needed(spec, state)) for spec in seen[:2])
+    low, high = (needed(spec, state).peak_bytes for spec in seen[:2])
     assert low < high
     small = client(1, memory_bytes=high - 1)
     for merged in range(3):
@@ -244,11 +244,12 @@ algorithm:
       init_args: {rates: [1, 0.5625, 0.25, 0.0625]}
 """)
     experiment = load_experiment(CONFIGS / "sst2-minilm.yaml", "--config", str(file))
-    assert experiment.algorithm.select == Rated(rates=RATES)
+    rated = Rated(rates=RATES, rate_of="width", selector="magnitude")  # both as the config has them
+    assert experiment.algorithm.select == rated
     assert experiment.algorithm.merge == Mean(0.6, Staleness("polynomial"), by_samples=False)
     assert experiment.algorithm.trigger.restart == "arrival"
     other = load_experiment(CONFIGS / "sst2-minilm.yaml", "--config", str(file), "--algorithm", "fed_buff")
-    assert other.algorithm.select == Rated(rates=RATES)  # a rival's clients have the same submodels
+    assert other.algorithm.select == rated  # a rival's clients have the same submodels
 
 
 def test_a_run_on_digits_replays_to_the_last_bit(tmp_path):

@@ -22,7 +22,6 @@ from raafl.parts.selectors import (
     largest,
     leading,
     magnitude,
-    memory_needed,
     rolling,
     size_of,
     squared_gradient,
@@ -287,7 +286,7 @@ def spec_of_rate(rate: float) -> Spec:
     return leading(SMALL.axes, rate)
 
 
-PROFILE = Profile(flops_per_s=1e6, down_bytes_per_s=1e4, up_bytes_per_s=5e3, latency_s=0.01)
+PROFILE = Profile(flops_per_s=1e6, down_bytes_per_s=1e4, up_bytes_per_s=5e3, latency_s=0.01, bytes_per_s=1e6)
 
 
 @given(st.fixed_dictionaries({}, optional={
@@ -300,12 +299,12 @@ def test_largest_agrees_with_trying_every_size(limits):
 
     def fits(rate: float) -> bool:
         cost = cost_of(spec_of_rate(rate))
-        flops = 10 * cost.flops_per_sample
+        flops, moved = 10 * cost.flops_per_sample, 10 * cost.moved_bytes_per_sample
         need = {
-            "memory_bytes": cost.peak_bytes + cost.down_bytes,
+            "memory_bytes": cost.peak_bytes,
             "flops": flops,
             "wire_bytes": cost.down_bytes + cost.up_bytes,
-            "seconds": flops / 1e6 + cost.down_bytes / 1e4 + cost.up_bytes / 5e3 + 0.02,
+            "seconds": flops / 1e6 + moved / 1e6 + cost.down_bytes / 1e4 + cost.up_bytes / 5e3 + 0.02,
             "params": cost.params,
         }
         return all(need[name] <= limit for name, limit in limits.items())
@@ -331,7 +330,7 @@ def test_nothing_fits_names_client_budgets_and_the_smallest():
     text = str(caught.value)
     assert text.startswith("client 7: memory_bytes is 100, params is 16, too little for any submodel")
     assert "layers.1[0:1] layers.3[0:1]" in text and "params 17" in text
-    assert f"memory_bytes {memory_needed(smallest):.4g}" in text
+    assert f"memory_bytes {smallest.peak_bytes:.4g}" in text
 
 
 def test_a_budget_of_nothing_is_refused():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from model_zoo import CNN, MLP
+from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel import cost as cost_module
 from raafl.submodel.cost import meta_batch
+from raafl.submodel.ledger import tensors_in
 from tests.submodel import networks
 from tests.submodel.models import built, named_specs
 
@@ -55,16 +58,80 @@ def test_flops_of_convolutions_by_hand():
     assert submodels.cost(FULL, 2).flops_per_sample == 4 * conv1 + 6 * (conv2 + linear)
 
 
-def test_peak_memory_of_an_mlp_by_hand():
-    batch_size, weights = 16, 4 * (8 * 7 + 7 + 7 * 3 + 3)
-    submodels = Submodels(MLP(8, (7,), 3), (torch.zeros(2, 8), LABELS))
-    inputs, labels = batch_size * 8 * 4, batch_size * 8
-    saved = (
-        batch_size * 7 * 4 + batch_size * 3 * 4 + 4
-    )  # the relu's output, the log-softmax, and the loss's total weight
+class Sum(nn.Module):
+    """A layer of 8 inputs and 3 outputs, and the sum of its outputs as the loss."""
+
+    def __init__(self, optimizer=None):
+        super().__init__()
+        self.layer, self.optimizer = nn.Linear(8, 3), optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+MATRIX, VALUES = 4 * 8 * 3, 4 * (8 * 3 + 3)
+OPTIMIZERS = {
+    # bytes of the state, and of what the optimiser's step needs for a moment
+    "SGD": (torch.optim.SGD, 0, 0),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), VALUES, 0),
+    # two moments and a count of steps for each tensor; the root of the second moment, and the root divided
+    "AdamW": (torch.optim.AdamW, 2 * VALUES + 2 * 4, 2 * MATRIX),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 100])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_peak_memory_by_hand(name, batch_size):
+    optimizer, state, moment = OPTIMIZERS[name]
+    outputs, loss = batch_size * 3 * 4, 4
+    # forward: outputs and their sum; backward: the loss, its gradient, those of matrix and bias
+    passes = max(outputs + loss, 2 * loss + VALUES)
+    step = max(passes + state, VALUES + state + moment)
+    held = 2 * VALUES + batch_size * 8 * 4  # the values as received and in the module, and the batch
+    assert Submodels(Sum(optimizer), torch.zeros(2, 8)).cost(FULL, batch_size).peak_bytes == held + step
+
+
+def test_the_optimisers_state_is_guessed_only_where_its_step_cannot_run():
+    def impossible(parameters):
+        raise RuntimeError("there is no trainer")
+
+    passes, held = 2 * 4 + VALUES, 2 * VALUES + 8 * 4
     for slots in (0, 1, 2):
-        cost = submodels.cost(FULL, batch_size, num_optimizer_slots=slots)
-        assert cost.peak_bytes == weights * (2 + slots) + inputs + labels + saved
+        for optimizer in (None, impossible):
+            submodels = Submodels(Sum(optimizer), torch.zeros(2, 8))
+            assert submodels.cost(FULL, 1, num_optimizer_slots=slots).peak_bytes == held + passes + slots * VALUES
+        known = Submodels(Sum(torch.optim.SGD), torch.zeros(2, 8))
+        assert known.cost(FULL, 1, num_optimizer_slots=slots).peak_bytes == held + passes
+        # nothing but the optimiser's step can run: gradients are there, activations unknown
+        blind = Submodels(Sum(torch.optim.SGD))
+        assert blind.cost(FULL, 1, num_optimizer_slots=slots).peak_bytes == 3 * VALUES
+
+
+def test_moved_bytes_by_hand():
+    cost = Submodels(Sum(torch.optim.SGD), torch.zeros(2, 8)).cost(FULL, 10)
+    inputs, outputs, bias = 10 * 8 * 4, 10 * 3 * 4, 3 * 4
+    forward = (inputs + MATRIX + bias + outputs) + (outputs + 4)
+    # the loss's gradient is made of the loss, and read as one value for all outputs: times the inputs, and summed
+    backward = (4 + 4) + (4 + inputs + MATRIX) + (4 + bias)
+    update = 3 * VALUES  # values and gradients are read, values written
+    assert 10 * cost.moved_bytes_per_sample == forward + backward + update
+
+
+def test_of_a_table_only_the_rows_looked_up_move():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 4)
+            self.table.weight.requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            return self.table(batch)
+
+    cost = Submodels(Words(), torch.zeros(2, 5, dtype=torch.long)).cost(FULL, 1)
+    assert cost.moved_bytes_per_sample == 5 * 8 + 2 * 5 * 4 * 4
 
 
 def test_frozen_layers_cost_no_gradients():
@@ -133,6 +200,9 @@ class Task(nn.Module):
     def training_step(self, batch, batch_idx):
         return networks.output(self.model, batch).square().mean()
 
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
 
 @pytest.mark.parametrize(("heads", "units"), [(3, 7), (1, 7), (2, 3)])
 def test_flops_of_attention_by_hand(heads, units):
@@ -155,44 +225,71 @@ def test_blocks_below_a_window_cost_one_forward_pass():
     below, above = projections + scores + 4 * 48 * width, 3 * projections + 3.5 * scores + 3 * 4 * width
     cost, full = submodels.cost(depth_window(submodels, 1, 2), 2), submodels.cost(FULL, 2)
     assert cost.flops_per_sample == 2 * (below + above)
-    assert cost.up_bytes < full.up_bytes / 1.5 and cost.peak_bytes < full.peak_bytes / 1.5
+    frozen_bytes = cost.down_bytes - cost.up_bytes
+    assert cost.up_bytes < full.up_bytes / 1.5
+    assert (
+        full.peak_bytes - cost.peak_bytes > 2 * frozen_bytes
+    )  # no optimiser state, and fewer gradients and activations
     assert cost.down_bytes == full.down_bytes
     assert submodels.cost(depth_window(submodels, 0, 1), 2).down_bytes < full.down_bytes
 
 
-def saved_bytes(module, batch):
-    """Bytes that a real forward pass saves for the backward pass, and those of the batch."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    saved = {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage  # held on to, so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        module.train().training_step(batch, 0)
-    for tensor in batch.values():
-        note(tensor)
-    return sum(storage.nbytes() for storage in saved.values())
+def allocated_bytes(module, batch):
+    """The most that two real steps have allocated at once, as torch's CPU allocator itself notes it."""
+    optimizer = module.train().configure_optimizers()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(2):
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    notes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert notes
+    return max(accumulate(notes))
 
 
+WORKSPACE = {"both_ways": 0.15, "cnn": 0.15}
+"""Recurrent nets and convolutions of odd width run in kernels that take memory of their own, which nothing predicts."""
+
+
+def check_peak(kind, module, batch, half):
+    """Compare the predicted peak with an actual one; both far more than the values alone."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    submodels = Submodels(module, batch)
+    spec = Spec.keep({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
+    shrunk = submodels.shrink(spec)
+    submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
+    for name in ("log", "log_dict"):
+        setattr(shrunk.module, name, lambda *args, **kwargs: None)
+    held = 2 * shrunk.present.num_bytes + sum(x.numel() * x.itemsize for x in tensors_in(batch))
+    real = held + allocated_bytes(shrunk.module, batch)
+    assert submodels.cost(spec, len(tensors_in(batch)[0])).peak_bytes == pytest.approx(
+        real, rel=WORKSPACE.get(kind, 0.02)
+    )
+
+
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
     "name", ["vit", "vit_eager", "distilbert", "llama", "mistral", "albert", "encoder", "both_ways"]
 )
-@pytest.mark.parametrize("half", [False, True])
-def test_predicted_activations_are_those_that_a_real_step_saves(name, half):
+def test_the_predicted_peak_is_what_a_real_step_allocates(name, half):
     torch.manual_seed(0)
     batch = {key: torch.cat([value] * 8) for key, value in networks.CASES[name].inputs().items()}
-    task = Task(name)
-    for part in task.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    submodels = Submodels(task, batch)
-    spec = Spec.keep({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(task), out=shrunk.present)
-    parameters = sum(p.numel() * p.itemsize for p in shrunk.module.parameters())
-    predicted = submodels.cost(spec, 16).peak_bytes - shrunk.present.num_bytes - 2 * parameters
-    assert predicted == pytest.approx(saved_bytes(shrunk.module, batch), rel=0.15)
+    check_peak(name, Task(name), batch, half)
+
+
+ZOO = {
+    "mlp": lambda: MLP(48, (40, 30), 10),
+    "cnn": lambda: CNN(3, 16, (16, 32), (48, 32), 10),
+    "vit": lambda: ViT("micro"),
+    "resnet": lambda: ResNet(),
+}
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_the_predicted_peak_of_a_zoo_model_is_what_a_real_step_allocates(name, half):
+    torch.manual_seed(0)
+    shape = {"mlp": (48,), "cnn": (3, 16, 16)}.get(name, (3, 32, 32))
+    check_peak(name, ZOO[name](), [torch.randn(8, *shape), torch.zeros(8, dtype=torch.long)], half)

@@ -19,7 +19,7 @@ class Budget:
     """What a task may cost; all that is given must be kept.
 
     Attributes:
-        memory_bytes: peak memory of the client's task: see `memory_needed`.
+        memory_bytes: what the tensors of the client's task may take: see `Cost.peak_bytes`.
         flops: training FLOPs of a task.
         wire_bytes: bytes of a task, down and up.
         seconds: predicted time of a task on ``profile``: download, compute, upload.
@@ -43,23 +43,18 @@ class Budget:
 
     def needs(self, cost: Cost) -> dict[str, float]:
         """Return what a task of this cost needs, by the name of each limit."""
-        flops = cost.flops_per_sample * self.samples
+        flops, moved_bytes = cost.flops_per_sample * self.samples, cost.moved_bytes_per_sample * self.samples
         return {
-            "memory_bytes": memory_needed(cost),
+            "memory_bytes": cost.peak_bytes,
             "flops": flops,
             "wire_bytes": cost.down_bytes + cost.up_bytes,
-            "seconds": self.profile.task_time(flops, cost.down_bytes, cost.up_bytes).total_s,
+            "seconds": self.profile.task_time(flops, cost.down_bytes, cost.up_bytes, moved_bytes).total_s,
             "params": cost.params,
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
         """Return what is needed of each limit that is not kept; nothing where the task fits."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
-
-
-def memory_needed(cost: Cost) -> int:
-    """Return the bytes that a client needs: the task's predicted peak, and the values as received, which it keeps."""
-    return cost.peak_bytes + cost.down_bytes
 
 
 def steps(axes: Axes) -> list[float]:

@@ -1,0 +1,48 @@
+"""The speeds of this machine by which the time of a step is predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from raafl.submodel.ledger import Ledger
+
+
+class Probes:
+    """Two pieces of work that belong to no model: a matrix product, and a layer of elementwise operations.
+
+    The layer is an activation, a normalisation and an addition of 8192 x 512 values, forward and backward: memory taken,
+    read and written as in a training step.
+    """
+
+    PRODUCT_FLOPS, PRODUCT_BYTES = 2 * 2048 * 512 * 512, 4 * (2 * 2048 * 512 + 512 * 512)
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Prepare both; ``clock`` returns seconds."""
+        a, b, x = torch.randn(2048, 512), torch.randn(512, 512), torch.randn(8192, 512, requires_grad=True)
+
+        def layer() -> None:
+            torch.autograd.grad((F.layer_norm(F.gelu(x), (512,)) + x).sum(), x)
+
+        with Ledger() as ledger:
+            layer()
+        self.layer_bytes = ledger.moved_bytes
+        self.clock, self.calls = clock, (lambda: a @ b, layer)
+        self.best = [math.inf, math.inf]
+
+    def take(self) -> None:
+        """Time each a few times."""
+        for place, call in enumerate(self.calls):
+            for _ in range(5):
+                begin = self.clock()
+                call()
+                self.best[place] = min(self.best[place], self.clock() - begin)
+
+    def speed(self) -> tuple[float, float]:
+        """Return FLOP/s and bytes/s with which FLOPs and bytes moved, added up, explain both."""
+        product_s, layer_s = self.best
+        bytes_per_s = self.layer_bytes / layer_s
+        return self.PRODUCT_FLOPS / (product_s - self.PRODUCT_BYTES / bytes_per_s), bytes_per_s

@@ -1,0 +1,157 @@
+"""What a step does, followed on the meta device: FLOPs, bytes read and written, and what is alive at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_TAKES_NO_PART = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+)
+_READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
+_OVERWRITES = frozenset({_aten.copy_, _aten.zero_, _aten.fill_})
+
+
+class Ledger(TorchDispatchMode):
+    """Counts all operations while it is entered; a condition on a tensor without values is false.
+
+    Attributes:
+        flops: multiplications and additions of matrix products, convolutions and attention.
+        moved_bytes: bytes of operands and results of every operation that is not a mere view; of a table from which rows
+            are looked up, the rows.
+        live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
+        peak_bytes: the most that was alive at once.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        """Start with nothing; the storages of ``held`` are never counted as alive."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry
+
+        self.flops, self.moved_bytes, self.live_bytes, self.peak_bytes = 0.0, 0, 0, 0
+        self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        for tensor in held:
+            self._note(tensor, counted=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and enter it."""
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return False  # no mask is all ones, nothing is NaN
+        result = func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return result
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        made = tensors_in(result)
+        self.moved_bytes += _moved_bytes(func, args, kwargs, made)
+        for tensor in made:
+            self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor, counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key in self._alive:
+            return
+        num_bytes = storage.nbytes() if counted else 0
+
+        def gone(_: Any) -> None:
+            self.live_bytes -= num_bytes
+            self._alive.pop(key, None)
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:
+    packet = func._overloadpacket
+    if packet in _TAKES_NO_PART:
+        return 0
+    operands = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
+    there = {storage_key(tensor) for tensor in operands}
+    fresh = sum(_bytes_of(tensor) for tensor in made if storage_key(tensor) not in there)
+    changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in _changed_by(func)]
+    written = sum(map(_bytes_of, tensors_in(changed)))
+    if not fresh and not written:
+        return 0  # a view
+    if packet in _READS_ROWS:
+        return 2 * fresh + sum(map(_bytes_of, operands[1:]))
+    read = sum(map(_bytes_of, operands))
+    return fresh + read + (0 if packet in _OVERWRITES else written)
+
+
+@cache
+def _changed_by(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operation changes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, what is repeated in it by broadcasting once."""
+    number = tensor.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        number *= size if stride or not size else 1
+    return number
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells storages apart while they are alive, those on the meta device as well, unlike `data_ptr`."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors of a nested batch, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return [tensor for item in batch for tensor in tensors_in(item)] if isinstance(batch, list | tuple) else []
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention by the fused kernel that a CPU would take, which saves no scores; the meta device alone takes none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace `scaled_dot_product_attention` where there is a kernel for its arguments."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            fused = _fused_attention(*args, **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return what the kernel makes of tensors without values, shapes (batch, heads, positions, width); None = not for it."""
+    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
+        return None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model_zoo import hub
 from model_zoo.huggingface import HFLanguageModel
+from model_zoo.sizes import shape_of
 
 SIZES: Final = {"micro": (3, 32, 16, 2), "base": (12, 768, 128, 12)}
 """Times that the block is applied, width, length of a word vector, heads; the MLP is four times as wide."""
@@ -46,9 +47,7 @@ class ALBERT(HFLanguageModel):
         Raises:
             ValueError: there is no such size.
         """
-        if size not in SIZES:
-            raise ValueError(f"ALBERT: size is '{size}': give one of {', '.join(SIZES)}")
-        depth, width, embedding, heads = SIZES[size]
+        depth, width, embedding, heads = shape_of("ALBERT", size, SIZES)
         architecture = {
             "model_type": "albert",
             "num_hidden_layers": depth,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from model_zoo import hub
 from model_zoo.huggingface import HFClassifier
+from model_zoo.sizes import shape_of
 
 SIZES: Final = {
     "micro": (2, 32, 2),
@@ -53,9 +54,7 @@ class BERT(HFClassifier):
         Raises:
             ValueError: there is no such size.
         """
-        if size not in SIZES:
-            raise ValueError(f"BERT: size is '{size}': give one of {', '.join(SIZES)}")
-        depth, width, heads = SIZES[size]
+        depth, width, heads = shape_of("BERT", size, SIZES)
         architecture = {
             "model_type": "bert",
             "num_hidden_layers": depth,

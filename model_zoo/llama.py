@@ -8,6 +8,7 @@ from torch import Tensor
 
 from model_zoo import hub
 from model_zoo.huggingface import HFLanguageModel
+from model_zoo.sizes import shape_of
 
 SIZES: Final = {
     "micro": (2, 32, 88, 4, 2),
@@ -50,9 +51,7 @@ class LLaMA(HFLanguageModel):
         Raises:
             ValueError: there is no such size.
         """
-        if size not in SIZES:
-            raise ValueError(f"LLaMA: size is '{size}': give one of {', '.join(SIZES)}")
-        depth, width, mlp, heads, groups = SIZES[size]
+        depth, width, mlp, heads, groups = shape_of("LLaMA", size, SIZES)
         architecture = {
             "model_type": "llama",
             "num_hidden_layers": depth,

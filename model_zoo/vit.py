@@ -8,6 +8,7 @@ from torch import Tensor
 
 from model_zoo import hub
 from model_zoo.huggingface import HFClassifier
+from model_zoo.sizes import shape_of
 
 SIZES: Final = {
     "micro": (2, 32, 64, 2),
@@ -54,11 +55,9 @@ class ViT(HFClassifier):
         Raises:
             ValueError: there is no such size, or the patches do not fill the image.
         """
-        if size not in SIZES:
-            raise ValueError(f"ViT: size is '{size}': give one of {', '.join(SIZES)}")
         if image_size % patch_size:
             raise ValueError(f"ViT: image_size is {image_size}: give a multiple of patch_size, {patch_size}")
-        depth, width, mlp, heads = SIZES[size]
+        depth, width, mlp, heads = shape_of("ViT", size, SIZES)
         architecture = {
             "model_type": "vit",
             "num_hidden_layers": depth,

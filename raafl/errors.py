@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_MOST_NAMES = 24
+
 
 class BadInput(ValueError):
     """Input found wrong before training starts; the message is one line for the user."""
@@ -15,10 +17,13 @@ class RunFailed(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or the list of known names."""
+    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
+    return f"known: {', '.join(known[:_MOST_NAMES])}{more}"
 
 
 def positive(field: str, value: float | None, *, optional: bool = False) -> None:

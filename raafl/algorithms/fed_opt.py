@@ -7,6 +7,7 @@ FedAvg's rounds, but the mean of the clients' deltas is the pseudo-gradient of a
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.errors import BadInput
 from raafl.parts.merge import ServerKind, ServerOptimizer
 from raafl.parts.sample import Sample
 from raafl.parts.select import Full
@@ -29,12 +30,14 @@ def fed_opt(
         optimizer: adam, yogi or adagrad.
         server_lr: server learning rate (eta).
         beta1: decay of the first moment (beta_1).
-        beta2: decay of the second moment (beta_2); adagrad has none.
+        beta2: decay of the second moment (beta_2); to be left out for adagrad, which has none.
         tau: adaptivity (tau).
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
+    if optimizer == "adagrad" and beta2 != 0.99:
+        raise BadInput(f"beta2 is {beta2}, but adagrad has no second decay: leave it out, or use adam or yogi")
     return Algorithm(
         name="fed_opt",
         paper="Reddi et al. 2021",

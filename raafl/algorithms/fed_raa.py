@@ -15,6 +15,7 @@ The paper leaves open, and this does:
   gradients larger too, like a higher learning rate (docs/fed-raa.md has both, measured).
 - trigger "all" (Table 3's Sync): the updates of a round are mixed in at once, each element with the mean of the
   updates that cover it, every client alike.
+- An axis with fewer units than fragments (two heads, three fragments): each fragment has one unit, and some have the same.
 - K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.offline_bound`.
 
 Table 3's rows: Gre-RAA (the default); Random ``select="random"``; MP ``select="fewest_updates"``; Sync ``trigger="all"``.
@@ -65,13 +66,15 @@ def fed_raa(
         K: bound on a task's time, in seconds (K); None = that of the offline assignment.
         cohort: clients kept at work (or in a round), drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains instead of a fragment, such as `raafl.parts.Rated`; fragments, select and K say
-            nothing then. None = fragments.
+        submodel: what each client trains instead of a fragment, such as `raafl.parts.Rated`; fragments, select and K must
+            be left as they are then. None = fragments.
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")
     if trigger not in TRIGGERS:
         raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
+    if submodel is not None:
+        _refuse_unused(fragments=(fragments, 3), select=(select, "gre_raa"), K=(K, None))
     return Algorithm(
         name="fed_raa",
         paper="Zhang et al. 2024, Fed-RAA",
@@ -81,3 +84,12 @@ def fed_raa(
         trigger=TRIGGERS[trigger](),
         merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),
     )
+
+
+def _refuse_unused(**given: tuple[object, object]) -> None:
+    """Raise `BadInput` for each argument that is not its default, given as value and default."""
+    unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
+    if unused:
+        raise BadInput(
+            f"{', '.join(unused)}, but submodel says what each client trains: leave out the one or the other"
+        )

@@ -10,7 +10,7 @@ from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.ranking import Ranking
-from raafl.parts.selectors import fragments
+from raafl.parts.selectors.units import shared_fragments
 from raafl.submodel import Spec, Submodels
 
 TABLE_4: dict[int, tuple[float, ...]] = {
@@ -73,17 +73,19 @@ def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
 def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec, ...]:
     """Cut every axis into consecutive disjoint ranges by ``ratios`` and return one spec for each fragment.
 
-    Parameters on no axis (the output bias, norms over a kept width) belong to every fragment.
+    Parameters on no axis (the output bias, norms over a kept width) belong to every fragment. So do, in part, the units of
+    an axis that has fewer of them than there are fragments: each fragment has one, and several have the same one (see
+    `shared_fragments`).
 
     Raises:
-        BadInput: an axis has too few units for a fragment to get one.
+        BadInput: the model has no axes.
     """
     if not submodels.axes and len(ratios) > 1:
         raise BadInput(
             "fragments: the model has no axes to cut: call its layers in `forward`, where they are looked for, declare "
             "`submodel_axes`, or use fragments=1 (full-model training)"
         )
-    return fragments(submodels.axes, ratios)
+    return shared_fragments(submodels.axes, ratios)
 
 
 def offline_bound(costs: Sequence[Sequence[float]], capability: Sequence[float], sizes: Sequence[float]) -> float:
@@ -119,10 +121,14 @@ class Fragments(Select):
     bound_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown choice or a bound of zero or less."""
+        """Raise `BadInput` for an unknown choice, a bound of zero or less, or one that the choice does not look at."""
         if self.how not in CHOICES:
             raise BadInput(f"select is '{self.how}': {nearest(self.how, CHOICES)}")
         positive("K", self.bound_s, optional=True)
+        if self.how == "fewest_updates" and self.bound_s is not None:
+            raise BadInput(
+                f"K is {self.bound_s}, but select 'fewest_updates' has no bound: leave K out, or use gre_raa"
+            )
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the fragment for ``client``; raises `BadInput` when none is within K and memory."""

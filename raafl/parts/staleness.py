@@ -26,11 +26,17 @@ class Staleness:
     b: float = 4.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown kind or a negative coefficient."""
+        """Raise `BadInput` for an unknown kind, a negative coefficient, or one that the kind does not have."""
         if self.kind not in KINDS:
             raise BadInput(f"staleness is '{self.kind}': {nearest(self.kind, KINDS)}")
         if self.a < 0 or self.b < 0:
             raise BadInput(f"staleness_a is {self.a}, staleness_b is {self.b}: give numbers of 0 or more")
+        if self.a != 0.5 and self.kind == "constant":
+            raise BadInput(
+                f"staleness_a is {self.a}, but staleness is constant: leave it out, or use polynomial or hinge"
+            )
+        if self.b != 4.0 and self.kind != "hinge":
+            raise BadInput(f"staleness_b is {self.b}, but staleness is {self.kind}: leave it out, or use hinge")
 
     def __call__(self, staleness: int) -> float:
         """Return the factor for an update ``staleness`` merges late; 1 for a fresh one."""

@@ -39,7 +39,8 @@ def depth_window(
     Raises:
         SpecError: no such stack, window or exit.
     """
-    name, blocks = _stack(submodels, stack)
+    blocks = stack_of(submodels, stack)
+    name = next(iter(submodels.stacks)) if stack is None else stack
     if not 0 <= start < stop <= len(blocks):
         raise SpecError(
             f"window is blocks {start} to {stop} of '{name}', which has {len(blocks)}: give 0 <= start < stop"
@@ -65,7 +66,8 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
     """Return the submodel of which only the last layers train, those that hold at most ``share`` of the parameters.
 
     At least one layer trains. The others run forward only, from the first on (TimelyFL, Algorithm 3: partial training). A
-    block of a stack counts as one layer, like any other module with parameters of its own.
+    block of a stack counts as one layer, like any other module with parameters of its own. Exit heads, which the model's own
+    forward does not come to, are left out.
 
     Raises:
         BadInput: a share that is not in (0, 1].
@@ -73,32 +75,39 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
     fraction("share", share)
     layers: dict[str, list[str]] = {}
     blocks = [stack.block(i) for stack in submodels.stacks.values() for i in range(len(stack))]
-    for name in submodels.parameters:
+    heads = [path for head in submodels.exits.values() for path in head.paths]
+    sizes = {name: size for name, size in submodels.parameters.items() if not _within(name, heads)}
+    for name in sizes:
         owner = next((path for path in blocks if _within(name, (path,))), name.rpartition(".")[0])
         layers.setdefault(owner, []).append(name)
-    sizes = submodels.parameters
     total = sum(sizes.values())
     trained: list[str] = []
     for names in reversed(layers.values()):
         if trained and sum(sizes[n] for n in (*trained, *names)) > share * total * (1 + 1e-9):
             break
         trained += names
-    return Spec() if len(trained) == len(sizes) else Spec.keep(trained=_prefixes(submodels, trained))
+    exits = () if heads else None
+    return Spec.keep(trained=None if len(trained) == len(sizes) else _prefixes(submodels, trained), exits=exits)
 
 
-def _stack(submodels: Submodels, name: str | None) -> tuple[str, Stack]:
+def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
+    """Return a stack of blocks by name; without one, the only one there is.
+
+    Raises:
+        SpecError: there is none, or it is not clear which.
+    """
     stacks = submodels.stacks
     if not stacks:
         raise SpecError(
-            "the model has no stack of blocks: declare `submodel_blocks` on it, or use a submodel that keeps all layers"
+            "depth needs a stack of blocks in the model; it has none: declare `submodel_blocks` on it, or leave depth whole"
         )
     if name is None:
         if len(stacks) > 1:
             raise SpecError(f"the model has several stacks of blocks: give stack as one of {', '.join(stacks)}")
-        return next(iter(stacks.items()))
+        return next(iter(stacks.values()))
     if name not in stacks:
         raise SpecError(f"stack is '{name}', which this model does not have; {nearest(name, stacks)}")
-    return name, stacks[name]
+    return stacks[name]
 
 
 def _within(name: str, paths: Sequence[str]) -> bool:

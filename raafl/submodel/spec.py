@@ -77,11 +77,17 @@ class Spec:
         return next((indices for name, indices in self.kept if name == axis), None)
 
     def __str__(self) -> str:
-        """Return what is kept in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2``."""
-        words = []
+        """Return what is kept in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2``.
+
+        Where more than four axes keep the same, they are only counted: ``12 axes[0:8]``.
+        """
+        alike: dict[str, list[str]] = {}
         for name, kept in self.kept:
             is_run = isinstance(kept, range) and kept.step == 1
-            words.append(f"{name}[{kept[0]}:{kept[-1] + 1}]" if is_run else f"{name}[{len(kept)} of them]")
+            alike.setdefault(f"[{kept[0]}:{kept[-1] + 1}]" if is_run else f"[{len(kept)} of them]", []).append(name)
+        words: list[str] = []
+        for which, axes in alike.items():
+            words += [f"{len(axes)} axes{which}"] if len(axes) > 4 else [name + which for name in axes]
         words += [f"{name}[{','.join(map(str, kept))}]" for name, kept in self.blocks]
         for verb, names in (("trains", self.trained), ("exits", self.exits)):
             if names is not None:

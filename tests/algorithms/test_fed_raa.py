@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import model_zoo
 from raafl.algorithms import fed_async, fed_avg, fed_raa
 from raafl.config import load_experiment
 from raafl.core.algorithm import Training
 from raafl.core.types import Assignment
-from raafl.data import ClientData
+from raafl.data import ClientData, Digits
+from raafl.data.sources import Classes
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
-from raafl.parts.select import Fragments
+from raafl.parts.select import Fragments, Full
 from raafl.parts.staleness import Staleness
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FlatTensors, Spec
@@ -72,11 +74,31 @@ def test_the_rows_of_table_3_are_settings(arguments, how, trigger):
         ({"K": 0.0}, "K is 0"),
         ({"staleness": "linear"}, "staleness is 'linear'"),
         ({"staleness_a": -1.0}, "staleness_a is -1"),
+        ({"select": "fewest_updates", "K": 9.0}, "K is 9.0, but select 'fewest_updates' has no bound"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(BadInput, match=message):
         fed_raa(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"fragments": [1, 3]},
+            r"^fragments is \[1, 3\], but submodel says what each client trains: leave out the one",
+        ),
+        ({"select": "random"}, "^select is random, but submodel"),
+        ({"K": 9.0}, "^K is 9.0, but submodel"),
+        ({"fragments": 2, "K": 1.0}, "^fragments is 2, K is 1.0, but submodel"),
+    ],
+)
+def test_what_a_submodel_leaves_without_effect_is_refused(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        fed_raa(submodel=Full(), **arguments)
+    rest = {"trigger": "all", "alpha": 0.5, "prox": 0.1, "rescale": False, "cohort": 2, "concurrency": 1}
+    assert fed_raa(submodel=Full(), **rest).select == Full()
 
 
 def test_the_shipped_config_uses_the_defaults_and_serves_its_rivals():
@@ -139,6 +161,38 @@ def test_prox_is_continuous_at_none(tmp_path):
     )
     assert none == tiny
     assert none != strong
+
+
+class Words(Classes):
+    """Texts of nine of twenty words; the label is whether the first is one of the first ten."""
+
+    num_classes = 2
+
+    def setup(self, stage=None):
+        tokens = torch.randint(1, 21, (80, 9), generator=torch.Generator().manual_seed(0))
+        labels = (tokens[:, 0] > 10).long()
+        self.train = TensorDataset(tokens[:64], torch.ones_like(tokens[:64]), labels[:64])
+        self.test = TensorDataset(tokens[64:], torch.ones_like(tokens[64:]), labels[64:])
+
+
+@pytest.mark.parametrize("name", ["ViT", "BERT"])
+def test_fragments_of_a_transformer_with_fewer_heads_than_fragments(name, tmp_path):
+    pytest.importorskip("transformers")
+    model, data = {
+        "ViT": (lambda: model_zoo.ViT("micro", 8, 4, in_channels=1, lr=3e-3), lambda: Digits(batch_size=64)),
+        "BERT": (lambda: model_zoo.BERT("micro", 2, 21, 9, dropout=0.0, lr=3e-3), lambda: Words(batch_size=16)),
+    }[name]
+    path = {"ViT": "model.vit.layers", "BERT": "model.bert.encoder.layer"}[name]
+    fields = {"model": model, "data": data, "clients": 3, "devices": alike(3), "max_updates": 9}
+    run = finish(experiment(tmp_path / "run", fed_raa(fragments=3), **fields))
+    assert set(regions(run)) == {1, 2, 3} and run.summary["updates_merged"] == 9 and not run.summary["updates_refused"]
+    # two heads for shares of 20, 30 and 50 %, and the units of the feed-forward part cut there
+    units = {"ViT": 64, "BERT": 128}[name]
+    cuts = [0, round(0.2 * units), round(0.5 * units), units]
+    for row in run.rows():
+        j = int(row["region"])
+        heads = f"{path}.0.heads[{'0:1' if j < 3 else '1:2'}]"
+        assert heads in row["spec"] and f"{path}.1.ffn[{cuts[j - 1]}:{cuts[j]}]" in row["spec"]
 
 
 # ---- one task by hand ----

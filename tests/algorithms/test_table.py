@@ -87,6 +87,12 @@ def test_arguments_reach_their_parts():
         assert ALGORITHMS[name]().describe()[part] != words
 
 
+def test_a_decay_that_adagrad_does_not_have_is_refused():
+    with pytest.raises(raafl.BadInput, match=r"beta2 is 0\.5, but adagrad has no second decay: leave it out"):
+        raafl.fed_opt(optimizer="adagrad", beta2=0.5)
+    assert raafl.fed_opt(optimizer="adagrad").merge.kind == "adagrad"
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("argument", ["cohort", "concurrency"])
 def test_counts_below_one_are_refused(name, argument):

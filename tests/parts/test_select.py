@@ -4,12 +4,16 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.select import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs, offline_bound
+from raafl.parts.selectors.units import shared_fragments
+from raafl.submodel import Axis, Member
 from tests.tools import line_state
 
 
@@ -36,9 +40,43 @@ def test_fragments_are_disjoint_and_cover_the_axis(m):
     assert [len(part) for part in kept] == [round(200 * r) for r in TABLE_4[m]]
 
 
-def test_a_fragment_without_units_is_named():
-    with pytest.raises(BadInput, match=r"fragment 1 \(0.05\) of axis 'hidden' with 4 units is empty"):
-        fragment_specs(line_state(4).submodels, TABLE_4[5])
+def kept_of(hidden, ratios):
+    return [
+        list(spec.indices("hidden") or range(hidden)) for spec in fragment_specs(line_state(hidden).submodels, ratios)
+    ]
+
+
+def test_a_fragment_that_would_be_empty_takes_a_unit_from_its_neighbour():
+    # cuts at 0.4, 1.2, 2.8 and 5.2 of eight units: the first would be at 0
+    assert kept_of(8, TABLE_4[5]) == [[0], [1], [2], [3, 4], [5, 6, 7]]
+    assert kept_of(4, [0.97, 0.01, 0.01, 0.01]) == [[0], [1], [2], [3]]
+    assert kept_of(5, [0.01, 0.01, 0.98]) == [[0], [1], [2, 3, 4]]
+
+
+def test_fragments_share_the_units_of_an_axis_that_has_fewer():
+    # two heads: the middles of 20, 30 and 50 % lie in heads 0.2, 0.7 and 1.5
+    assert kept_of(2, TABLE_4[3]) == [[0], [0], [1]]
+    # the middles lie in units 0.1, 0.4, 1, 2 and 3.3
+    assert kept_of(4, TABLE_4[5]) == [[0], [0], [1], [2], [3]]
+    # the middles lie in 1.35, 2.7, 2.8 and 2.9: none may be left out
+    assert kept_of(3, [0.9, 1 / 30, 1 / 30, 1 / 30]) == [[0], [1], [2], [2]]
+    assert kept_of(1, TABLE_4[3]) == [[0], [0], [0]]
+
+
+@given(st.integers(1, 12), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_every_fragment_has_a_unit_and_every_unit_a_fragment(size, ratios):
+    axes = {"a": Axis("a", size, (Member("a.weight", 0),))}
+    kept = [list(spec.indices("a") or range(size)) for spec in shared_fragments(axes, ratios)]
+    assert all(kept) and sorted({i for part in kept for i in part}) == list(range(size))
+    assert [part[0] for part in kept] == sorted(part[0] for part in kept)
+    # one unit is as much as two fragments ever have in common, and only where there are not enough
+    assert sum(map(len, kept)) == max(size, len(ratios))
+
+
+def test_k_says_nothing_where_there_is_no_bound():
+    with pytest.raises(BadInput, match=r"K is 9.0, but select 'fewest_updates' has no bound: leave K out"):
+        Fragments(TABLE_4[3], "fewest_updates", 9.0)
 
 
 def test_the_offline_bound_by_hand():

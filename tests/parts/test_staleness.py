@@ -17,3 +17,17 @@ def test_the_three_functions_of_fed_async():
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(BadInput, match="did you mean 'polynomial'"):
         Staleness("polinomial")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "line"),
+    [
+        ("constant", {"a": 0.6}, "staleness_a is 0.6, but staleness is constant"),
+        ("constant", {"b": 5.0}, "staleness_b is 5.0, but staleness is constant"),
+        ("polynomial", {"b": 5.0}, "staleness_b is 5.0, but staleness is polynomial: leave it out, or use hinge"),
+        ("hinge", {"a": -1.0}, "staleness_a is -1.0"),
+    ],
+)
+def test_a_coefficient_that_would_do_nothing_is_an_error(kind, more, line):
+    with pytest.raises(BadInput, match=line):
+        Staleness(kind, **more)

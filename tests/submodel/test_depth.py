@@ -21,6 +21,7 @@ from raafl.submodel import (
     last_fraction,
     skeleton,
 )  # fmt: skip
+from tests.submodel import zoo
 from tests.submodel.models import Blocks
 from tests.submodel.networks import CASES, Encoder, output, randomise
 from tests.submodel.test_shrink import filled
@@ -183,7 +184,7 @@ def test_exits_are_the_same_under_a_skeleton():
         (lambda: depth_window(Submodels(made("vit")), 1, 1), "window is blocks 1 to 1"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, exit="exit1"), "it has none"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, stack="layers"), "stack is 'layers'.*did you mean 'vit.layers'"),
-        (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "no stack of blocks: declare `submodel_blocks`"),
+        (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "it has none: declare `submodel_blocks` on it, or leave"),
         (lambda: last_fraction(Submodels(MLP(4, (3,), 2)), 0.0), "share is 0.0"),
     ],
 )  # fmt: skip
@@ -318,3 +319,36 @@ def test_a_block_of_a_transformer_is_one_layer():
     block = sum(n for name, n in sizes.items() if name.startswith("vit.layers.1."))
     assert last_fraction(submodels, (above + block) / total).trained == ("classifier", "vit.layernorm", "vit.layers.1")
     assert last_fraction(submodels, (above + block - 1) / total).trained == ("classifier", "vit.layernorm")
+
+
+SEQUENTIAL = {
+    "MLP": [["layers.1"], ["layers.3"], ["layers.5"]],
+    "CNN": [["conv1"], ["conv2"], ["fc1"], ["fc2"], ["fc3"]],
+    "ViT": [
+        ["model.vit.embeddings"],
+        *(["model.vit.layers.0"], ["model.vit.layers.1"], ["model.vit.layernorm"], ["model.classifier"]),
+    ],
+    "KeywordSpotter": [["conv1"], ["conv2"], ["gru"], ["fc1"], ["fc2"]],
+}
+"""Layers in the order in which they run."""
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_the_last_fraction_of_the_layers_trains_and_the_others_run_forward_only(name, share):
+    _, submodels, full = zoo.built(name)
+    sizes = [sum(n for key, n in submodels.parameters.items() if zoo.lies_in(key, paths)) for paths in SEQUENTIAL[name]]
+    most = share * sum(sizes)
+    # from the end on, as many as fit; the last one always
+    num = max(1, max(k for k in range(len(sizes) + 1) if sum(sizes[len(sizes) - k :]) <= most + 1e-6))
+    spec = last_fraction(submodels, share)
+    trained = [path for paths in SEQUENTIAL[name][-num:] for path in paths]
+    shrunk = filled(submodels, spec, full)
+    names = {key for key, parameter in shrunk.module.named_parameters() if parameter.requires_grad}
+    assert names == {key for key in submodels.parameters if zoo.lies_in(key, trained)}
+    assert not any("exits" in key for key in shrunk.present.layout.by_name)
+    assert {entry.name for entry in shrunk.trained.layout.entries} == names
+    before = shrunk.present.clone()
+    zoo.one_step(name, shrunk.module)
+    moved = {key for key, value in shrunk.present.items() if not torch.equal(value, before[key])}
+    assert moved <= names and {key for key in names if before[key].dim() > 1 and "pooler" not in key} <= moved

@@ -126,3 +126,8 @@ def test_words_for_a_spec():
         {"fc1": range(40, 100), "conv1": [1, 5, 9]}, blocks={"layers": [0, 2]}, trained=["fc2", "fc1"], exits=[]
     )
     assert str(spec) == "conv1[3 of them] fc1[40:100] layers[0,2] trains fc1,fc2 exits nothing"
+
+
+def test_axes_that_keep_the_same_are_counted_when_they_are_many():
+    heads = {f"layer{i}.heads": range(2) for i in range(5)}
+    assert str(Spec.keep({**heads, "hidden": range(8)})) == "hidden[0:8] 5 axes[0:2]"

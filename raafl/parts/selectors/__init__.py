@@ -11,9 +11,10 @@
 | `window` | of the blocks: a window that trains, frozen ones below | Co-S2P |
 | `disjoint` | all, dealt out at random among the clients | IST |
 | `fragments` | all, in ranges by ratio | Fed-RAA |
+| `shared_fragments` | the same, at least one each | Fed-RAA |
 | `arbitrary` | equal regions, with controlled coverage | RA-Fed |
 
-The first six take ``(axes, rate, *, state, seed, round)`` and return a spec; the last three return one for each client or
+The first six take ``(axes, rate, *, state, seed, round)`` and return a spec; the last four return one for each client or
 fragment. `largest` finds the largest spec that keeps a budget.
 
 >>> from raafl.submodel import Axis, Member
@@ -30,7 +31,7 @@ import math
 from collections.abc import Callable
 
 from raafl.errors import fraction
-from raafl.parts.selectors.budget import Budget, largest, largest_rate, memory_needed, steps
+from raafl.parts.selectors.budget import Budget, largest, largest_rate, steps
 from raafl.parts.selectors.coverage import Coverage, arbitrary, mask_level, of_regions
 from raafl.parts.selectors.depth import stack_of, window, window_starts
 from raafl.parts.selectors.importance import magnitude, squared_gradient, unit_scores
@@ -46,6 +47,7 @@ from raafl.parts.selectors.units import (
     fragments,
     leading,
     rolling,
+    shared_fragments,
     size_of,
     spec_of,
 )
@@ -76,7 +78,7 @@ def width_of(rate: float) -> float:
 
 __all__ = [
     "SELECTORS", "Axes", "Budget", "Coverage", "Rate", "arbitrary", "at_random", "axes_of", "count", "counts", "disjoint",
-    "explicit", "fragments", "largest", "largest_rate", "leading", "magnitude", "mask_level", "memory_needed", "of_regions",
-    "rolling", "size_of", "spec_of", "squared_gradient", "stack_of", "steps", "unit_scores", "width_of", "window",
-    "window_starts",
+    "explicit", "fragments", "largest", "largest_rate", "leading", "magnitude", "mask_level", "of_regions",
+    "rolling", "shared_fragments", "size_of", "spec_of", "squared_gradient", "stack_of", "steps", "unit_scores",
+    "width_of", "window", "window_starts",
 ]  # fmt: skip

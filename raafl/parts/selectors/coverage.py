@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from raafl.core.types import derive_seed
 from raafl.errors import BadInput, nearest
-from raafl.parts.selectors.units import Axes, fragments, size_of, spec_of
+from raafl.parts.selectors.units import Axes, shared_fragments, size_of, spec_of
 from raafl.submodel import Axis, Spec
 
 Level = Literal["L-Arb", "S-Arb", "MIX-Arb"]
@@ -148,22 +148,17 @@ class Coverage:
 def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
     """Return the submodel of some of ``regions`` regions, equal ranges of every axis.
 
-    Raises:
-        BadInput: an axis has fewer units than there are regions.
+    Of an axis with fewer units than there are regions, neighbouring regions have the same unit.
     """
-    parts = fragments(axes, [1.0] * regions)
+    parts = shared_fragments(axes, [1.0] * regions)
     chosen = [parts[i] for i in taken]
     kept = {}
     for name, axis in axes.items():
         found = [dict(part.kept if isinstance(axis, Axis) else part.blocks).get(name) for part in chosen]
-        kept[name] = sorted(i for mine in found for i in (range(size_of(axis)) if mine is None else mine))
+        kept[name] = sorted({i for mine in found for i in (range(size_of(axis)) if mine is None else mine)})
     return spec_of(axes, kept)
 
 
 def arbitrary(axes: Axes, coverage: Coverage, *, state: Any = None, seed: int = 0, round: int = 0) -> tuple[Spec, ...]:
-    """Return each client's submodel in a round (RA-Fed, Algorithm 1, line 3: the mask policy P).
-
-    Raises:
-        BadInput: an axis has fewer units than there are regions.
-    """
+    """Return each client's submodel in a round (RA-Fed, Algorithm 1, line 3: the mask policy P)."""
     return tuple(of_regions(axes, mine, coverage.regions) for mine in coverage.taken(round, seed))

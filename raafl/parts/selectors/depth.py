@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from raafl.parts.selectors.units import count
-from raafl.submodel import Spec, SpecError, Stack, depth_window
+from raafl.submodel import Spec, depth_window
+from raafl.submodel.depth import stack_of as stack_of
 
 if TYPE_CHECKING:
     from raafl.submodel import Submodels
@@ -51,18 +52,3 @@ def window(
     start = places[round % len(places)]
     stop = start + count(len(blocks), rate)
     return depth_window(submodels, start, stop, stack=stack, exit=exit, kept=kept)
-
-
-def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
-    """Return a stack of blocks by name; without one, the only one there is.
-
-    Raises:
-        SpecError: there is none, or it is not clear which.
-    """
-    stacks = submodels.stacks
-    if name is None and len(stacks) == 1:
-        return next(iter(stacks.values()))
-    if name in stacks:
-        return stacks[name]
-    known = f"it has {', '.join(stacks)}" if stacks else "it has none: declare `submodel_blocks`, or leave depth whole"
-    raise SpecError(f"stack is {name}: give the one stack of blocks of the model; {known}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from raafl.core.types import derive_seed
@@ -171,12 +171,54 @@ def disjoint(
     return _deal(axes, shares, shuffled)
 
 
-def _deal(axes: Axes, ratios: Sequence[float], order: Callable[[str], Sequence[int]]) -> tuple[Spec, ...]:
+def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
+    """Cut every axis as `fragments` does, but so that each fragment has a unit of every axis, however few there are.
+
+    The ranges of an axis with as many units as fragments, or more, are disjoint: one that would be empty takes a unit from
+    its neighbour. Of an axis with fewer (two heads, three fragments), each fragment has one unit, and neighbours have the
+    same one. In both cases every unit is in a fragment, and a fragment is after the one before it.
+
+    Raises:
+        BadInput: a ratio that is not above 0.
+    """
+    bounds = _bounds(ratios)
+    parts: list[dict[str, range]] = [{} for _ in ratios]
+    for name in axes:
+        size = size_of(axes[name])
+        ranges = _filled_ranges(bounds, size) if size >= len(ratios) else _shared_units(bounds, size)
+        for part, kept in zip(parts, ranges, strict=True):
+            part[name] = kept
+    return tuple(spec_of(axes, part) for part in parts)
+
+
+def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
+    num, cuts = len(bounds) - 1, [0]
+    for j in range(1, num + 1):
+        cuts.append(min(max(round(bounds[j] * size), cuts[-1] + 1), size - (num - j)))
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
+    """Return the unit at the middle of each share, moved so that no unit is left out."""
+    num, units = len(bounds) - 1, [0]
+    for j in range(1, num):
+        middle = int((bounds[j] + bounds[j + 1]) / 2 * size)
+        units.append(min(max(middle, units[-1], size - num + j), units[-1] + 1, size - 1))
+    return [range(unit, unit + 1) for unit in units]
+
+
+def _bounds(ratios: Sequence[float]) -> list[float]:
+    """Return where each share of [0, 1] begins, and where the last one ends."""
     for ratio in ratios:
         positive("a ratio in fragments", ratio)
     total = math.fsum(ratios)
     bounds = [min(bound / total, 1.0) for bound in accumulate(ratios, initial=0.0)]
     bounds[-1] = 1.0  # rounding must not lose the last unit
+    return bounds
+
+
+def _deal(axes: Axes, ratios: Sequence[float], order: Callable[[str], Sequence[int]]) -> tuple[Spec, ...]:
+    bounds = _bounds(ratios)
     parts: list[dict[str, Sequence[int]]] = [{} for _ in ratios]
     for name in axes:
         size, units = size_of(axes[name]), order(name)
@@ -184,7 +226,7 @@ def _deal(axes: Axes, ratios: Sequence[float], order: Callable[[str], Sequence[i
             start, stop = round(bounds[j] * size), round(bounds[j + 1] * size)
             if stop <= start:
                 raise BadInput(
-                    f"fragments: fragment {j + 1} ({ratios[j] / total:.3g}) of axis '{name}' with {size} units is empty: "
+                    f"fragments: fragment {j + 1} ({bounds[j + 1] - bounds[j]:.3g}) of axis '{name}' with {size} units is empty: "
                     "use fewer fragments, a larger ratio or a wider layer"
                 )
             part[name] = units[start:stop]

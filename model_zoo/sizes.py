@@ -1,0 +1,19 @@
+"""Sizes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+Shape = TypeVar("Shape")
+
+
+def shape_of(model: str, size: str, sizes: Mapping[str, Shape]) -> Shape:
+    """Return what ``sizes`` has under ``size``.
+
+    Raises:
+        ValueError: there is no such size of ``model``.
+    """
+    if size not in sizes:
+        raise ValueError(f"{model}: size is '{size}': give one of {', '.join(sizes)}")
+    return sizes[size]

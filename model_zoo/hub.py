@@ -52,6 +52,12 @@ def make(
         return maker.from_pretrained(where, config=config, dtype=torch.float32, ignore_mismatched_sizes=True)
 
 
+def save(model: Any, folder: str | Path) -> None:
+    """Write a transformers model so that ``from_pretrained(folder)`` reads it, without a progress bar."""
+    with _quiet(_transformers()):
+        model.save_pretrained(folder)
+
+
 def located(name_or_path: str) -> str:
     """Return the folder that ``package:NAME/FOLDER`` stands for; anything else as it is.
 

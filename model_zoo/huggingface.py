@@ -11,6 +11,7 @@ from model_zoo import hub
 from model_zoo.adamw import adamw
 from model_zoo.classifier import Classifier
 from model_zoo.language import LanguageModel
+from model_zoo.lora import LoRA, adapt, merged
 
 
 class _Wrapped:
@@ -18,25 +19,33 @@ class _Wrapped:
 
     model: Any
     hparams: Any
+    lora: LoRA | None = None
 
     def _wrap(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
         self.model = model
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+
+    def _adapt(self, lora: LoRA | None, *, trains_head: bool) -> None:
+        """Freeze the model and give it adapters, if there are to be any."""
+        self.lora = LoRA.of(lora)
+        if self.lora is not None:
+            adapt(self.model, self.lora, trains_head=trains_head)
 
     def _stand_alone(self) -> None:
         """Let a checkpoint be loaded without the files that the model came from: its shape replaces their name."""
         shape = {"model_type": self.model.config.model_type, **self.model.config.to_diff_dict()}
         for name in ("transformers_version", "dtype", "architectures", "_name_or_path"):
             shape.pop(name, None)
-        self.hparams.update(name_or_path=None, pretrained=False, architecture=shape)
+        lora = None if self.lora is None else self.lora.to_plain()
+        self.hparams.update(name_or_path=None, pretrained=False, architecture=shape, lora=lora)
 
     def configure_optimizers(self) -> Any:
         """Return AdamW over the parameters that train, with its warm-up."""
         return adamw(self, self.lr, self.weight_decay, self.warmup_steps)  # type: ignore[arg-type]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model so that transformers' ``from_pretrained(folder)`` reads it."""
-        self.model.save_pretrained(folder)
+        """Write the model so that transformers' ``from_pretrained(folder)`` reads it; LoRA adapters become part of it."""
+        hub.save(self.model if self.lora is None else merged(self.model), folder)
 
 
 class HFClassifier(_Wrapped, Classifier):
@@ -52,7 +61,7 @@ class HFSequenceClassifier(HFClassifier):
     """Any transformers model that classifies texts (BERT, RoBERTa, DistilBERT, LLaMA, ...).
 
     Takes tokens and attention mask, both (batch, length) int64; returns logits (batch, num_classes). Training changes all
-    parameters, unless their ``requires_grad`` is cleared.
+    parameters, unless their ``requires_grad`` is cleared, or with ``lora`` the adapters and the head.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class HFSequenceClassifier(HFClassifier):
         lr: float = 5e-5,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
+        lora: LoRA | None = None,
     ) -> None:
         """Load or build the model.
 
@@ -76,15 +86,17 @@ class HFSequenceClassifier(HFClassifier):
             lr: learning rate of AdamW.
             weight_decay: of matrices.
             warmup_steps: steps of each task over which the learning rate rises.
+            lora: train adapters beside the frozen model, and the head; null = train the model itself.
 
         Raises:
-            FileNotFoundError: there is no such model, or it cannot be fetched.
+            FileNotFoundError: there is no such model, it cannot be fetched, or it has no layers that ``lora`` names.
         """
         fields = {**(architecture or {}), "num_labels": num_classes}
         model = hub.make("SequenceClassification", name_or_path, pretrained, fields)
         if model.config.pad_token_id is None:  # decoders look for the last token that is not padding
             model.config.pad_token_id = _first(model.config.eos_token_id)
         super().__init__(model, lr, weight_decay, warmup_steps)
+        self._adapt(lora, trains_head=True)
         self.save_hyperparameters()
         self._stand_alone()
 
@@ -109,11 +121,13 @@ class HFImageClassifier(HFClassifier):
         lr: float = 1e-4,
         weight_decay: float = 0.05,
         warmup_steps: int = 0,
+        lora: LoRA | None = None,
     ) -> None:
         """Load or build the model; arguments and errors as for `HFSequenceClassifier`."""
         fields = {**(architecture or {}), "num_labels": num_classes}
         model = hub.make("ImageClassification", name_or_path, pretrained, fields)
         super().__init__(model, lr, weight_decay, warmup_steps)
+        self._adapt(lora, trains_head=True)
         self.save_hyperparameters()
         self._stand_alone()
 
@@ -147,10 +161,12 @@ class HFCausalLM(HFLanguageModel):
         lr: float = 5e-5,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
+        lora: LoRA | None = None,
     ) -> None:
-        """Load or build the model; arguments and errors as for `HFSequenceClassifier`."""
+        """Load or build the model; arguments and errors as for `HFSequenceClassifier`; with ``lora``, the head is frozen, too."""
         model = hub.make("CausalLM", name_or_path, pretrained, architecture or {})
         super().__init__(model, lr, weight_decay, warmup_steps)
+        self._adapt(lora, trains_head=False)
         self.save_hyperparameters()
         self._stand_alone()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
 from raafl.local.record import Recorder, to_device
 from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.batch_norm import Pooling
+from raafl.submodel.frozen import FrozenBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class _Built:
     """A small module that lives on between tasks while only its values change, with its optimiser."""
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, device: torch.device, fabric: Any) -> None:
-        shrunk = submodels.shrink(spec, rescale=local.rescale, device=device)
+        shrunk = submodels.shrink(spec, rescale=local.rescale, device=device, base=submodels.base)
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
         self.module._fabric = fabric
         self.recorder = Recorder()
@@ -97,6 +100,18 @@ def configure(module: nn.Module) -> tuple[Optimizer, list[tuple[Any, str]]]:
     return answer, found
 
 
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed all that a module or a data set may draw from.
+
+    Of torch only the generators in use: `torch.manual_seed` walks the stack for each absent accelerator.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 class LocalTrainer:
     """Runs tasks for any client; keeps the modules it has built, never a result."""
 
@@ -109,6 +124,7 @@ class LocalTrainer:
         options: FabricOptions | None = None,
         *,
         max_built: int = 1,
+        pools: bool = False,
     ) -> None:
         """Set up Fabric with a single device.
 
@@ -119,6 +135,7 @@ class LocalTrainer:
             training: how much a task trains unless its assignment says so.
             options: Fabric's.
             max_built: how many built submodules to keep; a rank that must hold only its fragment keeps one.
+            pools: the merge is made by `raafl.parts.pooled`: running statistics go up as it wants them.
         """
         from lightning.fabric import Fabric
 
@@ -131,10 +148,12 @@ class LocalTrainer:
             precision=self.options.precision,  # type: ignore[arg-type]
         )
         self._strategy = self.fabric.strategy
+        self._pooling = Pooling.of(submodels) if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
         self._built: OrderedDict[Spec, _Built] = OrderedDict()
         self._max_built = max_built
         self._generator = torch.Generator()
+        self._checked: FrozenBase | None = None
         self.stop: threading.Event | None = None  # once set, a task ends before its next batch, with `Stopped`
 
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
@@ -142,19 +161,24 @@ class LocalTrainer:
 
         Args:
             assignment: what to do.
-            received: the submodel's values, layout ``submodels.layout(spec, "present")``; left as they are.
+            received: the submodel's values, layout ``submodels.layout(spec, "sent")``; left as they are.
             data: the client's.
+
+        Raises:
+            BadInput: training writes to a frozen parameter.
         """
         built = self._get(assignment.spec)
         built.reset(received)
-        self._seed(assignment.seed)
+        seed_everything(assignment.seed, self.fabric.device)
         self._generator.manual_seed(assignment.seed)
         num_steps, loss = self._steps(built, assignment, received, data)
+        self._check_base()
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
-        if self.sends == "delta":
-            for dtype, buffer in built.trained.buffers.items():
-                buffer.sub_(received.buffers[dtype][: buffer.numel()].to(buffer.device))
+        with self._statistics_sent(built.trained):
+            if self.sends == "delta":
+                for dtype, buffer in built.trained.buffers.items():
+                    buffer.sub_(received.buffers[dtype][: buffer.numel()].to(buffer.device))
         update = Update(
             assignment.id,
             assignment.client,
@@ -167,16 +191,22 @@ class LocalTrainer:
         update.refusal = None if built.trained.is_finite() else "non-finite"
         return update
 
-    def _seed(self, seed: int) -> None:
-        """Seed all that a module or a data set may draw from.
+    def _check_base(self) -> None:
+        """See, after the first task, that it has left the frozen base as it was: other tasks and clients share it."""
+        base = self.submodels.base
+        if base is None or self._checked is base:
+            return
+        self._checked = base
+        name = base.changed(self.fabric.device)
+        if name is not None:
+            raise BadInput(
+                f"parameter '{name}' has requires_grad=False, but training writes to it: make it a buffer, which clients "
+                "are sent and send back, or let it train"
+            )
 
-        Of torch only the generators in use: `torch.manual_seed` walks the stack for each absent accelerator.
-        """
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        if self.fabric.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+    def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:
+        """Have running variances go up as second moments, and no running statistics as differences; see `Pooled`."""
+        return nullcontext() if self._pooling is None else self._pooling.untouched(self._pooling.to_moments_(trained))
 
     def _get(self, spec: Spec) -> _Built:
         built = self._built.get(spec)

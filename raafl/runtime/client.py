@@ -108,6 +108,7 @@ class Client:
         return {
             "raafl": raafl.__version__,
             "model": self._submodels.layout().fingerprint,
+            "base": self._submodels.base.digest if self._submodels.base is not None else None,
             "config": None if self._config is None else dict(self._config),
             "unsent": self.unsent,
             **client_to_json(self._info),
@@ -121,7 +122,7 @@ class Client:
         self._since = time.perf_counter()
         try:
             found = assignment_from_json(meta)
-            layout = self._submodels.layout(found.spec, "present")
+            layout = self._submodels.layout(found.spec, "sent")
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {error}") from None
         self._free.wait(self._waits.stop_s)

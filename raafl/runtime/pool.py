@@ -101,7 +101,7 @@ def _slot_bytes(layout: Layout) -> int:
 
 
 class _Slots:
-    """Pieces of shared memory, each as large as the whole model."""
+    """Pieces of shared memory, each as large as the whole model without its frozen base."""
 
     def __init__(self, num: int, layout: Layout) -> None:
         size = _slot_bytes(layout)
@@ -133,7 +133,7 @@ class _Bench:
         """Train the task that ``message`` names from its slot, leave the result there, and return the answer."""
         task = json.loads(message)
         assignment = assignment_from_json(task["assignment"])
-        received = self._slots.view(task["slot"], self._submodels.layout(assignment.spec, "present"))
+        received = self._slots.view(task["slot"], self._submodels.layout(assignment.spec, "sent"))
         update = self._trainer.run(assignment, received, self._data(assignment.client))
         self._slots.view(task["slot"], update.tensors.layout).copy_(update.tensors)
         return {
@@ -189,7 +189,7 @@ class Pool(Executor):
     ) -> None:
         """Fork the workers; to be called before any thread is started."""
         num_workers = num_processes - 1
-        layout = submodels.layout()
+        layout = submodels.layout(part="sent")
         wanted = min(16 * num_workers, SLOT_BYTES // _slot_bytes(layout))
         self._submodels, self._slots = submodels, _Slots(max(wanted, 4 * num_workers), layout)
         self._bench = _Bench(trainer, data, submodels, self._slots)

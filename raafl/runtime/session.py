@@ -106,7 +106,6 @@ class Session(threading.Thread):
         self._terms = terms or Terms()
         self._sending = threading.Lock()
         self._stopping: str | None = None
-        self.greeted = False
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
         """Send work; returns at once."""
@@ -135,7 +134,6 @@ class Session(threading.Thread):
             pair = self._pair = self._connect()
             hello = self._greet(pair)
             info = self._info(hello)
-            self.greeted = True
             self._inbox.put(Joined(info))
             self._take_late(hello)
             self._serve(pair)
@@ -158,6 +156,7 @@ class Session(threading.Thread):
         if hello.kind is Kind.CONFIG and self._terms.config_yaml:
             pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
             hello = pair.recv(_nothing, self._waits.join_s)
+        base = self._submodels.base
         expected = {"raafl": raafl.__version__, "model": self._submodels.layout().fingerprint}
         problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
         for field, value in expected.items():
@@ -165,6 +164,11 @@ class Session(threading.Thread):
                 problem = f"different {field}: the server has {value}, client {self.client} has {hello.meta.get(field)}"
             if problem is None and field == "raafl":  # before the model, which follows from the config
                 problem = self._terms.problem(hello.meta.get("config"))
+        if problem is None and base is not None and hello.meta.get("base") != base.digest:
+            problem = (
+                f"different frozen parameters: the server's have digest {base.digest}, those of client {self.client} "
+                f"{hello.meta.get('base')}; they are not sent: give both the same pretrained weights"
+            )
         if problem is not None:
             self._say_stop(f"refused: {problem}")
             raise Refused("incompatible", problem)

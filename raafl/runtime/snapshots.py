@@ -29,7 +29,7 @@ class Snapshots:
                 self._recycle(snapshot)
         current = self._current.get(assignment.spec)
         if current is None:
-            plan = self._state.submodels.plan(assignment.spec, "present")
+            plan = self._state.submodels.plan(assignment.spec, "sent")
             free = self._free.get(plan.layout)
             current = self._current[assignment.spec] = plan.gather(self._state.values, free.pop() if free else None)
             self._users[id(current)] = 0

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from raafl.submodel.axes import Axis, Shapes
 from raafl.submodel.flow import Flow, Form, Groups
+from raafl.submodel.lora import note_ranks
 from raafl.submodel.rules import composites, flattened, keep_whole, rule_of
 from raafl.submodel.spec import SpecError
 from raafl.submodel.width import follow_widths, is_sealed, sealed_models
@@ -72,9 +73,12 @@ def discover_axes(
 ) -> Found:
     """Return the axes of ``module``: those that its composites have inside, and those along which its forward couples.
 
-    Outputs are never on an axis, nor is anything that an operation without a rule reads.
+    Outputs are never on an axis, nor is anything that an operation without a rule reads. Where there are LoRA layers, their
+    ranks are the axes, and nothing else is: the base stays whole.
     """
     groups = Groups(shapes, aliases, residual_width=residual_width)
+    if note_ranks(module, groups):
+        return Found(*groups.settle())
     follower, problem = _Follower(module, groups), None
     try:
         graph = None if is_sealed(module) or _is_composite(module) else _trace(module)
@@ -175,9 +179,10 @@ class _Follower:
         name = str(node.target)
         layer = self.module.get_submodule(name)
         rule = rule_of(layer)
-        if rule is None or not node.args:
-            # composites inside have axes of their own, whoever calls them
-            keep_whole(layer, name, self.groups)
+        if rule is None or not node.args or is_sealed(layer):
+            # composites inside have axes of their own, whoever calls them; so has a sealed model (`follow_widths`)
+            if not (is_sealed(layer) and self.groups.residual_width):
+                keep_whole(layer, name, self.groups)
             self._pin_inputs(node, f"layer '{name}' ({type(layer).__name__}) has no rule")
             return None
         for other in node.all_input_nodes:

@@ -6,16 +6,17 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raafl.submodel import adapters, multihead, recurrent  # noqa: F401  # the rules they register
+from raafl.submodel import adapters, lora, multihead, recurrent  # noqa: F401  # the rules they register
 from raafl.submodel.axes import Runs
 from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors
+from raafl.submodel.frozen import select
 from raafl.submodel.rules import produces, resize, rule_of
 
 _ATTACHED = ("_trainer", "_fabric")
@@ -55,7 +56,8 @@ class Shrunk:
 
     Attributes:
         module: runs like any other; its parameters and buffers are views into ``present``.
-        present: all tensors of the submodel, to be filled before use; training changes them in place.
+        present: all tensors of the submodel, but for a frozen base that the module shares with others; to be filled before
+            use, training changes them in place.
         trained: the part that goes up; a view of the beginning of ``present``.
     """
 
@@ -83,6 +85,7 @@ class Structure:
         absent: paths of the modules that are left out.
         stand_ins: places of modules left out -> path of the module that is used there instead.
         counts: number of indices kept of each axis that shrinks.
+        frozen: values of frozen parameters that are not in the small module's own storage.
     """
 
     module: nn.Module
@@ -91,6 +94,7 @@ class Structure:
     absent: tuple[str, ...]
     stand_ins: Mapping[str, str]
     counts: Mapping[str, int]
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
@@ -117,20 +121,16 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
 def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for name, parameter in structure.module.named_parameters():
-        view = present[name] if name in present else torch.empty(0, dtype=parameter.dtype, device="meta")
+        view = present[name] if name in present else structure.frozen.get(name)
+        if view is None:
+            view = torch.empty(0, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
     for name, buffer in structure.module.named_buffers():
         if name in present:
             memo[id(buffer)] = present[name]
         elif name in structure.selections:
-            memo[id(buffer)] = _select(buffer, structure.selections[name])
+            memo[id(buffer)] = select(buffer, structure.selections[name])
     return memo
-
-
-def _select(buffer: Tensor, selection: Mapping[int, Runs]) -> Tensor:
-    for dim, runs in selection.items():
-        buffer = torch.cat([buffer.narrow(dim, start, stop - start) for start, stop in runs], dim)
-    return buffer
 
 
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

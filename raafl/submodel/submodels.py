@@ -17,13 +17,14 @@ from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
 from raafl.submodel.declared import Exit, Stack, find_exits, find_stacks
 from raafl.submodel.extract import Plan
 from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.cost import Cost
 
-Part = Literal["present", "trained"]
+Part = Literal["present", "sent", "trained"]
 T = TypeVar("T")
 
 MAX_CACHED = 512
@@ -31,7 +32,7 @@ MAX_CACHED = 512
 
 
 class Submodels:
-    """The submodels of one model. Holds its structure and shapes, never its values.
+    """The submodels of one model. Holds its structure and shapes; of its values at most the frozen ones (`hold`).
 
     A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
     dimensions, see `declared_axes`; where the model has none, axes are found by the types of its layers and by tracing),
@@ -74,6 +75,8 @@ class Submodels:
         self._buffers = persistent_buffers(module)
         self.parameter_names = frozenset(self._parameters)
         self._requires_grad = frozenset(n for n, p in self._parameters.items() if p.requires_grad)
+        self.frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        self.base: FrozenBase | None = None
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
@@ -200,8 +203,9 @@ class Submodels:
 
         Args:
             spec: the submodel.
-            part: "present" is all that a client needs; "trained" is what comes back: the parameters that train and the
-                floating-point buffers. The trained layout is the beginning of the present one.
+            part: "present" is all that a client needs; "sent" what it is sent: all but the frozen base, once that is held
+                (see `hold`); "trained" what comes back: the parameters that train and the floating-point buffers. The
+                trained layout is the beginning of the sent one, that of the present one.
         """
         spec = self.normal(spec)
         return self._cached("layout", (spec, part), lambda: self._layout(spec, part))
@@ -210,8 +214,7 @@ class Submodels:
         trains, selections = self._trains(spec), self._selections(spec)
         absent = self._absent(spec)
         still = self._still_buffers(spec, trains)
-        first: list[tuple[str, list[int], torch.dtype]] = []
-        rest: list[tuple[str, list[int], torch.dtype]] = []
+        found: dict[str, list[tuple[str, list[int], torch.dtype]]] = {"trained": [], "other": [], "frozen": []}
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
             if _is_in(name, absent):
                 continue
@@ -219,8 +222,12 @@ class Submodels:
             for dim, runs in selections.get(name, {}).items():
                 shape[dim] = sum(stop - start for start, stop in runs)
             is_trained = name in trains if name in self._parameters else _is_float(tensor) and name not in still
-            (first if is_trained else rest).append((name, shape, tensor.dtype))
-        return Layout.pack(first if part == "trained" else first + rest)
+            kind = "trained" if is_trained else "frozen" if name in self.frozen else "other"
+            found[kind].append((name, shape, tensor.dtype))
+        if part == "trained":
+            return Layout.pack(found["trained"])
+        held = part == "sent" and self.base is not None
+        return Layout.pack(found["trained"] + found["other"] + ([] if held else found["frozen"]))
 
     def _still_buffers(self, spec: Spec, trains: frozenset[str]) -> set[str]:
         """Return the buffers that do not come back: static statistics, and those of layers that the spec freezes."""
@@ -279,6 +286,27 @@ class Submodels:
                     cache.popitem(last=False)
         return found
 
+    # ---- what does not travel ----
+
+    def hold(self, values: nn.Module | FlatTensors) -> None:
+        """Take the values of the frozen parameters, which then are not sent: server and client each have them.
+
+        Args:
+            values: a real instance of this model, or the global state. What is frozen in it is held, not copied: it must
+                stay as it is.
+        """
+        if not self.frozen:
+            return
+        named = dict(values.named_parameters()) if isinstance(values, nn.Module) else values
+        self.base = FrozenBase({name: named[name] for name in self.frozen})
+        self._caches.clear()
+
+    def idle_bytes(self, spec: Spec = FULL) -> int:
+        """Bytes of the frozen base that a client of ``spec`` holds for other submodels: what is absent, or kept in part."""
+        if self.base is None:
+            return 0
+        return self.base.idle_bytes(self.layout(spec), self._selections(self.normal(spec)))
+
     # ---- how to make them ----
 
     def shrink(
@@ -287,6 +315,7 @@ class Submodels:
         rescale: bool = False,
         device: torch.device | str = "cpu",
         present: FlatTensors | None = None,
+        base: FrozenBase | None = None,
     ) -> Shrunk:
         """Return the small dense module of ``spec``; fill its ``present`` storage with `Plan.gather` or from the wire.
 
@@ -297,20 +326,24 @@ class Submodels:
             rescale: multiply the output of layers that lost features by 1/(share kept) while training.
             device: where to put it.
             present: storage to use, in ``layout(spec)``; the global state itself gives a module that has its values.
+            base: the frozen base that is held, to be shared with other small modules; the storage is then in
+                ``layout(spec, "sent")``.
         """
         spec = self.normal(spec)
-        layout = self.layout(spec)
+        layout = self.layout(spec) if base is None else self.layout(spec, "sent")
         if present is None:
             present = FlatTensors.empty(layout, device)
         elif present.layout.fingerprint != layout.fingerprint:
             raise BadInput("present has another layout than this submodel: take it from layout(spec)")
+        selections = self._selections(spec)
         structure = Structure(
             module=self.module,
-            selections=self._selections(spec),
+            selections=selections,
             trains=self._trains(spec),
             absent=self._absent(spec),
             stand_ins=self._stand_ins(spec),
             counts={name: len(kept) for name, kept in spec.kept},
+            frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)
         if self.batch_norm == "static":
@@ -330,7 +363,7 @@ class Submodels:
 
     # ---- what they cost ----
 
-    def cost(self, spec: Spec = FULL, batch_size: int = 1, num_optimizer_slots: int = 1) -> Cost:
+    def cost(self, spec: Spec = FULL, batch_size: int = 1, num_optimizer_slots: int = 2) -> Cost:
         """Return what training ``spec`` costs a client; see `raafl.submodel.cost.predict`. Cached.
 
         Only how many indices are kept matters, not which.

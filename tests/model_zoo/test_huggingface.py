@@ -79,13 +79,14 @@ def test_a_model_stored_in_half_precision_trains_in_float32(tmp_path):
     assert {p.dtype for p in HFSequenceClassifier(str(tmp_path)).parameters()} == {torch.float32}
 
 
-def test_loading_says_nothing_and_leaves_the_settings_of_transformers(tmp_path, capfd):
+def test_loading_and_saving_say_nothing_and_leave_the_settings_of_transformers(tmp_path, capfd):
     import transformers
 
-    HFSequenceClassifier(num_classes=3, architecture=BERT).save_pretrained(tmp_path)
     logging = transformers.utils.logging
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    module = HFSequenceClassifier(num_classes=3, architecture=BERT)
     capfd.readouterr()
+    module.save_pretrained(tmp_path)
     HFSequenceClassifier(str(tmp_path), num_classes=2)
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr() == ("", "")

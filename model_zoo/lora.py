@@ -1,0 +1,103 @@
+"""LoRA through peft: low-rank adapters beside frozen layers of a transformers model.
+
+Hu et al. 2021 (arXiv:2106.09685). peft is imported when the first such model is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What is adapted, and how far: ``y = W x + alpha / rank * B A dropout(x)``, with A and B the adapter.
+
+    Attributes:
+        rank: r, rows of A and columns of B; the largest that a client can have.
+        alpha: scale of the adapters.
+        dropout: probability of dropping an input of an adapter.
+        target_modules: names of the layers to adapt, such as ``[query, value]``, or ``all-linear``; null = those that peft
+            adapts in this architecture.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] | str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError`, naming the field, for a value that cannot be."""
+        if self.rank < 1:
+            raise ValueError(f"lora.rank is {self.rank}: give 1 or more")
+        if self.alpha <= 0:
+            raise ValueError(f"lora.alpha is {self.alpha}: give more than 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout is {self.dropout}: give 0 or more, and less than 1")
+        if self.target_modules is not None and not self.target_modules:
+            raise ValueError("lora.target_modules is empty: name layers to adapt, or leave it out")
+
+    @classmethod
+    def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
+        """Return ``value`` as what it stands for; checkpoints have it as a plain table."""
+        return cls(**value) if isinstance(value, Mapping) else value
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return asdict(self)
+
+
+def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
+    """Freeze ``model``, a transformers model, and put adapters beside its layers, in place.
+
+    Args:
+        model: keeps its type and its ``forward``.
+        lora: where, and of which rank.
+        trains_head: what lies outside the pretrained body, such as a new classifier, trains as well.
+
+    Raises:
+        FileNotFoundError: peft is not installed, the model has no such layers, or peft does not know its architecture.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise FileNotFoundError(f"lora needs the package peft ({error}): pip install 'raafl[hf]'") from error
+    targets = lora.target_modules
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]
+        target_modules=targets if targets is None or isinstance(targets, str) else list(targets),
+    )  # fmt: skip
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise FileNotFoundError(
+            f"lora.target_modules is {targets}: {' '.join(str(error).split()).split('. ')[0]}: give names of layers of this "
+            f"{model.config.model_type}, such as {', '.join(_linear_names(model))}, or all-linear"
+        ) from error
+    if trains_head:
+        body = {id(parameter) for parameter in getattr(model, model.base_model_prefix, model).parameters()}
+        for parameter in model.parameters():
+            if id(parameter) not in body:
+                parameter.requires_grad_(True)
+
+
+def merged(model: Any) -> Any:
+    """Return a copy of an adapted model whose layers have taken up their adapters: plain transformers can load it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = copy.deepcopy(model)
+    for name, layer in list(plain.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            parent, _, own = name.rpartition(".")
+            setattr(plain.get_submodule(parent), own, layer.get_base_layer())
+    del plain.peft_config
+    return plain
+
+
+def _linear_names(model: Any) -> list[str]:
+    from torch import nn
+
+    return sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})

@@ -1,0 +1,84 @@
+"""The frozen base: parameters that train in no submodel. Config and seed determine them, so they do not travel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from raafl.submodel.axes import Runs
+from raafl.submodel.flat import Layout
+
+Selections = Mapping[str, Mapping[int, Runs]]
+"""Runs kept, by tensor and dimension, of the tensors that are cut."""
+
+
+class FrozenBase:
+    """Values of a model's frozen parameters, which every small module on this machine shares and none may change.
+
+    Attributes:
+        tensors: by name; whole, as in the full model.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold on to ``tensors``; nothing is copied."""
+        self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._on: dict[torch.device, dict[str, Tensor]] = {}
+        self._digests: dict[str, str] = {}
+
+    def idle_bytes(self, layout: Layout, selections: Selections) -> int:
+        """Bytes of all tensors that a submodel does not use as they are: it has none of them, or a copy of a part."""
+        return sum(t.nbytes for n, t in self.tensors.items() if n not in layout.by_name or n in selections)
+
+    def note(self) -> None:
+        """Remember the values as they are now, if nobody has asked for them before."""
+        if not self._digests:
+            self._digests = {name: _digest(tensor) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of names, dtypes, shapes and values; equal on two machines that have the same base."""
+        self.note()
+        rows = [
+            [name, str(self.tensors[name].dtype), list(self.tensors[name].shape), digest]
+            for name, digest in sorted(self._digests.items())
+        ]
+        return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
+
+    def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
+        """Return the part that a submodel keeps: what it keeps whole is shared, what it cuts is copied.
+
+        Args:
+            layout: of all tensors that are present.
+            selections: runs kept, by tensor and dimension.
+            device: where the small module is.
+        """
+        self.note()
+        here, part = self._on.setdefault(device, {}), {}
+        for name in (entry.name for entry in layout.entries if entry.name in self.tensors):
+            tensor = here.get(name)
+            if tensor is None:
+                tensor = here[name] = self.tensors[name].to(device)
+            part[name] = select(tensor, selections[name]) if name in selections else tensor
+        return part
+
+    def changed(self, device: torch.device) -> str | None:
+        """Return the name of a tensor on ``device`` that somebody has written to, or None. It reads all of them."""
+        return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
+
+
+def _digest(tensor: Tensor) -> str:
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
+    """Return a copy of the runs kept of each dimension."""
+    for dim, runs in selection.items():
+        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return tensor

@@ -1,0 +1,61 @@
+"""LoRA layers of peft: the rank of each is an axis.
+
+Hu et al. 2021 (arXiv:2106.09685): ``y = W x + scaling * B A x``, W frozen, A (rank, in) and B (out, rank). Rows of A and
+columns of B go together; a client with a lower rank keeps some of them. ``scaling`` stays that of the full model, so that a
+submodel is the full model with the dropped ranks zeroed, and merging by coverage is the zero-padded mean of HetLoRA (Cho et
+al. 2024, arXiv:2401.06432) over those who have a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from raafl.submodel.flow import Groups
+from raafl.submodel.rules import leaf, register
+
+_LORA = "peft.tuners.lora.layer.LoraLayer"
+
+
+def is_lora(layer: nn.Module) -> bool:
+    """Return whether this is a LoRA layer of peft, whatever kind of layer it adapts."""
+    return any(f"{base.__module__}.{base.__qualname__}" == _LORA for base in type(layer).__mro__)
+
+
+def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield for each adapter its name and the names of A, whose dimension 0 is the rank, and B, whose dimension 1 is."""
+    for adapter in layer.lora_A:
+        yield adapter, f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+    for adapter in layer.lora_embedding_A:
+        yield adapter, f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
+
+
+def note_ranks(module: nn.Module, groups: Groups) -> bool:
+    """Note the rank of each LoRA layer in ``module`` as a candidate of its own; return whether there are such layers."""
+    found = False
+    for path, layer in module.named_modules():
+        if not is_lora(layer):
+            continue
+        found = True
+        prefix, factors = f"{path}." if path else "", list(_factors(layer))
+        for adapter, down, up in factors:
+            rank = layer.get_parameter(down).shape[0]
+            group = groups.new(f"{prefix}rank" + (f".{adapter}" if len(factors) > 1 else ""), rank)
+            groups.add(group, f"{prefix}{down}", 0)
+            groups.add(group, f"{prefix}{up}", 1)
+    return found
+
+
+def _resize(layer: Any) -> None:
+    for adapter, down, _ in _factors(layer):
+        layer.r[adapter] = layer.get_parameter(down).shape[0]
+
+
+def _unscaled(layer: Any) -> tuple[str, ...]:
+    # the ranks that are left keep their scaling
+    return tuple(f"lora_A.{adapter}" for adapter in layer.lora_A)
+
+
+register(_LORA, resize=_resize, unscaled=_unscaled)(leaf)

@@ -1,0 +1,120 @@
+"""LoRA adapters on models of transformers: what trains, what is saved, and what goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from model_zoo import HFCausalLM, HFImageClassifier, HFSequenceClassifier
+from model_zoo.lora import LoRA
+from tests.adapted import BERT, LAYERS
+from tests.model_zoo.test_huggingface import LLAMA, VIT
+
+CASES = [
+    (lambda **more: HFSequenceClassifier(num_classes=3, architecture=BERT, **more), "SequenceClassification", "model.classifier."),
+    (lambda **more: HFSequenceClassifier(num_classes=3, architecture=LLAMA, **more), "SequenceClassification", "model.score."),
+    (lambda **more: HFImageClassifier(num_classes=3, architecture=VIT, **more), "ImageClassification", "model.classifier."),
+    (lambda **more: HFCausalLM(architecture=LLAMA, **more), "CausalLM", "no head"),
+]  # fmt: skip
+IDS = ["BERT", "LLaMA classifies", "ViT", "LLaMA writes"]
+
+
+def example(task):
+    generator = torch.Generator().manual_seed(0)
+    if task == "ImageClassification":
+        return torch.randn(3, 3, 16, 16, generator=generator)
+    return torch.randint(4, 30, (3, 6), generator=generator)
+
+
+def adapted(make, **more):
+    """With adapters that do something: peft starts them at zero."""
+    torch.manual_seed(0)
+    module = make(lora=LoRA(rank=4, dropout=0.1, target_modules="all-linear", **more)).eval()
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+@pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
+def test_adapters_and_a_new_head_train_and_nothing_else(make, task, head):
+    module = adapted(make)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    adapters = {name for name in trained if ".lora_A." in name or ".lora_B." in name}
+    assert adapters and all(name.startswith(head) for name in trained - adapters)
+    assert (trained > adapters) == (head != "no head")
+    updated = {id(p) for group in module.configure_optimizers().param_groups for p in group["params"]}
+    assert updated == {id(module.get_parameter(name)) for name in trained}
+
+
+def test_the_layers_of_bert_that_peft_adapts_by_itself():
+    module = HFSequenceClassifier(architecture=BERT, lora=LoRA())
+    found = [name.removesuffix(".lora_A.default.weight") for name, _ in module.named_parameters() if "lora_A" in name]
+    assert found == LAYERS
+
+
+@pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
+def test_plain_transformers_loads_a_saved_model_with_its_adapters_merged(make, task, head, tmp_path):
+    import transformers
+
+    module, x = adapted(make), example(task)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.save_pretrained(tmp_path)
+    plain, report = getattr(transformers, f"AutoModelFor{task}").from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any("lora" in name for name in plain.state_dict()) and not list(tmp_path.glob("adapter*"))
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(x).logits, module(x), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(make().eval()(x), module(x), atol=1e-2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
+def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
+    from raafl.runtime import checkpoint
+
+    module, x = adapted(make), example(task)
+    path = checkpoint.save(tmp_path, 1, module.state_dict(), module=module)
+    again = type(module).load_from_checkpoint(path).eval()
+    assert again.lora == module.lora
+    with torch.no_grad():
+        assert torch.equal(again(x), module(x))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, r"lora.rank is 0: give 1 or more"),
+        ({"alpha": 0.0}, r"lora.alpha is 0.0: give more than 0"),
+        ({"dropout": 1.0}, r"lora.dropout is 1.0: give 0 or more, and less than 1"),
+        ({"target_modules": []}, r"lora.target_modules is empty: name layers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        HFSequenceClassifier(architecture=BERT, lora=LoRA(**fields))
+
+
+def test_layers_that_are_not_there_are_named():
+    message = r"lora.target_modules is \['q_proj'\]: Target modules .* not found .*such as classifier, dense, key, query, value, or"
+    with pytest.raises(FileNotFoundError, match=message):
+        HFSequenceClassifier(architecture=BERT, lora=LoRA(target_modules=["q_proj"]))
+
+
+def test_without_peft_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert HFSequenceClassifier(architecture=BERT).lora is None
+    with pytest.raises(FileNotFoundError, match=r"lora needs the package peft .*: pip install 'raafl\[hf\]'"):
+        HFSequenceClassifier(architecture=BERT, lora=LoRA())
+
+
+def test_a_model_without_adapters_does_not_import_peft():
+    code = f"from model_zoo import HFSequenceClassifier; HFSequenceClassifier(architecture={BERT!r}); import sys; "
+    code += "assert 'peft' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

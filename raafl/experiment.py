@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Limits
 from raafl.data.partition import Iid, Partition
 from raafl.devices.profiles import Device, Profile, assign, load_devices
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, nearest, positive
 from raafl.local.train import FabricOptions
 from raafl.parts.privacy import Privacy, noise_key, private
 from raafl.parts.robust import Guard, guarded
@@ -24,6 +25,8 @@ from raafl.progress import MODES
 from raafl.runtime.logger_specs import specs
 from raafl.runtime.record import Target
 from raafl.runtime.session import Waits
+from raafl.submodel import Submodels
+from raafl.submodel.batch_norm import BatchNorm
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
@@ -47,6 +50,34 @@ def seconds(field_name: str, value: float | str | None) -> float | None:
     return number
 
 
+@dataclass(frozen=True, slots=True)
+class SubmodelOptions:
+    """How the model is cut and what becomes of its running statistics; what is null is as the model says.
+
+    Attributes:
+        residual_width: whether widths that norms take statistics across may shrink, too.
+        batch_norm: merged sends running statistics up and pools them exactly; static sends none, and collects them on the
+            server whenever the model is measured or saved at the end.
+        static_batches: training batches from which static statistics are collected.
+    """
+
+    residual_width: bool | None = None
+    batch_norm: BatchNorm | None = None
+    static_batches: int = 20
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a value out of range."""
+        if self.residual_width not in (True, False, None):
+            raise BadInput(f"submodels.residual_width is {self.residual_width!r}: give true, false or null")
+        if self.batch_norm not in ("merged", "static", None):
+            raise BadInput(f"submodels.batch_norm is '{self.batch_norm}': give merged, static or null")
+        positive("submodels.static_batches", self.static_batches)
+
+    def of(self, module: nn.Module, example_batch: Any = None) -> Submodels:
+        """Return the submodels of ``module``, as server and clients must have them alike."""
+        return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
+
+
 @dataclass
 class Experiment:
     """One federated run, whole.
@@ -61,6 +92,7 @@ class Experiment:
         seed: seed of everything that is drawn.
         devices: what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike.
         train: how much a task trains.
+        submodels: how the model is cut, and what becomes of batch norm's running statistics.
         fabric: how local steps run (accelerator, precision, clipping).
         guard: how the merge is protected from bad updates: clipping, refusing, trimmed mean, median.
         privacy: client-level differential privacy of the global model.
@@ -93,6 +125,7 @@ class Experiment:
     seed: int = 0
     devices: list[Device] | str | None = None
     train: Training = field(default_factory=Training)
+    submodels: SubmodelOptions = field(default_factory=SubmodelOptions)
     fabric: FabricOptions = field(default_factory=FabricOptions)
     guard: Guard = field(default_factory=Guard)
     privacy: Privacy = field(default_factory=Privacy)

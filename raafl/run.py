@@ -22,15 +22,17 @@ from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.local.trial import explained, try_training
+from raafl.parts.pooled import pooled
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
-from raafl.runtime.hooks import Several
+from raafl.runtime.export import save_model
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.journal import RunFolder, default_run_folder
 from raafl.runtime.loggers import Loggers, hyper_parameters
 from raafl.runtime.record import RunRecord
 from raafl.runtime.saver import Saver
+from raafl.runtime.statistics import Filled, StaticStatistics
 from raafl.submodel import FULL, Submodels, skeleton
 
 if TYPE_CHECKING:
@@ -88,12 +90,13 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     data = load_data(experiment)
     module = make_model(experiment)
     batch_size = experiment.train.batch_size or data.batch_size or 1
-    submodels = Submodels(module, data.example_batch(2))
+    submodels = experiment.submodels.of(module, data.example_batch(2))
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
+    submodels.hold(state.values)
     clients = client_infos(experiment, data)
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
-    algorithm = experiment.protected()
+    algorithm = pooled(experiment.protected(), submodels)
     coordinator = Coordinator(
         algorithm, state, experiment.limits(min_clients, count_lost),
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
@@ -113,8 +116,9 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
     algorithm = experiment.algorithm
     try:
         return LocalTrainer(
-            submodels, algorithm.local, algorithm.merge.sends, experiment.train, options, max_built=max_built
-        )
+            submodels, algorithm.local, algorithm.merge.sends, experiment.train, options,
+            max_built=max_built, pools=True,
+        )  # fmt: skip
     except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
         raise BadInput(
             f"fabric.accelerator is '{options.accelerator}', fabric.precision '{options.precision}': "
@@ -123,10 +127,12 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
 
 
 def client_parts(experiment: Experiment, data: FederatedData, options: FabricOptions) -> tuple[Submodels, LocalTrainer]:
-    """Return what a client's own process needs of the model, which it never has whole."""
+    """Return what a client's own process needs of the model: its structure, and the values of parameters that are frozen."""
     with skeleton():
         module = experiment.model()
-    submodels = Submodels(module, data.example_batch(2))
+    submodels = experiment.submodels.of(module, data.example_batch(2))
+    if submodels.frozen:
+        submodels.hold(make_model(experiment))
     return submodels, make_trainer(experiment, submodels, options, max_built=1)
 
 
@@ -134,17 +140,16 @@ class Run:
     """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
 
     def __init__(
-        self,
-        parts: Parts,
-        config_yaml: str,
-        runtime: str,
-        progress_file: Any = None,
+        self, parts: Parts, config_yaml: str, runtime: str, progress_file: Any = None,
         saved: resume.SavedRun | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
         self.parts, self.runtime = parts, runtime
-        self.evaluator = Evaluator(parts.submodels, parts.data.test_batches, experiment.server_device)
+        submodels, data, device = parts.submodels, parts.data, experiment.server_device
+        num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
+        self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
+        self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
         metrics = self._first_metrics()  # before there is a folder: a run that cannot start leaves none
         self.progress = Progress(experiment.progress, file=progress_file)  # type: ignore[arg-type]
         self._resumed = saved is not None
@@ -165,7 +170,7 @@ class Run:
             every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
         )  # fmt: skip
         self.loggers = Loggers(experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note)
-        self.hooks, self._config_yaml = Several(self.saver, self.loggers), config_yaml
+        self.hooks, self._config_yaml = Filled(self.statistics, self.saver, self.loggers), config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
     def _go_on(self, saved: resume.SavedRun) -> None:
@@ -179,7 +184,8 @@ class Run:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets())
         self.record.restore(section["record"])
-        coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
+        with self.statistics.untouched(coordinator.state.values):
+            coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
         saving.restore(coordinator, section["coordinator"])
         if self.runtime != "simulated":  # ids are never used twice, also for tasks that were lost
             coordinator.roster.last_id = max(coordinator.roster.last_id, mended.last_id)
@@ -245,6 +251,10 @@ class Run:
         )  # fmt: skip
         summary |= coordinator.algorithm.merge.report(coordinator.state)
         self.saver.close()
+        with self.statistics.filled(coordinator.state.values, anew=False):
+            summary["model"] = save_model(
+                self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
+            )
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         summary["loggers"] = self.loggers.finish(outcome)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
@@ -296,14 +306,9 @@ def simulate(experiment: Experiment, config_yaml: str = "", progress_file: Any =
         stack.callback(run.close)
         run.start()
         simulation = Simulation(
-            parts.coordinator,
-            parts.clients,
-            executor,
-            run.record,
-            run.evaluator,
-            hooks=run.hooks,
-            progress=run.progress,
-        )
+            parts.coordinator, parts.clients, executor, run.record, run.evaluator,
+            hooks=run.hooks, progress=run.progress,
+        )  # fmt: skip
         if saved is not None:
             simulation.restore(saved.section["clock"])
         reason = simulation.run()
@@ -339,17 +344,11 @@ def _serve(
     device = experiment.server_device
     sessions = [
         Session(
-            client.id,
-            parts.coordinator.roster.joins[client.id],
-            rendezvous.connector(client.id, device),
-            parts.submodels,
-            inbox,
-            experiment.waits,
-            run.record.moved,
-            device,
+            client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
+            parts.submodels, inbox, experiment.waits, run.record.moved, device,
         )
         for client in parts.clients
-    ]
+    ]  # fmt: skip
     return coordinate(run, make_server(run, sessions, inbox, announce=rendezvous.announce), saved)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raafl.runtime.transport.handshake import Secret
     from raafl.submodel import Submodels
 
-SHARED = ("model", "data", "algorithm", "partition", "clients", "seed", "train", "threads")
+SHARED = ("model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "threads")
 """Sections of the config that a client must have as the server has them."""
 
 _GREET_S = 30.0  # for a connected client to greet; it may have to load its data first

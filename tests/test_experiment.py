@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 import raafl
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
-from raafl.experiment import Experiment, seconds
+from raafl.experiment import Experiment, SubmodelOptions, seconds
 from raafl.local.train import FabricOptions
 from raafl.runtime.session import Waits
 
@@ -108,6 +109,28 @@ def test_a_sound_experiment_has_no_problem():
 )
 def test_each_problem_is_one_line(fields, line):
     assert problems(**fields) == [line]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch_norm": "dynamic"}, "submodels.batch_norm is 'dynamic': give merged, static or null"),
+        ({"residual_width": "no"}, "submodels.residual_width is 'no': give true, false or null"),
+        ({"static_batches": 0}, "submodels.static_batches is 0: give a number above 0"),
+    ],
+)
+def test_how_a_model_is_cut_is_checked_where_it_is_said(fields, says):
+    with pytest.raises(BadInput, match=says):
+        SubmodelOptions(**fields)
+
+
+def test_settings_of_a_run_go_before_the_models_own():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module.submodel_batch_norm, module.submodel_residual_width = "static", True
+    found = SubmodelOptions().of(module)
+    assert (found.batch_norm, found.residual_width) == ("static", True)
+    found = SubmodelOptions(residual_width=False, batch_norm="merged").of(module)
+    assert (found.batch_norm, found.residual_width) == ("merged", False)
 
 
 def test_all_problems_are_named_at_once():

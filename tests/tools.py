@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
+from raafl.core import saving
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -109,3 +110,27 @@ def answer(
 def values_of(state: GlobalState) -> torch.Tensor:
     """All floating-point values, in one row."""
     return torch.cat([b for d, b in state.values.buffers.items() if d.is_floating_point])
+
+
+def cut_in_the_middle(
+    fresh: Callable[[], Coordinator], cut: int, value: Callable[[int], float], steps: int = 14
+) -> tuple[Coordinator, Coordinator]:
+    """Four clients answer in order, each with every element at `value(step)`; saved after `cut` steps and restored.
+
+    Returns the coordinator that went on, and the one that was restored and given the same answers.
+    """
+
+    def play(coordinator: Coordinator, tasks: dict[int, Assignment], steps: Iterable[int]) -> None:
+        for step in steps:
+            given = answer(coordinator, tasks.pop(min(tasks)), value(step))
+            tasks |= {task.id: task for task in assigned(given).values()}
+
+    whole, again = fresh(), fresh()
+    tasks = {task.id: task for task in assigned(join(whole, range(1, 5))).values()}
+    play(whole, tasks, range(cut))
+    values, rest, left = whole.state.values.clone(), saving.save(whole), dict(tasks)
+    play(whole, tasks, range(cut, steps))
+    again.state.values.copy_(values)
+    saving.restore(again, rest)
+    play(again, left, range(cut, steps))
+    return whole, again

@@ -178,7 +178,11 @@ class FederatedData:
 
     def example_batch(self, n: int = 2) -> Any:
         """The first n samples of the training set as one batch."""
-        return self._fetch(torch.arange(min(n, _length(self._dataset))))
+        return self.fetch(torch.arange(min(n, _length(self._dataset))))
+
+    def fetch(self, rows: torch.Tensor) -> Any:
+        """Rows of the training set as one batch."""
+        return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None) -> Iterator[Any]:
         """The test set (without one, the validation set) in order; the last batch may be smaller.

@@ -17,9 +17,19 @@ class Evaluator:
     """Runs the module's own ``validation_step`` over the test batches with given values."""
 
     def __init__(
-        self, submodels: Submodels, batches: Callable[[], Iterable[Any]], device: torch.device | str = "cpu"
+        self,
+        submodels: Submodels,
+        batches: Callable[[], Iterable[Any]],
+        device: torch.device | str = "cpu",
+        prepare: Callable[[FlatTensors], None] = lambda values: None,
     ) -> None:
-        """Build the full module once; ``batches`` is called for each evaluation.
+        """Build the full module once.
+
+        Args:
+            submodels: of the model.
+            batches: called for each evaluation.
+            device: where to compute.
+            prepare: called on the evaluator's own copy of the values before each evaluation; may change it.
 
         Raises:
             BadInput: the module has no ``validation_step``.
@@ -27,7 +37,7 @@ class Evaluator:
         shrunk = submodels.shrink(FULL, device=device)
         self.module, self._present = shrunk.module, shrunk.present
         self._buffers = Buffers(self.module, self._present)
-        self._batches, self._device = batches, torch.device(device)
+        self._batches, self._device, self._prepare = batches, torch.device(device), prepare
         self._recorder = Recorder()
         self._recorder.attach(self.module)
         if not overrides(self.module, "validation_step"):
@@ -41,6 +51,7 @@ class Evaluator:
         """Return the metrics that ``validation_step`` returns, or else logs, averaged over the samples."""
         self._buffers.restore()
         self._present.copy_(values)
+        self._prepare(self._present)
         self.module.eval()
         returned = Recorder()
         for index, batch in enumerate(self._batches()):

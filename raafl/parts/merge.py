@@ -218,7 +218,8 @@ class Deltas(Merge):
 
     Each Delta_i is the client's trained values minus the values *it* received, so it is against the version that
     client started from, whatever the server has merged since. K is the number of deltas that cover an element; for
-    whole models, the buffer's size (what is left when the run ends is divided by what is there).
+    whole models, the buffer's size (what is left when the run ends is divided by what is there). Floating-point buffers
+    (running statistics) take the mean without eta_g.
 
     Attributes:
         server_lr: eta_g.
@@ -242,14 +243,25 @@ class Deltas(Merge):
         """Take one server step with the mean of the buffer."""
         sums = _Accumulator(state, state.memory["deltas"])
         if sums.common is not None:  # what it does not cover is zero in the sum
-            for dtype, theta in _floating(state.values):
-                theta.add_(sums.total.buffers[dtype], alpha=self.server_lr / sums.weight)
+            for _, rate, theta, mine in self._pieces(state, sums.total):
+                theta.add_(mine, alpha=rate / sums.weight)
         else:
-            count = sums.cover()
-            for dtype, theta in _floating(state.values):
-                for old, total, on in chunks(theta, sums.total.buffers[dtype], count.buffers[dtype]):
-                    old.addcdiv_(total, on.clamp_min(torch.finfo(dtype).tiny), value=self.server_lr)
+            for dtype, rate, *flats in self._pieces(state, sums.total, sums.cover()):
+                for old, mine, on in chunks(*flats):
+                    old.addcdiv_(mine, on.clamp_min(torch.finfo(dtype).tiny), value=rate)
         sums.clear()
+
+    def _pieces(self, state: GlobalState, *others: FlatTensors) -> Iterator[tuple[Any, ...]]:
+        """Yield dtype, rate and matching pieces of values and ``others``: each buffer, cut where the rates differ."""
+        for dtype, theta in _floating(state.values):
+            flats = (theta, *(other.buffers[dtype] for other in others))
+            start = len(theta)
+            if self.server_lr != 1.0:
+                buffers = (e for e in state.values.layout.entries if e.name not in state.submodels.parameter_names)
+                start = min((e.offset for e in buffers if e.dtype == dtype), default=start)
+            yield dtype, self.server_lr, *(flat[:start] for flat in flats)
+            if start < len(theta):  # parameters that lie behind are frozen
+                yield dtype, 1.0, *(flat[start:] for flat in flats)
 
     def __str__(self) -> str:
         """Return the answer in words."""

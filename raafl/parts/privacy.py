@@ -20,18 +20,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Merge
+from raafl.core.algorithm import Algorithm
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, positive
 from raafl.parts.merge import CHUNK, zeros_like
 from raafl.parts.robust import difference, feed, norm_of
+from raafl.parts.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Spec
 
 MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; composed, no amplification by sampling"
@@ -86,7 +87,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
         raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
     merge = Private(
         algorithm.merge, privacy.clip_norm, privacy.noise_multiplier, privacy.delta,
-        privacy.divisor or expected_updates(algorithm, num_clients), key, algorithm.merge.sends,
+        privacy.divisor or expected_updates(algorithm, num_clients), key,
     )  # fmt: skip
     return replace(algorithm, merge=merge)
 
@@ -155,7 +156,7 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Private(Merge):
+class Private(Wrapped):
     """Releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` and lets the inner merge fold that in.
 
     d_n is an update's difference as in `raafl.parts.robust`, its norm taken over all that it trains; the noise lies on
@@ -167,7 +168,6 @@ class Private(Merge):
     and resume bit for bit, and a merge that was lost in a crash shares no noise with the one that follows in its place.
 
     Attributes:
-        inner: the algorithm's own merge.
         clip_norm: C.
         noise_multiplier: sigma.
         delta: what epsilon is reported at.
@@ -175,18 +175,16 @@ class Private(Merge):
         key: seed of the noise.
     """
 
-    inner: Merge
     clip_norm: float
     noise_multiplier: float
     delta: float
     divisor: float
     key: bytes = field(repr=False)
-    sends: Literal["values", "delta"]
 
     def check(self, state: GlobalState) -> list[str]:
         """Return the inner merge's problems, and running statistics, which no noise can be put on."""
         trained = state.submodels.layout(part="trained").entries
-        problems = self.inner.check(state)
+        problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
         if statistics:
             problems = [
@@ -195,10 +193,6 @@ class Private(Merge):
                 "use GroupNorm or LayerNorm in the place of BatchNorm",
             ]
         return problems
-
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return what the inner merge objects to."""
-        return self.inner.problem(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the clipped difference to the sum of its submodel."""
@@ -212,6 +206,9 @@ class Private(Merge):
         for dtype, buffer in sums[spec].buffers.items():
             buffer.add_(change.buffers[dtype], alpha=factor)
         memory.setdefault("received", []).append((spec, staleness, update.client, update.assignment))
+
+    def keep(self, state: GlobalState) -> None:
+        """Do nothing: sums are stored."""
 
     def apply(self, state: GlobalState) -> None:
         """Release the noisy mean."""
@@ -234,7 +231,7 @@ class Private(Merge):
         """Count releases that a crash has undone: clients have seen them all the same."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
-        self.inner.undone(state, merged)
+        super().undone(state, merged)
 
     def _release(
         self, state: GlobalState, sums: dict[Spec, FlatTensors], assignments: list[int]
@@ -278,7 +275,7 @@ class Private(Merge):
             "max_contributions": max(memory["updates"].values(), default=0),
             "compositions": compositions,
         }
-        return {**self.inner.report(state), "privacy": spent}
+        return {**super().report(state), "privacy": spent}
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -24,6 +24,7 @@ from raafl.core.types import Update
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.merge import CHUNK, chunks
 from raafl.parts.trigger import EachArrival
+from raafl.parts.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Spec, Submodels
 
 Combine = Literal["mean", "trimmed_mean", "median"]
@@ -81,9 +82,9 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
                 f"guard.combine is '{guard.combine}', but {algorithm.name} merges each update alone: choose an algorithm that "
                 "merges several at a time, such as fed_buff or fed_avg, or use guard.clip_norm and guard.outlier"
             )
-        merge = Located(merge, guard.combine, guard.trim, merge.sends)
+        merge = Located(merge, guard.combine, guard.trim)
     if guard.clip_norm is not None or guard.outlier is not None:
-        merge = Screened(merge, guard.clip_norm, guard.outlier, guard.warm_up, merge.sends)
+        merge = Screened(merge, guard.clip_norm, guard.outlier, guard.warm_up)
     return algorithm if merge is algorithm.merge else replace(algorithm, merge=merge)
 
 
@@ -129,7 +130,7 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 
 @dataclass(frozen=True)
-class Screened(Merge):
+class Screened(Wrapped):
     """Clips and refuses by norm before the inner merge sees an update (norm bounding: Sun et al. 2019, section 4).
 
     Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along but bounded
@@ -138,21 +139,14 @@ class Screened(Merge):
     is accepted during the warm-up is judged by nobody. Memory: `WINDOW` numbers for each size class.
 
     Attributes:
-        inner: the algorithm's own merge.
         clip_norm: C, or None.
         outlier: multiple of the median, or None.
         warm_up: accepted norms of a class before one is judged.
     """
 
-    inner: Merge
     clip_norm: float | None
     outlier: float | None
     warm_up: int
-    sends: Literal["values", "delta"]
-
-    def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems."""
-        return self.inner.check(state)
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "outlier" for a norm far above those of its class."""
@@ -162,7 +156,7 @@ class Screened(Merge):
             if len(known) >= self.warm_up and norm > self.outlier * statistics.median(known) > 0:
                 return "outlier"
             self._memory(state)["measured"] = [update.assignment, norm]
-        return self.inner.problem(state, update, spec, staleness)
+        return super().problem(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the update and pass it on; one that is within bounds is passed on as it is, bit for bit."""
@@ -178,22 +172,13 @@ class Screened(Merge):
             memory["clipped"] += 1
             tensors = scaled(state, update, spec, self.sends, self.clip_norm / norm)
             update = replace(update, tensors=tensors)
-        self.inner.receive(state, update, spec, staleness)
-
-    def keep(self, state: GlobalState) -> None:
-        """Let the inner merge keep what it received."""
-        self.inner.keep(state)
-
-    def apply(self, state: GlobalState) -> None:
-        """Let the inner merge fold in what it received."""
-        self.inner.apply(state)
+        super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return under "guard" how many updates were clipped; refusals are counted with all others."""
         memory = self._memory(state)
         mine = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
-        inner = self.inner.report(state)
-        return {**inner, "guard": {**inner.get("guard", {}), **mine}}
+        return _reported(super().report(state), mine)
 
     def _measure(self, state: GlobalState, update: Update, spec: Spec) -> float:
         return norm_of(difference(state, update, spec, self.sends), state.submodels)
@@ -207,6 +192,10 @@ class Screened(Merge):
         words = [f"norms clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
         words += [f"outliers above {self.outlier:g} x median refused"] if self.outlier is not None else []
         return f"{', '.join(words)}, then {self.inner}"
+
+
+def _reported(inner: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+    return {**inner, "guard": {**inner.get("guard", {}), **mine}}
 
 
 def _size_class(tensors: FlatTensors) -> int:
@@ -324,7 +313,7 @@ def feed(
 
 
 @dataclass(frozen=True)
-class Located(Merge):
+class Located(Wrapped):
     """Coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018, definitions 1 and 2).
 
     Of the k updates that cover an element, floor(beta * k) are dropped at each end, so a trimmed mean of too few to
@@ -333,27 +322,19 @@ class Located(Merge):
     Memory: every update is stored until the merge, K times an update's bytes, and see `locate`.
 
     Attributes:
-        inner: the algorithm's own merge.
         combine: trimmed_mean or median.
         trim: beta.
     """
 
-    inner: Merge
     combine: Combine
     trim: float
-    sends: Literal["values", "delta"]
-
-    def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems."""
-        return self.inner.check(state)
-
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return what the inner merge objects to."""
-        return self.inner.problem(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy."""
         state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
+
+    def keep(self, state: GlobalState) -> None:
+        """Do nothing: copies are stored."""
 
     def apply(self, state: GlobalState) -> None:
         """Combine what was stored, and let the inner merge fold in the result."""
@@ -363,9 +344,8 @@ class Located(Merge):
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return under "guard" how updates were combined."""
-        inner = self.inner.report(state)
         mine = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
-        return {**inner, "guard": {**inner.get("guard", {}), **mine}}
+        return _reported(super().report(state), mine)
 
     def __str__(self) -> str:
         """Return the answer in words."""

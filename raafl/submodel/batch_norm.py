@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raafl.submodel.flat import FlatTensors
+
+if TYPE_CHECKING:
+    from raafl.submodel.submodels import Submodels
 
 BatchNorm = Literal["merged", "static"]
 
@@ -69,30 +72,52 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
 class Pooling:
     """Exact merging of running variances, around any merge that is a weighted mean.
 
-    A mean of variances forgets that the means differ. Second moments, ``E[x^2] = var + mean^2``, do add up: an update's
-    variances are turned into them when it arrives, the state's while it is merged.
+    A mean of variances forgets that the means differ. Second moments, ``E[x^2] = var + mean^2``, do add up (the law of
+    total variance): clients send them in the place of variances, and the state has them while it is merged.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Find the batch norms of ``module``."""
         self.pairs = statistics_of(module)
 
+    @classmethod
+    def of(cls, submodels: Submodels) -> Pooling | None:
+        """Return the pooling for a model; None where no running statistics are merged."""
+        pooling = cls(submodels.module) if submodels.batch_norm == "merged" else None
+        return pooling if pooling is not None and pooling.pairs else None
+
     def to_moments_(self, tensors: FlatTensors) -> FlatTensors:
         """Turn the variances in ``tensors`` into second moments, in place; those of a part may be absent."""
-        for mean, variance in self._pairs_in(tensors):
-            variance.add_(mean.square())
+        means, variances = self.statistics_in(tensors)
+        if means:
+            torch._foreach_add_(variances, torch._foreach_mul(means, means))
         return tensors
 
     @contextmanager
     def merging(self, values: FlatTensors) -> Iterator[FlatTensors]:
-        """Within this context ``values`` has second moments; what is not changed has the same variances after it."""
-        before = [(mean.clone(), variance.clone()) for mean, variance in self._pairs_in(values)]
-        self.to_moments_(values)
-        yield values
-        for (mean, moment), (old_mean, old) in zip(self._pairs_in(values), before, strict=True):
-            same = (moment == old + old_mean.square()) & (mean == old_mean)
-            variance = (moment - mean.square()).clamp_min_(0)
-            moment.copy_(torch.where(same, old, variance))
+        """Within this context ``values`` has second moments; what is not changed has the same variances after it.
 
-    def _pairs_in(self, tensors: FlatTensors) -> list[tuple[Tensor, Tensor]]:
-        return [(tensors[mean], tensors[variance]) for mean, variance in self.pairs if variance in tensors]
+        Rounding can leave a variance a little below 0; it becomes 0.
+        """
+        means, variances = self.statistics_in(values)
+        old_means, old = [mean.clone() for mean in means], [variance.clone() for variance in variances]
+        self.to_moments_(values)
+        old_moments = [moment.clone() for moment in variances]
+        yield values
+        for mean, moment, *before in zip(means, variances, old_means, old, old_moments, strict=True):
+            same = (moment == before[2]) & (mean == before[0])
+            moment.copy_(torch.where(same, before[1], (moment - mean.square()).clamp_min_(0)))
+
+    @contextmanager
+    def untouched(self, tensors: FlatTensors) -> Iterator[None]:
+        """Whatever happens to ``tensors`` within this context, their running statistics are the same after it."""
+        statistics = [tensor for group in self.statistics_in(tensors) for tensor in group]
+        before = [tensor.clone() for tensor in statistics]
+        yield
+        for tensor, old in zip(statistics, before, strict=True):
+            tensor.copy_(old)
+
+    def statistics_in(self, tensors: FlatTensors) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of the running means and variances (or second moments) that ``tensors`` has."""
+        pairs = [(tensors[mean], tensors[variance]) for mean, variance in self.pairs if variance in tensors]
+        return [mean for mean, _ in pairs], [variance for _, variance in pairs]

@@ -52,6 +52,18 @@ def test_the_values_given_are_measured_not_those_before():
     assert evaluator(values) == first
 
 
+def test_values_are_prepared_on_a_copy():
+    evaluator, values, _ = evaluator_of(Returning)
+
+    def zero(mine):
+        for buffer in mine.buffers.values():
+            buffer.zero_()
+
+    evaluator._prepare, before = zero, values.fingerprint()
+    assert evaluator(values)["loss"] == pytest.approx(torch.log(torch.tensor(3.0)).item(), rel=1e-6)
+    assert values.fingerprint() == before
+
+
 def test_measuring_changes_nothing_and_drops_nothing():
     class Heavy(Returning):
         dropout = 0.9

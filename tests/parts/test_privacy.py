@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
-from raafl.core import saving
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts import privacy as privacies
@@ -19,13 +18,13 @@ from raafl.parts.privacy import Privacy, Private, epsilon, expected_updates, gau
 from raafl.parts.staleness import Staleness
 from raafl.submodel import FULL, Spec
 from tests.parts.test_robust import BOTTOM, INF, MIDDLE, TOP, WithNorm, one
-from tests.tools import answer, assigned, coordinator_for, filled, join, line_state, values_of
+from tests.tools import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 
 KEY = b"k" * 32
 
 
 def make(inner, clip_norm=INF, sigma=0.0, divisor=1.0, key=KEY):
-    return Private(inner, clip_norm, sigma, 1e-5, divisor, key, inner.sends)
+    return Private(inner, clip_norm, sigma, 1e-5, divisor, key)
 
 
 def give(merge, state, updates, first=1):
@@ -223,19 +222,7 @@ def test_a_restored_coordinator_goes_on_with_the_same_sums_and_noise(cut):
         privacy = Privacy(clip_norm=1.0, noise_multiplier=0.5)
         return coordinator_for(private(fed_raa(fragments=2, trigger="all"), privacy, 4, KEY), min_clients=4)
 
-    def play(coordinator, tasks, steps):
-        for step in steps:
-            tasks |= {t.id: t for t in assigned(answer(coordinator, tasks.pop(min(tasks)), 0.1 * step)).values()}
-
-    whole = fresh()
-    tasks = {task.id: task for task in assigned(join(whole, range(1, 5))).values()}
-    play(whole, tasks, range(cut))
-    values, rest, left = whole.state.values.clone(), saving.save(whole), dict(tasks)
-    play(whole, tasks, range(cut, 14))
-    again = fresh()
-    again.state.values.copy_(values)
-    saving.restore(again, rest)
-    play(again, left, range(cut, 14))
+    whole, again = cut_in_the_middle(fresh, cut, lambda step: 0.1 * step)
     assert again.state.values.model_digest() == whole.state.values.model_digest()
     assert again.algorithm.merge.report(again.state) == whole.algorithm.merge.report(whole.state)
 

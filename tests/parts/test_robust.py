@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
-from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
@@ -19,7 +18,7 @@ from raafl.parts.merge import Deltas, Mean, ServerOptimizer
 from raafl.parts.robust import WINDOW, Guard, Located, Screened, comparators, guarded, locate, norm_of
 from raafl.parts.staleness import Staleness
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.tools import answer, assigned, coordinator_for, filled, join, line_state, values_of
+from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, filled, join, line_state, values_of
 
 TOP, MIDDLE, BOTTOM = (Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(1, 3), range(2, 4)))
 INF = math.inf
@@ -44,11 +43,11 @@ def one(state):
 
 
 def screened(inner, clip_norm=None, outlier=None, warm_up=2):
-    return Screened(inner, clip_norm, outlier, warm_up, inner.sends)
+    return Screened(inner, clip_norm, outlier, warm_up)
 
 
 def located(inner, combine="median", trim=0.1):
-    return Located(inner, combine, trim, inner.sends)
+    return Located(inner, combine, trim)
 
 
 # ---- clipping ----
@@ -313,21 +312,7 @@ def test_a_restored_coordinator_goes_on_with_the_same_norms_and_stored_updates(c
         guard = Guard(clip_norm=2.0, outlier=4.0, warm_up=2, combine="median")
         return coordinator_for(guarded(fed_buff(buffer_size=3), guard), min_clients=4)
 
-    def play(coordinator, tasks, steps):
-        for step in steps:
-            number = min(tasks)
-            value = 50.0 if step % 5 == 4 else 0.1 * step
-            tasks |= {t.id: t for t in assigned(answer(coordinator, tasks.pop(number), value)).values()}
-
-    whole = fresh()
-    tasks = {task.id: task for task in assigned(join(whole, range(1, 5))).values()}
-    play(whole, tasks, range(cut))
-    values, rest, left = whole.state.values.clone(), saving.save(whole), dict(tasks)
-    play(whole, tasks, range(cut, 14))
-    again = fresh()
-    again.state.values.copy_(values)
-    saving.restore(again, rest)
-    play(again, left, range(cut, 14))
+    whole, again = cut_in_the_middle(fresh, cut, lambda step: 50.0 if step % 5 == 4 else 0.1 * step)
     assert again.state.values.model_digest() == whole.state.values.model_digest()
     assert again.refused == whole.refused and whole.refused["outlier"] >= 2
     assert again.state.memory["guard"] == whole.state.memory["guard"]

@@ -77,6 +77,38 @@ def test_merged_variances_are_those_of_all_samples_together():
     torch.testing.assert_close(state["1.running_var"], together.var(0, correction=0))
 
 
+def test_two_clients_with_other_means_by_hand():
+    """Means 0 and 4, variances 1 and 3, shares 1/4 and 3/4: mean 3, variance 1/4 (1 + 9) + 3/4 (3 + 1) = 5.5."""
+    submodels = Submodels(model())
+    pooling = Pooling.of(submodels)
+    state, one, other = (submodels.state(model()) for _ in range(3))
+    for tensors, mean, variance in ((one, 0.0, 1.0), (other, 4.0, 3.0)):
+        tensors["1.running_mean"].fill_(mean)
+        tensors["1.running_var"].fill_(variance)
+        pooling.to_moments_(tensors)
+    assert other["1.running_var"].tolist() == [19.0] * 4
+    with pooling.merging(state):
+        for name in ("1.running_mean", "1.running_var"):
+            state[name].copy_(0.25 * one[name] + 0.75 * other[name])
+    assert state["1.running_mean"].tolist() == [3.0] * 4 and state["1.running_var"].tolist() == [5.5] * 4
+
+
+def test_there_is_pooling_only_where_statistics_are_merged():
+    assert Pooling.of(Submodels(nn.Linear(3, 2))) is None
+    assert Pooling.of(Submodels(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)))) is None
+    assert Pooling.of(Submodels(model(), batch_norm="static")) is None
+    assert Pooling.of(Submodels(model())).pairs == [("1.running_mean", "1.running_var")]
+
+
+def test_what_is_to_be_left_alone_is():
+    submodels = Submodels(model())
+    values, pooling = submodels.state(model()), Pooling.of(submodels)
+    with pooling.untouched(values):
+        values.buffers[torch.float32].fill_(7.0)
+    assert values["0.weight"].eq(7).all() and values["1.weight"].eq(7).all()
+    assert values["1.running_mean"].eq(0).all() and values["1.running_var"].eq(1).all()
+
+
 def test_variances_that_no_update_covers_keep_every_bit():
     module = model()
     submodels = Submodels(module)

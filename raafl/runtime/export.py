@@ -1,0 +1,112 @@
+"""The final model of a run, in the form in which its own library loads it.
+
+A module with a method `save_pretrained(folder)` is written to `RUN/model` by it, and the data module's tokenizer beside it:
+`transformers.AutoModel...from_pretrained("RUN/model")` reads both. Of any other module the last checkpoint is the final
+model: `LightningModule.load_from_checkpoint` reads it as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from raafl.core.state import GlobalState
+from raafl.data.federated import FederatedData
+from raafl.data.tokens import WORDS, Tokenizer, located
+from raafl.progress import Progress
+from raafl.runtime.saver import _cause
+
+if TYPE_CHECKING:
+    from lightning import LightningModule
+
+FOLDER: Final = "model"
+
+
+def save_model(
+    run_folder: Path,
+    checkpoint: Path | None,
+    module: LightningModule,
+    state: GlobalState,
+    data: FederatedData,
+    progress: Progress,
+) -> str | None:
+    """Save the final model, say where it is, and return that, relative to the run's folder; None if it is nowhere.
+
+    A model that cannot be written (disk full, read-only) ends no run: it is reported, a folder of an earlier attempt stays
+    as it was, and the last checkpoint is what there is.
+
+    Args:
+        run_folder: the run's.
+        checkpoint: the last that was written, if any.
+        module: a real instance of the model, which the final values are copied into.
+        state: the final one.
+        data: its module's ``tokenizer`` is saved too, if it has one that transformers made.
+        progress: told where the model is, or why it could not be written.
+    """
+    found = None
+    if callable(getattr(module, "save_pretrained", None)):
+        try:
+            state.submodels.load_(module, state.values)
+            found = _save_pretrained(module, tokenizer_of(data._datamodule), run_folder / FOLDER)
+        except Exception as error:  # libraries wrap what the disk says in errors of their own
+            progress.warn(
+                f"the final model cannot be written to {run_folder / FOLDER}: {_cause(error)}; take it from the last "
+                f"checkpoint: {type(module).__name__}.load_from_checkpoint(...).save_pretrained(...)"
+            )
+    if found is None and checkpoint is not None and checkpoint.stem == f"version-{state.version:06d}":
+        found = checkpoint
+    if found is None:
+        return None
+    progress.note(f"final model: {found}")
+    return str(found.relative_to(run_folder))
+
+
+def _save_pretrained(module: Any, tokenizer: Any, target: Path) -> Path:
+    with _whole(target) as folder:
+        module.save_pretrained(str(folder))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+    return target
+
+
+def tokenizer_of(datamodule: Any) -> Any:
+    """Return the data module's tokenizer if it can be saved for transformers, else None.
+
+    That is its attribute ``tokenizer``: one of transformers', or one of raafl's that stands for one.
+    """
+    tokenizer = getattr(datamodule, "tokenizer", None)
+    if hasattr(tokenizer, "save_pretrained"):
+        return tokenizer
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.name == WORDS:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(located(tokenizer.name))
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Give a folder to write to, which takes the place of ``target`` only when the block ends well.
+
+    Raises:
+        OSError: it cannot be made or written; what was at ``target`` is as it was.
+    """
+    for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    new, old = (target.with_name(f".{target.name}.{word}-{os.getpid()}.tmp") for word in ("new", "old"))
+    try:
+        new.mkdir(parents=True)
+        yield new
+        for file in new.iterdir():
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())  # some file systems find out only now
+        with suppress(FileNotFoundError):
+            target.rename(old)
+        new.rename(target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,42 @@
+"""With batch norm too, real ranks that report in a simulated run's order leave the same model, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raafl.algorithms import fed_avg, fed_buff
+from raafl.experiment import SubmodelOptions
+from raafl.parts import Rated
+from raafl.runtime import checkpoint
+from raafl.runtime.inbox import ScriptedInbox
+from tests.conformance.test_two_clocks import fingerprints, order_of
+from tests.federation import experiment, finish
+from tests.numerics.test_batch_norm_runs import ConvNorm
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+VARIANTS = {
+    "merged": fed_buff(buffer_size=3, server_lr=0.7, submodel=Rated(rates=[1.0, 0.25])),
+    "static": fed_avg(submodel=Rated(rates=[1.0, 0.25])),
+}
+
+
+@pytest.mark.parametrize("batch_norm", VARIANTS)
+def test_running_statistics_are_the_same_on_real_ranks(tmp_path, batch_norm):
+    options = SubmodelOptions(batch_norm=batch_norm, static_batches=3)
+    base = experiment(
+        tmp_path / "simulated", VARIANTS[batch_norm], model=ConvNorm, submodels=options, max_updates=10, emulate=False
+    )
+    simulated = finish(base)
+    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
+        real = fleet.serve(ScriptedInbox(order_of(simulated)))
+        assert set(fleet.exit_codes().values()) == {0}
+    assert fingerprints(real) == fingerprints(simulated) and real.digest == simulated.digest
+    assert real.summary["final"] == simulated.summary["final"]
+    one, other = (checkpoint.load(run.folder).state_dict for run in (simulated, real))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert not one["norm1.running_mean"].eq(0).all()

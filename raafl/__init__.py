@@ -11,7 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
+    from raafl.algorithms import (
+        fed_async,
+        fed_avg,
+        fed_buff,
+        fed_opt,
+        fed_prox,
+        fed_raa,
+        fed_rolex,
+        hetero_fl,
+        ist,
+        oap,
+        prune_fl,
+        ra_fed,
+        ram_fed,
+        timely_fl,
+    )
     from raafl.core.algorithm import Algorithm
     from raafl.errors import BadInput
     from raafl.experiment import Experiment
@@ -29,8 +44,16 @@ _HOME = {
     "fed_opt": "raafl.algorithms",
     "fed_prox": "raafl.algorithms",
     "fed_raa": "raafl.algorithms",
+    "fed_rolex": "raafl.algorithms",
+    "hetero_fl": "raafl.algorithms",
+    "ist": "raafl.algorithms",
+    "oap": "raafl.algorithms",
+    "prune_fl": "raafl.algorithms",
     "fit": "raafl.run",
+    "ra_fed": "raafl.algorithms",
+    "ram_fed": "raafl.algorithms",
     "simulate": "raafl.run",
+    "timely_fl": "raafl.algorithms",
 }
 
 __all__ = [
@@ -44,8 +67,16 @@ __all__ = [
     "fed_opt",
     "fed_prox",
     "fed_raa",
+    "fed_rolex",
     "fit",
+    "hetero_fl",
+    "ist",
+    "oap",
+    "prune_fl",
+    "ra_fed",
+    "ram_fed",
     "simulate",
+    "timely_fl",
 ]
 
 

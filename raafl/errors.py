@@ -34,6 +34,13 @@ def positive(field: str, value: float | None, *, optional: bool = False) -> None
         raise BadInput(f"{field} is {value}: give a number above 0")
 
 
+def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
+    """Raise `BadInput` for each argument that is not its default, given as value and default, since ``reason`` rules it out."""
+    unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
+    if unused:
+        raise BadInput(f"{', '.join(unused)}, but {reason}: leave out the one or the other")
+
+
 def fraction(field: str, value: float, *, zero: bool = False) -> None:
     """Raise `BadInput` unless ``value`` lies in (0, 1], or [0, 1] where ``zero``."""
     if not (0 <= value <= 1) or (value == 0 and not zero):

@@ -37,7 +37,10 @@ def summary_lines(summary: dict[str, Any], folder: Path) -> list[str]:
         lines.append("not merged: " + ", ".join(f"{n} {reason}" for reason, n in bad.items()))
     lines += [f"not written: {n} of {name}" for name, n in summary["unwritten"].items()]
     lines += [f"logger {name}: {n['failed']} calls failed" for name, n in summary["loggers"].items() if n["failed"]]
-    lines += [f"model digest {summary['model_digest'][:16]}", f"run folder: {folder}"]
+    lines.append(f"model digest {summary['model_digest'][:16]}")
+    if summary.get("model"):
+        lines.append(f"final model: {folder / summary['model']}")
+    lines.append(f"run folder: {folder}")
     return lines
 
 

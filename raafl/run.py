@@ -231,6 +231,8 @@ class Run:
             f"select {described['select']}, merge {described['merge']}, "
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )
+        for note in coordinator.algorithm.notes(coordinator.fleet, len(self.parts.clients)):
+            self.progress.note(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
         self.loggers.start(hyper_parameters(self._config_yaml))
         if self._resumed:
@@ -279,8 +281,8 @@ def make_executor(parts: Parts, workers: int, own: Mapping[int, ClientData] | No
     """
     from raafl.runtime.pool import Inline, Pool
 
-    trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built=16)
-    own = own or {}
+    own, max_built = own or {}, min(16, 2 * len(parts.clients))
+    trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built)
 
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)
@@ -319,7 +321,7 @@ def fit(experiment: Experiment, config_yaml: str = "", progress_file: Any = None
     """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
     from raafl.runtime.rendezvous import Rendezvous
 
-    if environment_rank() in (None, 0):  # before the others are kept waiting
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
         experiment = resume.after_restart(experiment)
         experiment.check()
     rendezvous = Rendezvous.from_environment(experiment)
@@ -390,9 +392,3 @@ def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
         reason = rendezvous.let_go() or f"failed: the server is gone: {error}"
     if reason.startswith(("refused", "failed")):
         raise RunFailed(f"client {info.id}: {reason}")
-
-
-def environment_rank() -> int | None:
-    """Return this process's rank under torchrun, or None."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() and "WORLD_SIZE" in os.environ else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo import MLP
 from raafl.core.algorithm import Training
+from raafl.outcome import summary_lines
 from raafl.run import simulate
 from raafl.runtime import export
 from tests.federation import experiment, finish
@@ -123,9 +123,9 @@ def test_of_any_other_module_the_last_checkpoint_is_the_model(tmp_path):
     assert not (run.folder / "model").exists()
 
 
-def test_the_last_lines_say_where_it_is(tmp_path, capsys):
-    simulate(replace(run_of(tmp_path), progress="plain"))
-    assert f"final model: {tmp_path / 'run' / 'model'}" in capsys.readouterr().out.splitlines()
+def test_the_last_lines_say_where_it_is(tmp_path):
+    summary, folder = simulate(run_of(tmp_path))
+    assert f"final model: {tmp_path / 'run' / 'model'}" in summary_lines(summary, folder)
 
 
 def full_disk(monkeypatch, where):

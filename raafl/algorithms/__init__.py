@@ -10,6 +10,14 @@ from raafl.algorithms.fed_buff import fed_buff
 from raafl.algorithms.fed_opt import fed_opt
 from raafl.algorithms.fed_prox import fed_prox
 from raafl.algorithms.fed_raa import fed_raa
+from raafl.algorithms.fed_rolex import fed_rolex
+from raafl.algorithms.hetero_fl import hetero_fl
+from raafl.algorithms.ist import ist
+from raafl.algorithms.oap import oap
+from raafl.algorithms.prune_fl import prune_fl
+from raafl.algorithms.ra_fed import ra_fed
+from raafl.algorithms.ram_fed import ram_fed
+from raafl.algorithms.timely_fl import timely_fl
 from raafl.core.algorithm import Algorithm
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
@@ -19,6 +27,14 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fed_opt": fed_opt,
     "fed_prox": fed_prox,
     "fed_raa": fed_raa,
+    "fed_rolex": fed_rolex,
+    "hetero_fl": hetero_fl,
+    "ist": ist,
+    "oap": oap,
+    "prune_fl": prune_fl,
+    "ra_fed": ra_fed,
+    "ram_fed": ram_fed,
+    "timely_fl": timely_fl,
 }
 
 __all__ = [
@@ -30,4 +46,12 @@ __all__ = [
     "fed_opt",
     "fed_prox",
     "fed_raa",
+    "fed_rolex",
+    "hetero_fl",
+    "ist",
+    "oap",
+    "prune_fl",
+    "ra_fed",
+    "ram_fed",
+    "timely_fl",
 ]

@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import Literal
 
 from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, nearest, refuse_unused
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
 from raafl.parts.select import Choice, Fragments, fragment_ratios
@@ -74,7 +74,9 @@ def fed_raa(
     if trigger not in TRIGGERS:
         raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
     if submodel is not None:
-        _refuse_unused(fragments=(fragments, 3), select=(select, "gre_raa"), K=(K, None))
+        refuse_unused(
+            "submodel says what each client trains", fragments=(fragments, 3), select=(select, "gre_raa"), K=(K, None)
+        )
     return Algorithm(
         name="fed_raa",
         paper="Zhang et al. 2024, Fed-RAA",
@@ -84,12 +86,3 @@ def fed_raa(
         trigger=TRIGGERS[trigger](),
         merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),
     )
-
-
-def _refuse_unused(**given: tuple[object, object]) -> None:
-    """Raise `BadInput` for each argument that is not its default, given as value and default."""
-    unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
-    if unused:
-        raise BadInput(
-            f"{', '.join(unused)}, but submodel says what each client trains: leave out the one or the other"
-        )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, Update, Work
+from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.devices.profiles import TaskTime
 from raafl.submodel.spec import Spec
 
@@ -106,8 +106,20 @@ class Select(ABC):
         """Note that ``client`` is no longer in the fleet: empty the cache, or bring it up to date."""
         fleet.cache.clear()
 
+    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
+        """Note who has been drawn to start in the round that opened at ``opened_s``; asked for their work after this."""
+        return
+
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+        """Note that a task's update came in ``seconds`` after it was handed out."""
+        return
+
     def check(self, fleet: Fleet) -> list[str]:
         """Return every problem found before training starts, one line each."""
+        return []
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Return what the user is to know at the start, one line each."""
         return []
 
 
@@ -119,17 +131,20 @@ class Local:
         prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
             mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
+        masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss).
     """
 
     prox: float = 0.0
     rescale: bool = False
+    masked: bool = False
 
     def __str__(self) -> str:
         """Return the answer in words."""
         words = "SGD on the loss"
         if self.prox:
             words += f" + proximal term {self.prox:g}"
-        return words + (", activations rescaled" if self.rescale else "")
+        words += ", activations rescaled" if self.rescale else ""
+        return words + (", logits of absent classes masked" if self.masked else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +157,7 @@ class Waiting:
         num_clients: clients present.
         opened_s: when work last started for this merge.
         now_s: the time.
+        memory: `GlobalState.memory`, for what the other parts have noted there; to be read.
     """
 
     arrived_s: Sequence[float]
@@ -149,6 +165,7 @@ class Waiting:
     num_clients: int
     opened_s: float
     now_s: float
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Trigger(ABC):
@@ -176,12 +193,18 @@ class Merge(ABC):
 
     Attributes:
         sends: what a client sends: its trained values, or their difference from what it received.
+        by_client: whether it goes by whose update it receives; no joint update of several may take their place then.
     """
 
     sends: Literal["values", "delta"] = "values"
+    by_client: ClassVar[bool] = False
 
     def check(self, state: GlobalState) -> list[str]:
         """Return every problem found before training starts, one line each."""
+        return []
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return what the user is to know at the start, one line each."""
         return []
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
@@ -225,3 +248,7 @@ class Algorithm:
         """Return name, paper and the five answers in words, read from the parts."""
         parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
         return {"name": self.name, "paper": self.paper, **parts}
+
+    def notes(self, fleet: Fleet, num_clients: int) -> list[str]:
+        """Return what its parts have to say at the start."""
+        return self.select.notes(fleet) + self.merge.notes(fleet.state, num_clients)

@@ -87,6 +87,8 @@ class Coordinator:
             self._refuse(update, assignment, problem or "")
             return
         self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
+        client = self.roster.clients[assignment.client]
+        self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
         staleness = self.state.version - assignment.version
         self.algorithm.merge.receive(self.state, update, assignment.spec, staleness)
         self.waiting.append((assignment, update, staleness))
@@ -148,7 +150,8 @@ class Coordinator:
                 self._actions.append(SetTimer(TIME_UP, self.limits.max_time_s))
         if self.waiting:
             trigger = self.algorithm.trigger
-            waiting = Waiting(self.arrived_s, self.roster.num_out, len(self.roster.clients), self.opened_s, now)
+            there, memory = len(self.roster.clients), self.state.memory
+            waiting = Waiting(self.arrived_s, self.roster.num_out, there, self.opened_s, now, memory)
             if trigger.due(waiting):
                 self._merge()
                 self.opened_s = now
@@ -193,7 +196,9 @@ class Coordinator:
         if len(self.roster.idle) and (rolling or not self.waiting):
             if not (self.roster.num_out or self.waiting):
                 self.opened_s = now
-            self.roster.draw(sample, self.rng, rolling=rolling)
+            clients = self.roster.draw(sample, self.rng, rolling=rolling)
+            if not rolling:
+                self.algorithm.select.drawn(clients, self.fleet, self.opened_s)
         while (client := self.roster.next_to_start(sample.concurrency)) is not None:
             self._assign(client, now)
 

@@ -57,10 +57,12 @@ class Roster:
         self.release(assignment, back=False)
         return assignment
 
-    def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> None:
-        """Let ``sample`` choose among the idle."""
+    def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> list[ClientInfo]:
+        """Let ``sample`` choose among the idle; return whom it chose."""
         num_busy = len(self.busy) + len(self.drawn)
-        self.drawn.extend(sample.draw(self.idle, num_busy, rng, rolling=rolling))
+        chosen = sample.draw(self.idle, num_busy, rng, rolling=rolling)
+        self.drawn.extend(chosen)
+        return [self.clients[client] for client in chosen]
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
         """Remove and return the next client drawn, if one more may work."""

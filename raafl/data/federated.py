@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from raafl.data.labels import Columns, labels_of
+from raafl.data.labels import Columns, classes_in, labels_of
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
 from raafl.errors import BadInput
 
@@ -60,6 +60,8 @@ class ClientData:
         self.batch_size = batch_size
         self._fetch, is_fast = fetcher(dataset, collate)
         self._indices: torch.Tensor | None = indices
+        self._classes: frozenset[int] | None = None
+        self._looked = False
         if is_fast and cache:
             # From here on this client keeps its own samples only, not the data set.
             self._fetch, self._indices = select_from(self._fetch(indices)), None
@@ -67,6 +69,14 @@ class ClientData:
     def num_batches(self, batch_size: int | None = None) -> int:
         """Number of batches in one epoch."""
         return math.ceil(self.num_samples / self._size(batch_size))
+
+    def classes(self) -> frozenset[int] | None:
+        """The classes of this client's samples, read on first use; None where they have no whole-number labels."""
+        if not self._looked:
+            rows = torch.arange(self.num_samples) if self._indices is None else self._indices
+            batches = (self._fetch(part) for part in torch.split(rows, 256))
+            self._classes, self._looked = classes_in(batches), True
+        return self._classes
 
     def batches(
         self,
@@ -144,7 +154,7 @@ class FederatedData:
     ) -> None:
         """Set the data module up and partition its training set."""
         self.num_clients = num_clients
-        self._datamodule = datamodule
+        self.datamodule = datamodule
         datamodule.prepare_data()
         datamodule.setup("fit")
         loader = _single_loader(datamodule.train_dataloader(), "train_dataloader")
@@ -201,7 +211,7 @@ class FederatedData:
         return self._test.batches(size)
 
     def _read_test(self) -> _InOrder:
-        module = self._datamodule
+        module = self.datamodule
         if _overrides(module, "test_dataloader"):
             module.setup("test")
             name = "test_dataloader"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,24 @@ def labels_of(dataset: Any) -> npt.NDArray[Any]:
     if labels is not None:
         return labels if rows is None else labels[rows.numpy()]
     return np.array([_label_of(dataset[i], i) for i in range(len(dataset))])
+
+
+def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
+    """The classes of collated samples: the last element of each batch, or its entry "label", "labels" and so on.
+
+    None where that is not one whole number for each sample.
+    """
+    found: set[int] = set()
+    for batch in batches:
+        label = None
+        if isinstance(batch, Mapping):
+            label = next((batch[key] for key in _KEYS if key in batch), None)
+        elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+            label = batch[-1]
+        if not isinstance(label, torch.Tensor) or label.ndim != 1 or label.is_floating_point():
+            return None
+        found.update(torch.unique(label).tolist())
+    return frozenset(found)
 
 
 class Columns(Mapping[str, Sequence[Any]]):

@@ -19,6 +19,7 @@ from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
+from raafl.local.masked import masked
 from raafl.local.record import Recorder, to_device
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
@@ -169,9 +170,12 @@ class LocalTrainer:
         """
         built = self._get(assignment.spec)
         built.reset(received)
+        # before seeding: reading a client's classes may draw from what its data set's transforms draw from
+        masking = masked(built.module, data.classes()) if self.local.masked else nullcontext()
         seed_everything(assignment.seed, self.fabric.device)
         self._generator.manual_seed(assignment.seed)
-        num_steps, loss = self._steps(built, assignment, received, data)
+        with masking:
+            num_steps, loss = self._steps(built, assignment, received, data)
         self._check_base()
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}

@@ -77,10 +77,16 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
     """Return ``algorithm`` with its merge made private; ``key`` is the seed of the noise.
 
     Raises:
-        BadInput: there is no accountant installed, or delta is too large for so few clients.
+        BadInput: there is no accountant installed, delta is too large for so few clients, or the algorithm needs each
+            client's own update.
     """
     if privacy.clip_norm is None:
         return algorithm
+    if algorithm.merge.by_client:
+        raise BadInput(
+            f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} remembers each client's own update, which privacy "
+            "keeps from it: choose another algorithm, such as ra_fed"
+        )
     if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
         raise BadInput("privacy.clip_norm needs an accountant, dp-accounting: pip install 'raafl[privacy]'")
     if privacy.delta * num_clients >= 1:

@@ -14,6 +14,9 @@ from raafl.parts.selectors.depth import stack_of
 from raafl.parts.selectors.units import Axes, axes_of
 from raafl.submodel import Spec, Submodels
 
+Rates = float | list[float] | dict[str, float]
+"""One for all clients; a list dealt to them in turn; or by name of device."""
+
 RateOf = Literal["model", "width", "parameters"]
 RATES_OF: tuple[RateOf, ...] = ("model", "width", "parameters")
 Depth = Literal["whole", "leading", "window"]
@@ -44,7 +47,7 @@ class Rated(Select):
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
-    rates: float | list[float] | dict[str, float] = 1.0
+    rates: Rates = 1.0
     rate_of: RateOf = "model"
     depth: Depth = "whole"
     rounds: Rounds = "client"

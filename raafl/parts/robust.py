@@ -73,10 +73,15 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
     """Return ``algorithm`` with its merge protected as ``guard`` says.
 
     Raises:
-        BadInput: a median or trimmed mean is asked for where every update is merged alone.
+        BadInput: a median or trimmed mean is asked for where every update is merged alone, or kept apart from others'.
     """
     merge = algorithm.merge
     if guard.combine != "mean":
+        if merge.by_client:
+            raise BadInput(
+                f"guard.combine is '{guard.combine}', but {algorithm.name} remembers each client's own update: choose another "
+                "algorithm, such as ra_fed, or use guard.clip_norm and guard.outlier"
+            )
         if isinstance(algorithm.trigger, EachArrival) or getattr(algorithm.trigger, "size", 2) == 1:
             raise BadInput(
                 f"guard.combine is '{guard.combine}', but {algorithm.name} merges each update alone: choose an algorithm that "

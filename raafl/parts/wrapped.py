@@ -34,6 +34,10 @@ class Wrapped(Merge):
         """Return the inner merge's problems."""
         return self.inner.check(state)
 
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes."""
+        return self.inner.notes(state, num_clients)
+
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return what the inner merge objects to."""
         return self.inner.problem(state, update, spec, staleness)

@@ -18,7 +18,7 @@ from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.data.tokens import WORDS, Tokenizer, located
 from raafl.progress import Progress
-from raafl.runtime.saver import _cause
+from raafl.runtime.saver import cause
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -34,7 +34,7 @@ def save_model(
     data: FederatedData,
     progress: Progress,
 ) -> str | None:
-    """Save the final model, say where it is, and return that, relative to the run's folder; None if it is nowhere.
+    """Save the final model and return where it is, relative to the run's folder; None if it is nowhere.
 
     A model that cannot be written (disk full, read-only) ends no run: it is reported, a folder of an earlier attempt stays
     as it was, and the last checkpoint is what there is.
@@ -45,23 +45,22 @@ def save_model(
         module: a real instance of the model, which the final values are copied into.
         state: the final one.
         data: its module's ``tokenizer`` is saved too, if it has one that transformers made.
-        progress: told where the model is, or why it could not be written.
+        progress: told why it could not be written.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
         try:
             state.submodels.load_(module, state.values)
-            found = _save_pretrained(module, tokenizer_of(data._datamodule), run_folder / FOLDER)
+            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER)
         except Exception as error:  # libraries wrap what the disk says in errors of their own
             progress.warn(
-                f"the final model cannot be written to {run_folder / FOLDER}: {_cause(error)}; take it from the last "
+                f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}; take it from the last "
                 f"checkpoint: {type(module).__name__}.load_from_checkpoint(...).save_pretrained(...)"
             )
     if found is None and checkpoint is not None and checkpoint.stem == f"version-{state.version:06d}":
         found = checkpoint
     if found is None:
         return None
-    progress.note(f"final model: {found}")
     return str(found.relative_to(run_folder))
 
 

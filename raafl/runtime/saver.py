@@ -85,7 +85,7 @@ class Saver(Hooks):
                 self._warned = True
                 self._warn(
                     f"the checkpoint of version {version} in {self._folder / 'checkpoints'} cannot be written: "
-                    f"{_cause(error)}; the run goes on, and tries again at the next"
+                    f"{cause(error)}; the run goes on, and tries again at the next"
                 )
             return None
         self.num_failed = 0
@@ -101,7 +101,7 @@ class Saver(Hooks):
         self._writer.shutdown()
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """Return what the operating system said, if it said anything, in words."""
     seen: BaseException | None = error
     while seen is not None:

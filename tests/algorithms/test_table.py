@@ -81,6 +81,14 @@ def test_arguments_reach_their_parts():
         "fed_opt": ({"optimizer": "yogi"}, "merge", "server yogi, lr 0.01"),
         "fed_prox": ({"prox": 0.5}, "local", "SGD on the loss + proximal term 0.5"),
         "fed_raa": ({"trigger": "all"}, "trigger", "all"),
+        "fed_rolex": ({"rates": 0.5}, "select", "rolling units, at most 0.5 of the width"),
+        "hetero_fl": ({"masked": False}, "local", "SGD on the loss, activations rescaled"),
+        "ist": ({"subnets": 2}, "select", "disjoint shares of all units, 2"),
+        "oap": ({"by_samples": True}, "merge", "coverage mean, weighted by samples"),
+        "prune_fl": ({"every": 9}, "select", "units by squared gradient per time, chosen every 9 rounds"),
+        "ra_fed": ({"mask": "S-Arb", "rest": 4}, "select", "S-Arb of 4 arbitrary regions, Gamma* 1, tau 4"),
+        "ram_fed": ({"trigger": "each"}, "trigger", "each arrival"),
+        "timely_fl": ({"layers": "share"}, "select", "epochs and last layers by time, layers by share alone"),
     }
     for name, (arguments, part, words) in cases.items():
         assert ALGORITHMS[name](**arguments).describe()[part] == words

@@ -6,9 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
+from raafl.algorithms import (
+    ALGORITHMS,
+    fed_async,
+    fed_avg,
+    fed_buff,
+    fed_opt,
+    fed_prox,
+    fed_raa,
+    fed_rolex,
+    hetero_fl,
+    ist,
+    oap,
+    prune_fl,
+    ra_fed,
+    ram_fed,
+    timely_fl,
+)
 from raafl.runtime.inbox import ScriptedInbox
-from tests.federation import experiment, finish
+from tests.federation import SPEEDS, experiment, finish, unequal
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -24,7 +40,18 @@ VARIANTS = {
     "fed_avg cohort": fed_avg(cohort=2),
     "fed_prox": fed_prox(prox=0.5),
     "fed_opt": fed_opt(),
+    "hetero_fl": hetero_fl(),
+    "fed_rolex": fed_rolex(),
+    "ist": ist(),
+    "oap": oap(),
+    "prune_fl": prune_fl(every=2),
+    "ra_fed": ra_fed(mask="MIX-Arb", trained=3, every=2),
+    "ram_fed": ram_fed(mask="S-Arb", coverage=1, rest=4),
+    "asynchronous ram_fed": ram_fed(trigger="each", staleness="polynomial", max_age=6),
+    # its deadline is in seconds and it measures them: here they are the profiles', and too many to pass in the real run
+    "timely_fl": timely_fl(participation=0.75, adaptive=False),
 }
+DEVICES = {"timely_fl": unequal([speed / 1e4 for speed in SPEEDS])}
 
 
 def order_of(run):
@@ -60,7 +87,8 @@ def fingerprints(run):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
-    base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False)
+    more = {"devices": DEVICES[name]} if name in DEVICES else {}
+    base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False, **more)
     simulated = finish(base)
     order = order_of(simulated)
     with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:

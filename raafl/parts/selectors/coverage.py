@@ -1,4 +1,4 @@
-"""Arbitrary regions under control: who trains which regions in which round (RA-Fed, Zhang et al., sections 4 and 6).
+"""Arbitrary regions under control: who trains which regions in which round (RA-Fed, Wang et al., sections 4 and 6).
 
 The neurons are split into K regions; in round q client n trains ``m_n`` of them. Three numbers decide convergence, and are
 kept here in every round: ``S* = min_q |S_q|``, how many regions are trained at all; ``Gamma* = min |N_q^i|`` over the

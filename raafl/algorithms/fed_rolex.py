@@ -1,0 +1,59 @@
+"""FedRolex (Alam et al., "Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction", NeurIPS 2022).
+
+In round j client n trains a window of ``beta_n K_i`` of the K_i units of each hidden layer i. The window begins at unit
+``j mod K_i`` and goes on at unit 0 behind the last one (eq. 3):
+``S = {j^, ..., j^ + beta_n K_i - 1}`` or, across the end, ``{j^, ..., K_i - 1} u {0, ..., j^ + beta_n K_i - 1 - K_i}``.
+So all units are trained alike within K_i rounds. An element becomes the weighted mean of the clients that trained it
+(Algorithm 1); what none has stays.
+
+The paper leaves open, and this does:
+- Units are ``ceil(rate * size)`` where the paper rounds down, so that no layer is left without any. A client whose
+  memory its rate would exceed gets the largest window that fits.
+- The paper's clients have the setting of HeteroFL otherwise: `rescale` is HeteroFL's scaler, static batch norm the run's
+  own ``submodels: {batch_norm: static}``.
+- All clients count alike (p_n = 1/N) unless `by_samples`.
+
+At rate 1 this is unweighted FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+from raafl.algorithms.hetero_fl import LEVELS
+from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.errors import refuse_unused
+from raafl.parts.merge import Mean
+from raafl.parts.rated import Rated, Rates
+from raafl.parts.sample import Sample
+from raafl.parts.trigger import AllReported
+
+
+def fed_rolex(
+    rates: Rates | None = None,
+    rescale: bool = True,
+    by_samples: bool = False,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
+    """Make FedRolex.
+
+    Args:
+        rates: share of the width at each client (beta_n): one for all; a list dealt to clients 1, 2, ... and again from its
+            beginning; or by name of device. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        rescale: scale a cut layer's activation by 1/keep-fraction while training.
+        by_samples: weigh by |D_n| (p_n); False = every client alike.
+        cohort: clients in a round, drawn uniformly; None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        submodel: what each client trains instead of rolling windows, such as `raafl.parts.Rated`; rates must be left out then.
+    """
+    if submodel is not None:
+        refuse_unused("submodel says what each client trains", rates=(rates, None))
+    return Algorithm(
+        name="fed_rolex",
+        paper="Alam et al. 2022",
+        sample=Sample(cohort, concurrency),
+        select=submodel or Rated("rolling", list(LEVELS) if rates is None else rates, "width", rounds="server"),
+        local=Local(rescale=rescale),
+        trigger=AllReported(),
+        merge=Mean(by_samples=by_samples),
+    )

@@ -1,0 +1,47 @@
+"""Masked cross entropy (HeteroFL, Diao et al. 2021, section 3.2): a client says nothing about classes it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[None]:
+    """Within this context the logits of absent classes that ``module``'s forward gives are 0, and have no gradient.
+
+    Acts on logits of shape (batch, num_classes), as a tensor or as the attribute ``logits``; what is not that, or has no
+    such classes, is left as it is. With every class present nothing changes, to the last bit.
+
+    Args:
+        module: whose `training_step` calls itself.
+        classes: those of the client's samples; None = not known, and nothing is masked.
+    """
+    if not classes:
+        yield
+        return
+    handle = module.register_forward_hook(lambda _, args, output: _masked(output, classes))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _masked(output: Any, classes: Set[int]) -> Any:
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point():
+        return output
+    num = logits.shape[1]
+    if min(classes) < 0 or max(classes) >= num or len(classes) == num:
+        return output
+    absent = torch.ones(num, dtype=torch.bool)
+    absent[sorted(classes)] = False
+    zeroed = logits.masked_fill(absent.to(logits.device), 0.0)
+    if isinstance(output, Tensor):
+        return zeroed
+    output.logits = zeroed
+    return output

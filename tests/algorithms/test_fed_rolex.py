@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from raafl.algorithms import fed_avg, fed_rolex
+from raafl.core.algorithm import Local
+from raafl.data import Dirichlet
+from raafl.errors import BadInput
+from raafl.parts.merge import Mean
+from raafl.parts.rated import Rated
+from raafl.parts.sample import Sample
+from raafl.parts.trigger import AllReported
+from tests.federation import experiment, finish
+from tests.tools import answer, assigned, coordinator_for, join
+
+
+def test_every_argument_reaches_its_part():
+    algorithm = fed_rolex(rates=0.5, rescale=False, by_samples=True, cohort=4, concurrency=2)
+    assert algorithm.sample == Sample(4, 2)
+    assert algorithm.select == Rated("rolling", 0.5, "width", rounds="server")
+    assert algorithm.local == Local()
+    assert algorithm.trigger == AllReported()
+    assert algorithm.merge == Mean(by_samples=True)
+    assert fed_rolex().select.rates == [1.0, 0.5, 0.25, 0.125, 0.0625]
+    assert fed_rolex().local == Local(rescale=True)
+    with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says"):
+        fed_rolex(rates=0.5, submodel=Rated())
+
+
+def test_five_rounds_by_hand():
+    """Of four units client 1 trains two and client 2 one, from unit 0, 1, 2, 3 and again 0 on; in round 3 across the end."""
+    coordinator = coordinator_for(fed_rolex(rates=[0.5, 0.25]), min_clients=2)
+    tasks = assigned(join(coordinator, [1, 2]))
+    # client 1's answer, client 2's; the units each has; fc2.weight afterwards
+    rounds = [
+        (2.0, 4.0, [0, 1], [0], [3.0, 2.0, 0.0, 0.0]),
+        (6.0, 8.0, [1, 2], [1], [3.0, 7.0, 6.0, 0.0]),
+        (1.0, 5.0, [2, 3], [2], [3.0, 7.0, 3.0, 1.0]),
+        (4.0, 6.0, [0, 3], [3], [4.0, 7.0, 3.0, 5.0]),
+        (9.0, 9.0, [0, 1], [0], [9.0, 9.0, 3.0, 5.0]),
+    ]
+    for first, second, units_1, units_2, after in rounds:
+        assert list(tasks[1].spec.indices("hidden")) == units_1
+        assert list(tasks[2].spec.indices("hidden")) == units_2
+        answer(coordinator, tasks[1], first)
+        tasks = assigned(answer(coordinator, tasks[2], second))
+        values = coordinator.state.values
+        assert values["fc2.weight"].tolist() == [after]
+        assert values["fc1.weight"].tolist() == [[value, value] for value in after]
+        assert values["fc2.bias"].tolist() == [(first + second) / 2]
+
+
+def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path):
+    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8}
+    one = finish(experiment(tmp_path / "one", fed_rolex(rates=1.0), **more))
+    other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
+    assert one.digest == other.digest

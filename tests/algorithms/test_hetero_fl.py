@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from raafl.algorithms import fed_avg, hetero_fl
+from raafl.core.algorithm import Local
+from raafl.data import Dirichlet, Iid
+from raafl.errors import BadInput
+from raafl.parts.merge import Mean
+from raafl.parts.rated import Rated
+from raafl.parts.sample import Sample
+from raafl.parts.trigger import AllReported
+from tests.federation import experiment, finish
+from tests.tools import answer, assigned, coordinator_for, join
+
+
+def test_every_argument_reaches_its_part():
+    algorithm = hetero_fl(rates=[0.5, 1.0], rescale=False, masked=False, by_samples=True, cohort=4, concurrency=2)
+    assert algorithm.sample == Sample(4, 2)
+    assert algorithm.select == Rated("leading", [0.5, 1.0], "width")
+    assert algorithm.local == Local()
+    assert algorithm.trigger == AllReported()
+    assert algorithm.merge == Mean(by_samples=True)
+    default = hetero_fl()
+    assert default.select == Rated("leading", [1.0, 0.5, 0.25, 0.125, 0.0625], "width")
+    assert default.local == Local(rescale=True, masked=True)
+    with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says what each client trains: leave out"):
+        hetero_fl(rates=0.5, submodel=Rated())
+
+
+def test_two_rounds_by_hand():
+    """Four hidden units; client 1 trains all, client 2 the first two: their mean where both are, else client 1's."""
+    coordinator = coordinator_for(hetero_fl(rates=[1.0, 0.5]), min_clients=2)
+    tasks = assigned(join(coordinator, [1, 2]))
+    assert (str(tasks[1].spec), str(tasks[2].spec)) == ("full", "hidden[0:2]")
+    answer(coordinator, tasks[1], 1.0, num_samples=30)
+    tasks = assigned(answer(coordinator, tasks[2], 3.0, num_samples=10))  # samples do not count
+    values = coordinator.state.values
+    assert values["fc1.weight"].tolist() == [[2.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0, 1.0]]
+    assert values["fc2.weight"].tolist() == [[2.0, 2.0, 1.0, 1.0]]
+    assert values["fc2.bias"].tolist() == [2.0]
+    answer(coordinator, tasks[1], 5.0)
+    answer(coordinator, tasks[2], 0.0)
+    assert values["fc2.weight"].tolist() == [[2.5, 2.5, 5.0, 5.0]]
+
+
+def test_what_no_client_has_stays():
+    coordinator = coordinator_for(hetero_fl(rates=0.5), min_clients=2)
+    tasks = assigned(join(coordinator, [1, 2]))
+    answer(coordinator, tasks[1], 1.0)
+    answer(coordinator, tasks[2], 2.0)
+    assert coordinator.state.values["fc2.weight"].tolist() == [[1.5, 1.5, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "partition"),
+    [({}, Iid()), ({"masked": False}, Dirichlet(alpha=0.1))],
+    ids=["equal clients", "unequal clients, not masked"],
+)
+def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path, settings, partition):
+    more = {"partition": partition, "max_updates": 8}
+    one = finish(experiment(tmp_path / "one", hetero_fl(rates=1.0, **settings), **more))
+    other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
+    assert one.digest == other.digest
+
+
+def test_masking_makes_a_difference_where_classes_are_missing(tmp_path):
+    more = {"partition": Dirichlet(alpha=0.1), "max_updates": 4}
+    digests = {
+        finish(experiment(tmp_path / str(masked), hetero_fl(masked=masked), **more)).digest for masked in (True, False)
+    }
+    assert len(digests) == 2

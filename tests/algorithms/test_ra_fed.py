@@ -1,0 +1,186 @@
+"""RA-Fed: who trains which regions, and what it must equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from raafl.algorithms import fed_avg, ra_fed, ram_fed
+from raafl.config import parse
+from raafl.core.types import ClientInfo
+from raafl.devices.profiles import Profile
+from raafl.errors import BadInput
+from raafl.parts.regions import Regions
+from raafl.rerun import replay
+from raafl.run import simulate
+from raafl.submodel import FULL, Spec
+from tests.federation import experiment, finish
+from tests.habits.source import ROOT
+from tests.tools import answer, assigned, coordinator_for, join, line_state
+
+CONFIG = str(ROOT / "configs" / "ra-fed.yaml")
+REGION = [Spec.keep({"hidden": range(2 * i, 2 * i + 2)}) for i in range(4)]
+
+
+def rounds(algorithm, num_clients, num_rounds, seed=0):
+    """The regions that each client was asked to train, round by round."""
+    coordinator = coordinator_for(algorithm, line_state(hidden=8), seed, min_clients=num_clients)
+    found = []
+    tasks = assigned(join(coordinator, range(1, num_clients + 1)))
+    for _ in range(num_rounds):
+        kept = {n: task.spec.indices("hidden") for n, task in tasks.items()}
+        found.append({n: {i // 2 for i in (range(8) if k is None else k)} for n, k in kept.items()})
+        actions = []
+        for task in tasks.values():
+            actions += answer(coordinator, task, 1.0)
+        tasks = assigned(actions)
+    return found
+
+
+def covered(mine):
+    return Counter(region for regions in mine.values() for region in regions)
+
+
+# ---- by hand ----
+
+
+def test_two_rounds_by_hand_and_an_uncovered_region_is_kept():
+    """Two clients with one region each of four; the output's bias goes with both."""
+    coordinator = coordinator_for(ra_fed(mask="S-Arb"), line_state(hidden=8, value=0.5), min_clients=2)
+    tasks = assigned(join(coordinator, [1, 2]))
+    for _ in range(4):
+        before = coordinator.state.values["fc2.weight"][0].clone()
+        expected = before.clone()
+        for unit in range(8):
+            given = [value for n, value in ((1, 2.0), (2, 5.0)) if unit in tasks[n].spec.indices("hidden")]
+            expected[unit] = sum(given) / len(given) if given else before[unit]
+        actions = answer(coordinator, tasks[1], 2.0) + answer(coordinator, tasks[2], 5.0)
+        assert torch.equal(coordinator.state.values["fc2.weight"][0], expected)
+        assert torch.equal(coordinator.state.values["fc1.weight"][:, 1], expected)
+        assert coordinator.state.values["fc2.bias"].item() == 3.5
+        tasks = assigned(actions)
+
+
+# ---- masks ----
+
+
+@pytest.mark.parametrize(("mask", "sizes"), [("L-Arb", {2: 10}), ("S-Arb", {1: 10}), ("MIX-Arb", {1: 5, 2: 5})])
+def test_levels(mask, sizes):
+    found = rounds(ra_fed(mask=mask), 10, 6)
+    assert all(Counter(len(regions) for regions in mine.values()) == sizes for mine in found)
+    assert len({len(mine[1]) for mine in found}) == 1  # who has room for one never gets two
+    assert len({tuple(map(tuple, mine.values())) for mine in found}) == 6
+    assert found == rounds(ra_fed(mask=mask), 10, 6) != rounds(ra_fed(mask=mask), 10, 6, seed=1)
+
+
+@pytest.mark.parametrize(("coverage", "trained"), [(1, 4), (2, 4), (10, 1)])
+def test_figure_3(coverage, trained):
+    for mine in rounds(ra_fed(mask="S-Arb", coverage=coverage, trained=trained), 10, 8):
+        assert len(covered(mine)) == trained and min(covered(mine).values()) >= coverage
+
+
+@pytest.mark.parametrize("coverage", [1, 2])
+def test_figure_4(coverage):
+    found = rounds(ram_fed(mask="S-Arb", coverage=coverage, rest=4), 10, 20)
+    for mine in found:
+        assert len(covered(mine)) == 4 and min(covered(mine).values()) >= coverage
+    for client in range(1, 11):
+        for start in range(16):
+            assert set().union(*(mine[client] for mine in found[start : start + 5])) == {0, 1, 2, 3}
+
+
+def test_regions_are_left_out_periodically_and_the_first_round_may_be_full():
+    found = rounds(ra_fed(mask="L-Arb", trained=3, every=3, full_first=True), 10, 9)
+    assert [len(covered(mine)) for mine in found] == [4, 4, 3] * 3
+    assert all(regions == {0, 1, 2, 3} for regions in found[0].values())
+    assert all(len(regions) == 2 for mine in found[1:] for regions in mine.values())
+
+
+def test_fewer_regions_in_a_round_than_a_mask_has():
+    assert all(len(set(map(tuple, mine.values()))) == 1 for mine in rounds(ra_fed(mask="L-Arb", trained=1), 3, 4))
+
+
+def test_without_rounds_each_client_counts_its_own():
+    coordinator = coordinator_for(ram_fed(mask="S-Arb", rest=3, trigger="each"), line_state(hidden=8), min_clients=4)
+    tasks, seen = assigned(join(coordinator, range(1, 5))), []
+    for _ in range(4):  # client 1 alone goes on
+        seen.append(tasks[1].spec)
+        tasks |= assigned(answer(coordinator, tasks[1], 1.0))
+    assert sorted(map(str, seen)) == sorted(map(str, REGION))
+
+
+def test_a_client_gets_as_many_regions_as_its_memory_holds(tmp_path):
+    fleet = coordinator_for(ra_fed(mask=[3]), line_state(hidden=8)).fleet
+    peaks = [fleet.state.submodels.cost(Spec.keep({"hidden": range(2 * m)}), 1).peak_bytes for m in (1, 2, 3, 4)]
+    assert peaks == sorted(set(peaks))
+    for budget, most in ((peaks[0], 1), (peaks[2] - 1, 2), (peaks[2], 3), (peaks[3], 3)):
+        client = ClientInfo(1, 1, Profile(memory_bytes=budget))
+        fleet.clients[1] = client
+        work = Regions([3])(client, fleet)
+        assert len(work.spec.indices("hidden")) == 2 * most
+        fleet.cache.clear()
+    fleet.clients[1] = ClientInfo(1, 1, Profile(memory_bytes=peaks[0] - 1))
+    (problem,) = Regions([3]).check(fleet)
+    assert problem.startswith("client 1: memory_bytes is") and "too small for one of 4 regions" in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"regions": 0}, "regions is 0"),
+        ({"regions": 3}, "regions is 3, but L-Arb is of 4 regions"),
+        ({"mask": [5]}, r"mask is \[5\]: give numbers of regions from 1 to 4"),
+        ({"mask": []}, r"mask is \[\]"),
+        ({"trained": 5}, "trained is 5: give 1 to 4"),
+        ({"every": 2}, "every is 2, but no round leaves regions out"),
+        ({"trained": 3, "every": 2, "rest": 9}, "every is 2 and rest is 9"),
+        ({"coverage": 0}, "coverage is 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        ra_fed(**arguments)
+
+
+def test_what_no_schedule_can_keep_is_found_before_training(tmp_path):
+    with pytest.raises(BadInput, match=r"mask S-Arb: coverage is 3: 4 clients take 4 regions"):
+        finish(experiment(tmp_path / "run", ra_fed(mask="S-Arb", coverage=3)))
+
+
+# ---- whole runs ----
+
+
+def test_full_coverage_is_fed_avg_to_the_last_bit(tmp_path):
+    runs = [
+        finish(experiment(tmp_path / name, algorithm))
+        for name, algorithm in (("ra", ra_fed(mask=[4])), ("avg", fed_avg(by_samples=False)))
+    ]
+    assert runs[0].digest == runs[1].digest
+
+
+def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path):
+    summaries = []
+    for name in "ab":
+        parsed = parse(
+            "simulate",
+            [
+                "--config",
+                CONFIG,
+                "--progress=quiet",
+                f"--output={tmp_path / name}",
+                "--max_updates=30",
+                "--eval_every=9",
+            ],
+        )
+        summaries.append(simulate(parsed.experiment, parsed.config_yaml)[0])
+    assert summaries[0]["model_digest"] == summaries[1]["model_digest"]
+    assert replay(tmp_path / "a")["equal"] is True
+
+
+def test_a_model_without_axes_is_trained_whole():
+    coordinator = coordinator_for(ra_fed(), line_state(hidden=8), min_clients=1)
+    coordinator.state.submodels.__dict__["_table"] = type("None", (), {"axes": {}})()
+    (task,) = assigned(join(coordinator, [1])).values()
+    assert task.spec == FULL

@@ -1,0 +1,283 @@
+"""TimelyFL, Algorithms 1 to 3, by hand. `Line` trained whole is 56 FLOPs a sample, its last layer alone 32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_zoo import MLP
+from raafl.algorithms import fed_avg, fed_opt, timely_fl
+from raafl.core.algorithm import Training, Waiting
+from raafl.core.state import GlobalState
+from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer
+from raafl.devices.profiles import Profile
+from raafl.errors import BadInput
+from raafl.parts.merge import Mean, ServerOptimizer
+from raafl.parts.sample import Sample
+from raafl.parts.timely import MEMORY, Interval, Timely, TimeReport, Workload, interval, last_layers, workload
+from raafl.submodel import FULL, Spec, Submodels
+from tests.federation import experiment, finish, unequal
+from tests.tools import assigned, coordinator_for, cut_in_the_middle, join, update_for
+
+LAST = Spec.keep(trained=["fc2"])
+
+
+# ---- the schedule ----
+
+
+@pytest.mark.parametrize(
+    ("t_cmp", "t_com", "expected"),
+    [
+        (3.0, 1.0, Workload(3, 1.0, 9.0)),  # floor((10 - 1) / 3) epochs
+        (4.0, 1.0, Workload(2, 1.0, 9.0)),  # 2.25
+        (9.0, 1.0, Workload(1, 1.0, 9.0)),  # the k-th client itself
+        (18.0, 2.0, Workload(1, 0.5, 9.0)),  # 10 / 20 of the model; 10 - 2 * 0.5
+        (24.0, 16.0, Workload(1, 0.25, 6.0)),  # its link alone takes longer than T_k
+        (0.0, 4.0, Workload(1, 1.0, 6.0)),
+    ],
+)
+def test_algorithm_3(t_cmp, t_com, expected):
+    assert workload(10.0, TimeReport(t_cmp, t_com)) == expected
+
+
+def test_a_rounding_error_costs_no_epoch():
+    t_cmp, t_com = 0.1, 0.2
+    assert workload(3 * t_cmp + t_com, TimeReport(t_cmp, t_com)).num_units == 3
+
+
+def test_the_interval_is_the_kth_smallest_total():
+    totals = [20.0, 4.0, 10.0]
+    assert [interval(totals, share) for share in (0.1, 1 / 3, 0.5, 2 / 3, 0.67, 1.0)] == [
+        4.0,
+        4.0,
+        10.0,
+        10.0,
+        20.0,
+        20.0,
+    ]
+
+
+def test_the_last_layers_are_listed_with_their_share():
+    layers = last_layers(Submodels(MLP(8, (7, 5), 3)))
+    assert layers == [
+        (1.0, FULL),
+        ((40 + 18) / 121, Spec.keep(trained=["layers.3", "layers.5"])),
+        (18 / 121, Spec.keep(trained=["layers.5"])),
+    ]
+
+
+# ---- rounds ----
+
+
+def line_fleet(algorithm, seconds, **limits):
+    """Clients 1, 2, ... that need so many seconds for an epoch of `Line`; their coordinator, and what they are given."""
+    coordinator = coordinator_for(algorithm, min_clients=len(seconds), **limits)
+    speed = {client: 56.0 / s for client, s in enumerate(seconds, start=1)}
+    return coordinator, join(coordinator, speed, speed)
+
+
+def report(coordinator, task, value, now, num_samples=1):
+    """Answer at a time."""
+    update = update_for(coordinator.state, task, value, num_samples=num_samples)
+    return coordinator.handle(Arrived(update), now)
+
+
+def load(task):
+    """Epochs, and what trains."""
+    return task.num_epochs or 1, task.spec
+
+
+def test_a_round_by_hand():
+    coordinator, actions = line_fleet(timely_fl(layers="share"), [1.0, 2.0, 4.0])
+    first = assigned(actions)  # T_k = 2, the second of three
+    assert {client: load(task) for client, task in first.items()} == {1: (2, FULL), 2: (1, FULL), 3: (1, LAST)}
+    timers = [a for a in report(coordinator, first[1], 1.0, now=2.0) if isinstance(a, SetTimer)]
+    assert [timer.at for timer in timers] == [pytest.approx(2.0)]
+    assert assigned(report(coordinator, first[2], 3.0, now=2.0)) == {}
+    assert coordinator.state.version == 0
+    second = assigned(coordinator.handle(Timer(timers[0].id), timers[0].at))
+    assert coordinator.state.version == 1 and set(second) == {1, 2}  # 3 is late: (1 + 3) / 2
+    assert all((value == 2.0).all() for _, value in coordinator.state.values.items())
+
+    assert second[1].version == 1 and load(second[1]) == (1, FULL)  # T_k = 1, the first of two
+    assert load(second[2]) == (1, LAST)
+    report(coordinator, first[3], 9.0, now=2.5)
+    report(coordinator, second[2], 6.0, now=3.0)
+    assert coordinator.state.version == 1
+    third = assigned(report(coordinator, second[1], 3.0, now=3.0))
+    assert coordinator.state.version == 2 and set(third) == {1, 2, 3}
+    values = dict(coordinator.state.values.items())
+    assert (values["fc1.weight"] == 3.0).all()  # of 1 alone
+    assert (values["fc2.weight"] == 6.0).all() and (values["fc2.bias"] == 6.0).all()  # (9 + 6 + 3) / 3
+
+
+def test_layers_that_would_not_be_done_in_time_do_not_train():
+    # 32 of 56 FLOPs: at T_k = 2 and 3.4 s the last layer takes 1.94 s; alpha = 0.59 allows it, 5 of 13 parameters
+    _, actions = line_fleet(timely_fl(), [1.0, 2.0, 3.4, 2.1])
+    assert {c: load(task) for c, task in assigned(actions).items()} == {
+        1: (2, FULL),
+        2: (1, FULL),
+        3: (1, LAST),
+        4: (1, LAST),
+    }
+
+
+def test_time_and_share_differ_where_frozen_layers_cost():
+    """T_k is 24.8 s (248 FLOPs at 10/s); at 5/s alpha is 1/2: 25 of 57 parameters would do, but take 136 FLOPs, 27.2 s."""
+    held = {}
+    for how in ("time", "share"):
+        model = MLP(2, (4, 4, 4), 1)
+        submodels = Submodels(model, (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)))
+        state = GlobalState(submodels, submodels.state(model))
+        coordinator = coordinator_for(timely_fl(layers=how), state, min_clients=2)
+        task = assigned(join(coordinator, (1, 2), {1: 10.0, 2: 5.0}))[2]
+        assert state.memory[MEMORY]["T_k"] == pytest.approx(24.8)
+        assert (submodels.cost(task.spec, 1).flops_per_sample / 5.0 <= 24.8) == (how == "time")
+        held[how] = submodels.layout(task.spec, "trained").num_bytes // 4
+    assert held == {"time": 5, "share": 25}
+
+
+def test_a_device_that_slows_down_gets_less_and_catches_up():
+    coordinator, actions = line_fleet(timely_fl(layers="share"), [2.0, 2.0])
+    first = assigned(actions)
+    assert {load(task) for task in first.values()} == {(1, FULL)}
+    (timer,) = (a for a in report(coordinator, first[2], 0.0, now=2.0) if isinstance(a, SetTimer))
+    second = assigned(coordinator.handle(Timer(timer.id), timer.at))
+    assert set(second) == {2}
+    report(coordinator, first[1], 0.0, now=4.0)  # twice as long as it said
+    third = assigned(report(coordinator, second[2], 0.0, now=timer.at + 2.0))
+    assert {c: load(task) for c, task in third.items()} == {
+        1: (1, LAST),
+        2: (1, FULL),
+    }  # T_k = 2 of 4 and 2: alpha = 1/2
+    opened_s = third[1].assigned_s
+    report(coordinator, third[1], 0.0, now=opened_s + 2.0 * 32 / 56)  # as fast as ever
+    fourth = assigned(report(coordinator, third[2], 0.0, now=opened_s + 2.0))
+    assert {client: load(task) for client, task in fourth.items()} == {1: (1, FULL), 2: (1, FULL)}
+
+
+def test_a_device_that_comes_back_is_measured_anew():
+    coordinator, actions = line_fleet(timely_fl(participation=1.0), [2.0, 4.0])
+    first = assigned(actions)
+    assert load(first[1]) == (2, FULL)
+    report(coordinator, first[1], 0.0, now=8.0)
+    assert coordinator.state.memory[MEMORY]["ratio"] == {1: 2.0}
+    coordinator.handle(Joined(ClientInfo(1, 1, Profile(flops_per_s=28.0), incarnation=1)), 8.0)
+    assert coordinator.state.memory[MEMORY]["ratio"] == {}
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_fixed_workload_is_that_of_the_first_round(adaptive):
+    coordinator, actions = line_fleet(timely_fl(adaptive=adaptive, participation=1.0), [1.0, 2.0])
+    loads = {1: set(), 2: set()}
+    for now in range(10, 100, 10):  # far slower than they said, and client 1 no faster than client 2
+        for task in assigned(actions).values():
+            loads[task.client].add(load(task))
+        actions = report(
+            coordinator, min(coordinator.roster.active.values(), key=lambda task: task.id), 0.0, float(now)
+        )
+    assert loads[1] >= {(2, FULL)} and loads[2] >= {(1, FULL)}
+    assert (loads == {1: {(2, FULL)}, 2: {(1, FULL)}}) == (not adaptive)
+
+
+def test_only_those_drawn_count_for_the_interval():
+    coordinator, actions = line_fleet(timely_fl(cohort=1), [1.0, 2.0, 4.0])
+    (task,) = assigned(actions).values()
+    assert coordinator.state.memory[MEMORY]["T_k"] == {1: 1.0, 2: 2.0, 3: 4.0}[task.client]
+    assert load(task) == (1, FULL)
+
+
+def test_the_unit_is_the_runs_own_work():
+    coordinator, _ = line_fleet(timely_fl(), [1.0, 2.0], max_updates=2)
+    for training, expected in (
+        (Training(num_epochs=3), {"num_epochs": 6, "num_steps": None}),
+        (Training(num_epochs=None, num_steps=5), {"num_epochs": None, "num_steps": 10}),
+    ):
+        object.__setattr__(coordinator.fleet, "training", training)
+        work = Timely()._work(2, FULL, coordinator.fleet)
+        assert {"num_epochs": work.num_epochs, "num_steps": work.num_steps} == expected
+        alone = Timely()._work(1, FULL, coordinator.fleet)
+        assert (alone.num_epochs, alone.num_steps) == (None, None)
+
+
+def test_memory_bounds_what_trains():
+    coordinator = coordinator_for(timely_fl(), min_clients=2)
+    for client, memory_bytes in ((1, 250.0), (2, float("inf"))):
+        profile = Profile(flops_per_s=56.0, memory_bytes=memory_bytes)
+        actions = coordinator.handle(Joined(ClientInfo(client, 1, profile)), 0.0)
+    assert {client: load(task) for client, task in assigned(actions).items()} == {1: (1, LAST), 2: (1, FULL)}
+    assert timely_fl().select.check(coordinator.fleet) == []
+    coordinator.roster.clients[1] = ClientInfo(1, 1, Profile(memory_bytes=10.0))
+    (problem,) = timely_fl().select.check(coordinator.fleet)
+    assert problem.startswith(
+        "client 1: memory_bytes is 10, training the last layer alone needs 204: raise memory_bytes"
+    )
+
+
+def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened():
+    for algorithm in (timely_fl(cohort=3), timely_fl(adaptive=False), timely_fl(server_optimizer="yogi")):
+        whole, again = cut_in_the_middle(
+            lambda made=algorithm: coordinator_for(made, min_clients=4), cut=5, value=float
+        )
+        assert torch.equal(*(c.state.values.buffers[torch.float32] for c in (whole, again)))
+        assert whole.state.memory[MEMORY] == again.state.memory[MEMORY]
+
+
+def test_the_trigger():
+    def at(now, active):
+        return Waiting([1.0], active, 3, 5.0, now, {MEMORY: {"T_k": 8.0}})
+
+    assert not Interval().due(at(12.9, 1))
+    assert Interval().due(at(13.1, 1)) and Interval().due(at(6.0, 0))
+    assert Interval().due(at(Interval().wake_at(at(6.0, 1)), 1))
+
+
+# ---- whole runs ----
+
+
+@pytest.mark.parametrize(
+    ("timely", "plain"),
+    [
+        (timely_fl(), fed_avg()),
+        (timely_fl(cohort=2), fed_avg(cohort=2)),
+        (timely_fl(server_optimizer="adam", server_lr=0.02), fed_opt(server_lr=0.02)),
+    ],
+    ids=["FedAvg", "FedAvg, cohort", "FedOpt"],
+)
+def test_with_equal_devices_and_work_it_is_the_synchronous_method(tmp_path, timely, plain):
+    """Bit for bit, and in the same time."""
+    fields = {"devices": unequal((5e7,) * 4), "max_updates": 8}
+    ours, theirs = (finish(experiment(tmp_path / a.name, a, **fields)) for a in (timely, plain))
+    assert ours.digest == theirs.digest
+    assert ours.summary["time_s"] == pytest.approx(theirs.summary["time_s"])
+
+
+def test_a_run_is_repeated_to_the_last_bit(tmp_path):
+    first, second = (finish(experiment(tmp_path / name, timely_fl())) for name in "ab")
+    assert first.digest == second.digest and first.journal() == second.journal()
+
+
+# ---- the factory ----
+
+
+def test_every_argument_reaches_its_part():
+    algorithm = timely_fl(0.3, False, "share", "yogi", 0.5, cohort=4, concurrency=2)
+    assert algorithm.sample == Sample(4, 2)
+    assert algorithm.select == Timely(0.3, False, "share")
+    assert algorithm.merge == ServerOptimizer("yogi", 0.5)
+    assert timely_fl().merge == Mean()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"participation": 0.0}, r"participation is 0\.0"),
+        ({"participation": 1.5}, r"participation is 1\.5"),
+        ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),
+        ({"server_optimizer": "sgd"}, "server optimizer is 'sgd'"),
+        ({"server_lr": 0.5}, r"server_lr is 0\.5, but there is no server_optimizer: leave it out"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        timely_fl(**arguments)

@@ -58,12 +58,12 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
         trains_head: what lies outside the pretrained body, such as a new classifier, trains as well.
 
     Raises:
-        FileNotFoundError: peft is not installed, the model has no such layers, or peft does not know its architecture.
+        ValueError: peft is not installed, the model has no such layers, or peft does not know its architecture.
     """
     try:
         import peft
     except ImportError as error:
-        raise FileNotFoundError(f"lora needs the package peft ({error}): pip install 'raafl[hf]'") from error
+        raise ValueError(f"lora needs the package peft ({error}): pip install 'raafl[hf]'") from error
     targets = lora.target_modules
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]
@@ -72,15 +72,31 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
     try:
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise FileNotFoundError(
+        raise ValueError(
             f"lora.target_modules is {targets}: {' '.join(str(error).split()).split('. ')[0]}: give names of layers of this "
             f"{model.config.model_type}, such as {', '.join(_linear_names(model))}, or all-linear"
         ) from error
+    _refuse_tied(model)
     if trains_head:
         body = {id(parameter) for parameter in getattr(model, model.base_model_prefix, model).parameters()}
         for parameter in model.parameters():
             if id(parameter) not in body:
                 parameter.requires_grad_(True)
+
+
+def _refuse_tied(model: Any) -> None:
+    """Raise `ValueError` for an adapted layer whose weight is another's, too: a merged one would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and len(names[id(layer.get_base_layer().weight)]) > 1:
+            raise ValueError(
+                f"lora.target_modules names '{name}', whose weight is also another layer's: leave it out, or give the "
+                "architecture tie_word_embeddings: false"
+            )
 
 
 def merged(model: Any) -> Any:

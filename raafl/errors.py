@@ -44,4 +44,4 @@ def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
 def fraction(field: str, value: float, *, zero: bool = False) -> None:
     """Raise `BadInput` unless ``value`` lies in (0, 1], or [0, 1] where ``zero``."""
     if not (0 <= value <= 1) or (value == 0 and not zero):
-        raise BadInput(f"{field} is {value}: give a number {'from 0' if zero else 'above 0'} to 1")
+        raise BadInput(f"{field} is {value}: give a number {'from 0 to 1' if zero else 'above 0, at most 1'}")

@@ -65,7 +65,12 @@ def load_data(experiment: Experiment) -> FederatedData:
 def make_model(experiment: Experiment) -> LightningModule:
     """Return the model with the initial weights that the seed decides."""
     torch.manual_seed(derive_seed(experiment.seed, "model"))
-    return experiment.model()
+    try:
+        return experiment.model()
+    except BadInput:
+        raise
+    except (ValueError, TypeError) as error:  # of the model's own arguments, or its library's config
+        raise BadInput(f"the model cannot be made: {' '.join(str(error).split())[:400]}") from error
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
@@ -103,7 +108,7 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     )  # fmt: skip
     everyone = {client.id: client for client in clients}
     fleet = Fleet(state, everyone, coordinator.fleet.rng, experiment.train, batch_size)
-    problems = algorithm.merge.check(state) + algorithm.select.check(fleet)
+    problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
     if problems:
         raise BadInput(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))

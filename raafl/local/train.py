@@ -61,10 +61,13 @@ class _Built:
         self.optimizer, self.schedulers = configure(self.module)
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
+        held = {} if submodels.base is None else submodels.frozen
+        self.frozen = [(name, p) for name, p in self.module.named_parameters() if name in held]
 
     def reset(self, received: FlatTensors) -> None:
         """Load the values of a new task and forget the last one."""
         self.present.copy_(received)
+        self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self.module.train()
         if self.schedulers:
             self.optimizer, self.schedulers = configure(self.module)
@@ -176,7 +179,7 @@ class LocalTrainer:
         self._generator.manual_seed(assignment.seed)
         with masking:
             num_steps, loss = self._steps(built, assignment, received, data)
-        self._check_base()
+        self._check_base(built)
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
         with self._statistics_sent(built.trained):
@@ -195,13 +198,17 @@ class LocalTrainer:
         update.refusal = None if built.trained.is_finite() else "non-finite"
         return update
 
-    def _check_base(self) -> None:
-        """See, after the first task, that it has left the frozen base as it was: other tasks and clients share it."""
-        base = self.submodels.base
-        if base is None or self._checked is base:
-            return
-        self._checked = base
-        name = base.changed(self.fabric.device)
+    def _check_base(self, built: _Built) -> None:
+        """See that a task has left the frozen base as it was: other tasks and clients share it, and cut copies live on.
+
+        Counters of changes in place are looked at after each task; the values, which `.data` changes past them, after the
+        first.
+        """
+        base, now = self.submodels.base, zip(built.frozen, built.versions, strict=True)
+        name = next((name for (name, p), version in now if p._version != version), None)
+        if name is None and base is not None and self._checked is not base:
+            self._checked = base
+            name = base.changed(self.fabric.device)
         if name is not None:
             raise BadInput(
                 f"parameter '{name}' has requires_grad=False, but training writes to it: make it a buffer, which clients "

@@ -68,7 +68,7 @@ class _Accumulator:
         if flat is None:
             return zeros_like(self.state.values)
         if zero:
-            for buffer in flat.buffers.values():
+            for buffer in flat.prefix(self.state.submodels.layout(part="trained")).buffers.values():
                 buffer.zero_()
         return flat
 
@@ -102,6 +102,11 @@ class _Accumulator:
         """Forget everything but the storage."""
         self.updates.clear()
         self.state.scratch["sum"] = self.memory.pop("sum")
+
+
+def _trained(state: GlobalState) -> FlatTensors:
+    """Return the part of the global values that any update can change; frozen parameters keep every bit."""
+    return state.values.prefix(state.submodels.layout(part="trained"))
 
 
 def _floating(values: FlatTensors) -> Iterator[tuple[torch.dtype, Tensor]]:
@@ -185,8 +190,8 @@ class Mean(Merge):
         whole = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
         mixed = whole if alike else sums.cover(factors, "mixed")
-        for dtype, theta in _floating(state.values):
-            flats = (theta, sums.total.buffers[dtype], whole.buffers[dtype], mixed.buffers[dtype])
+        for dtype, theta in _floating(_trained(state)):
+            flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, whole, mixed)))
             for old, total, on, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / on
                 new = torch.addcdiv(old * keep, total, on)
@@ -253,8 +258,8 @@ class Deltas(Merge):
 
     def _pieces(self, state: GlobalState, *others: FlatTensors) -> Iterator[tuple[Any, ...]]:
         """Yield dtype, rate and matching pieces of values and ``others``: each buffer, cut where the rates differ."""
-        for dtype, theta in _floating(state.values):
-            flats = (theta, *(other.buffers[dtype] for other in others))
+        for dtype, theta in _floating(_trained(state)):
+            flats = (theta, *(other.buffers[dtype][: len(theta)] for other in others))
             start = len(theta)
             if self.server_lr != 1.0:
                 buffers = (e for e in state.values.layout.entries if e.name not in state.submodels.parameter_names)
@@ -322,9 +327,7 @@ class ServerOptimizer(Merge):
                 if buffer.dtype.is_floating_point:
                     buffer.fill_(self.tau**2)
         count = None if sums.common == FULL else sums.cover()
-        for name, theta in state.values.items():
-            if not theta.dtype.is_floating_point:
-                continue
+        for name, theta in _trained(state).items():
             is_parameter = name in state.submodels.parameter_names
             flats = [theta, sums.total[name], memory["m"][name], memory["v"][name]]
             if count is not None:

@@ -129,8 +129,7 @@ class Rated(Select):
         axes = self._axes(submodels)
         if not axes and rate < 1:
             raise BadInput(
-                f"client {client.id}: its rate is {rate:g}, but the model has nothing to cut: declare `submodel_axes`, cut "
-                "its depth, or use rate 1"
+                f"rates are below 1, but the model has nothing to cut: {submodels.why_whole()}; or cut its depth, or use rate 1"
             )
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]

@@ -100,12 +100,17 @@ def _whole(target: Path) -> Iterator[Path]:
     try:
         new.mkdir(parents=True)
         yield new
-        for file in new.iterdir():
+        for file in filter(Path.is_file, new.rglob("*")):
             with file.open("rb+") as written:
                 os.fsync(written.fileno())  # some file systems find out only now
         with suppress(FileNotFoundError):
             target.rename(old)
-        new.rename(target)
+        try:
+            new.rename(target)
+        except OSError:
+            with suppress(OSError):
+                old.rename(target)
+            raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

@@ -26,7 +26,7 @@ import torch
 
 from raafl.core.types import Assignment, Update, assignment_from_json, assignment_to_json
 from raafl.data.federated import ClientData
-from raafl.errors import RunFailed
+from raafl.errors import BadInput, RunFailed
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Layout, Submodels
 
@@ -288,6 +288,8 @@ class Pool(Executor):
                 raise RunFailed(
                     f"worker process {worker + 1} died (exit code {self._processes[worker].exitcode})"
                 ) from None
+            if "bad_input" in message:
+                raise BadInput(message["bad_input"])
             if "error" in message:
                 raise RuntimeError(f"a worker process failed:\n{message['error']}")
             self._take_in(message)
@@ -333,6 +335,8 @@ def _train(queue: _TaskQueue, pipe: connection.Connection, bench: _Bench, num_th
             pipe.send_bytes(json.dumps(bench.train(message)).encode())
     except (EOFError, OSError):
         pass
+    except BadInput as error:
+        pipe.send_bytes(json.dumps({"bad_input": str(error)}).encode())
     except BaseException:
         pipe.send_bytes(json.dumps({"error": traceback.format_exc()}).encode())
     finally:

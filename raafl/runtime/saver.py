@@ -108,7 +108,7 @@ def cause(error: BaseException) -> str:
         if isinstance(seen, OSError) and seen.strerror:
             return seen.strerror
         seen = seen.__cause__ or seen.__context__
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:

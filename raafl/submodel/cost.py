@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from raafl.submodel.spec import Spec
+from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.ledger import Ledger
@@ -88,20 +88,36 @@ def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slo
 
 def _step(submodels: Submodels, spec: Spec, batch: Any, num_slots: int) -> tuple[Step, int]:
     """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
-    run = _Run(submodels, spec, batch)
+    run, failure = _Run(submodels, spec, batch), None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu") if batch is not None else ():
         try:
             with torch.device(default):
                 return run.step(num_slots), run.held_bytes
-        except Exception:
-            run = _Run(submodels, spec, batch)
+        except Exception as error:
+            run, failure = _Run(submodels, spec, batch), error
+    if failure is not None and spec != FULL and _runs_whole(submodels, batch):
+        raise SpecError(
+            f"{type(submodels.module).__name__}.training_step runs with the whole model, but not with {spec}: "
+            f"{' '.join(str(failure).split())}: say in `submodel_axes` which dimensions go together"
+        ) from failure
     if batch is not None:
         try:
             return run.forward(num_slots), run.held_bytes
         except Exception:
             run = _Run(submodels, spec, batch)
     return run.update(num_slots), run.held_bytes
+
+
+def _runs_whole(submodels: Submodels, batch: Any) -> bool:
+    for default in ("meta", "cpu"):
+        try:
+            with torch.device(default):
+                _Run(submodels, FULL, batch).step(0)
+            return True
+        except Exception:
+            continue
+    return False
 
 
 class _Run:

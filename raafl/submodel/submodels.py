@@ -43,13 +43,9 @@ class Submodels:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        example_batch: Any = None,
-        *,
-        residual_width: bool | None = None,
+        self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
         batch_norm: BatchNorm | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
         Args:
@@ -112,6 +108,14 @@ class Submodels:
     def problem(self) -> str | None:
         """Why axes were not found, or only those of layers with axes of their own; None when nothing was in the way."""
         return self._problem if self._table else None
+
+    def why_whole(self) -> str:
+        """Return in words why there are no axes, with the layer in the way and the remedy."""
+        if self.problem is not None:
+            return self.problem
+        whole = [f"'{name}' ({reason})" for name, reason in list(self.kept_whole.items())[:3]]
+        found = f"kept whole are {', '.join(whole)}" if whole else "its forward calls no layers"
+        return f"{found}: declare `submodel_axes` on it"
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:

@@ -103,14 +103,14 @@ def test_what_cannot_be_is_refused(fields, message):
 
 def test_layers_that_are_not_there_are_named():
     message = r"lora.target_modules is \['q_proj'\]: Target modules .* not found .*such as classifier, dense, key, query, value, or"
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(ValueError, match=message):
         HFSequenceClassifier(architecture=BERT, lora=LoRA(target_modules=["q_proj"]))
 
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert HFSequenceClassifier(architecture=BERT).lora is None
-    with pytest.raises(FileNotFoundError, match=r"lora needs the package peft .*: pip install 'raafl\[hf\]'"):
+    with pytest.raises(ValueError, match=r"lora needs the package peft .*: pip install 'raafl\[hf\]'"):
         HFSequenceClassifier(architecture=BERT, lora=LoRA())
 
 
@@ -118,3 +118,15 @@ def test_a_model_without_adapters_does_not_import_peft():
     code = f"from model_zoo import HFSequenceClassifier; HFSequenceClassifier(architecture={BERT!r}); import sys; "
     code += "assert 'peft' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_a_layer_whose_weight_is_anothers_too_is_refused(layer):
+    """Merging its adapter would change the other layer, and the saved model would not be the one that was trained."""
+    qwen = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "intermediate_size": 16, "vocab_size": 30, "tie_word_embeddings": True}  # fmt: skip
+    with pytest.raises(
+        ValueError, match=rf"lora.target_modules names '.*{layer}', whose weight is also another layer's"
+    ):
+        HFCausalLM(architecture=qwen, lora=LoRA(target_modules=[layer]))
+    HFCausalLM(architecture={**qwen, "tie_word_embeddings": False}, lora=LoRA(target_modules=[layer]))

@@ -190,7 +190,8 @@ def test_nothing_to_cut_is_named():
     state = GlobalState(Submodels(Fixed()), Submodels(Fixed()).state(Fixed()))
     one = client()
     assert Rated()(one, fleet_of(one, state=state)).spec == FULL
-    assert "its rate is 0.5, but the model has nothing to cut" in Rated(rates=0.5).check(fleet_of(one, state=state))[0]
+    (problem,) = Rated(rates=0.5).check(fleet_of(one, state=state))
+    assert problem.startswith("rates are below 1, but the model has nothing to cut: ") and "submodel_axes" in problem
     assert "leave depth whole" in Rated(depth="leading").check(fleet_of(one))[0]
 
 

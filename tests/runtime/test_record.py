@@ -78,15 +78,22 @@ def test_bytes_are_counted_down_for_each_assignment_and_up_for_each_arrival(tmp_
     algorithm, more = RUNS[name]
     run = finish(experiment(tmp_path / "r", algorithm, **more))
 
-    def size(row):
-        """Float32 parameters of the MLP with the hidden units of the task's fragment: 20, 30 and 50 % of 24."""
-        hidden = {0: 24, 1: 5, 2: 7, 3: 12}[int(row["region"])]
-        return 4 * (64 * hidden + hidden + hidden * 10 + 10)
+    specs = {event["id"]: event["spec"] for event in run.events("assigned")}
+
+    def size(row, up=False):
+        """Float32 parameters of the MLP with the task's share of 24 hidden units; up go those of the layers that train."""
+        spec = specs[int(row["assignment"])]
+        kept = spec.get("kept", {}).get("layers.1", range(24))
+        hidden = kept["range"][1] - kept["range"][0] if isinstance(kept, dict) else len(kept)
+        if algorithm.name == "fed_raa":
+            assert hidden == {1: 5, 2: 7, 3: 12}[int(row["region"])]  # fragments of 20, 30 and 50 %
+        layers = {"layers.1": 64 * hidden + hidden, "layers.3": hidden * 10 + 10}
+        return 4 * sum(layers[layer] for layer in (spec.get("trained", layers) if up else layers))
 
     rows = run.rows()
     assert run.summary["bytes_down"] == sum(map(size, rows))
-    assert run.summary["bytes_up"] == sum(size(row) for row in rows if row["arrived_s"])
-    assert all(int(row["bytes_up"]) == size(row) for row in rows if row["arrived_s"])
+    assert run.summary["bytes_up"] == sum(size(row, up=True) for row in rows if row["arrived_s"])
+    assert all(int(row["bytes_up"]) == size(row, up=True) for row in rows if row["arrived_s"])
 
 
 def two(tmp_path, algorithm, **more):

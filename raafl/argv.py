@@ -14,7 +14,7 @@ def values(argv: Sequence[str], option: str) -> list[str]:
     """Return what ``argv`` gives for an option, each time; an option at the very end has the empty value."""
     return [
         item.partition("=")[2] if "=" in item else following
-        for item, following in zip(argv, [*argv[1:], ""], strict=True)
+        for item, following in zip(argv, [*argv, ""][1:], strict=True)
         if name_of(item) == option
     ]
 

@@ -320,13 +320,17 @@ def _whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
     texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
     parameters = inspect.signature(factory).parameters
     lines = [_paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]
+    indent = max([12, *(len(name) for name, _ in texts)]) + 1
     for name, text in texts:
         default = parameters[name].default
         shown = (
             "" if default is None else f" (default: {str(default).lower() if default in (True, False) else default})"
         )
         lines += textwrap.wrap(
-            " ".join(text.split()) + shown, max(width, 40), initial_indent=f"    {name:13}", subsequent_indent=" " * 17
+            " ".join(text.split()) + shown,
+            max(width, 40),
+            initial_indent=f"    {name:{indent}}",
+            subsequent_indent=" " * (indent + 4),
         )
     return "\n".join(lines)
 

@@ -30,6 +30,7 @@ from tests.federation import Finished
 
 HOST = "127.0.0.1"
 PY_SPY = os.path.join(os.path.dirname(sys.executable), "py-spy")
+READY_S = 20.0
 RANK = 0
 """The client that this process is; 0 in the test's own."""
 
@@ -38,7 +39,9 @@ def _rendezvous(experiment: Experiment, rank: int, store: Any) -> Rendezvous:
     return Rendezvous(rank, experiment.clients + 1, dist.PrefixStore("test", store), True, experiment)
 
 
-def _rank(experiment: Experiment, rank: int, told: Connection, before: Callable[[int], None] | None) -> None:
+def _rank(
+    experiment: Experiment, rank: int, told: Connection, ready: Connection, before: Callable[[int], None] | None
+) -> None:
     global RANK
     RANK = rank
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -46,9 +49,11 @@ def _rank(experiment: Experiment, rank: int, told: Connection, before: Callable[
         port = told.recv()
     except EOFError:
         os._exit(1)
+    store = dist.TCPStore(HOST, port, None, False, timeout=timedelta(seconds=10))
+    ready.send(True)
+    ready.close()
     if before is not None:
         before(rank)
-    store = dist.TCPStore(HOST, port, None, False, timeout=timedelta(seconds=10))
     try:
         if rank == 0:
             _serve(experiment, _rendezvous(experiment, 0, store), "", None)
@@ -69,22 +74,36 @@ class Ranks:
         """Fork the clients, and with ``fork_server`` rank 0; each calls ``before(rank)`` first.
 
         They are all forked before there is a store: its thread looks up names, and a process forked while it does waits
-        for ever for the resolver's lock.
+        for ever for the resolver's lock. One that does all the same, for the sake of another thread of this process, does
+        not get as far as the store, and another takes its place.
         """
-        self.experiment = experiment
-        context = mp.get_context("fork")
-        self.processes, tell = {}, []
-        for rank in range(0 if fork_server else 1, experiment.clients + 1):
-            told, telling = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(experiment, rank, told, before), daemon=True)
-            process.start()
-            told.close()
-            self.processes[rank] = process
-            tell.append(telling)
+        self.experiment, self._before = experiment, before
+        self.processes: dict[int, Any] = {}
+        gc.collect()  # stores of earlier tests go, with their threads
+        pipes = {rank: self._fork(rank) for rank in range(0 if fork_server else 1, experiment.clients + 1)}
         self.store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
-        for telling in tell:
+        for telling, _ in pipes.values():
             telling.send(self.store.port)
-            telling.close()
+        for rank, (_, ready) in pipes.items():
+            for _ in range(3):
+                if ready.poll(READY_S):  # it is there, or it is dead, which is for the test to find
+                    break
+                self.processes[rank].kill()
+                self.processes[rank].join()
+                telling, ready = self._fork(rank)
+                telling.send(self.store.port)
+
+    def _fork(self, rank: int) -> tuple[Connection, Connection]:
+        """Fork a rank; return the pipe to tell it the store's port by, and that by which it says that it has got there."""
+        context = mp.get_context("fork")
+        told, telling = context.Pipe(duplex=False)
+        ready, getting_ready = context.Pipe(duplex=False)
+        args = (self.experiment, rank, told, getting_ready, self._before)
+        self.processes[rank] = process = context.Process(target=_rank, args=args, daemon=True)
+        process.start()
+        told.close()
+        getting_ready.close()
+        return telling, ready
 
     def serve(self, inbox: Inbox | None = None) -> Finished:
         """Coordinate them to the end of the run."""

@@ -178,7 +178,7 @@ class Rated(Select):
         if isinstance(self.rates, dict):
             rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
         else:
-            rates = "/".join(f"{rate:g}" for rate in self._all_rates())
+            rates = ", ".join(f"{rate:g}" for rate in self._all_rates())
         depth = {"whole": "", "leading": " and the first blocks", "window": " of a window of blocks"}[self.depth]
         words = f"{self.selector} units{depth}, at most {rates} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}

@@ -214,7 +214,7 @@ def test_bad_arguments_are_named(arguments, message):
 
 
 def test_in_words():
-    assert str(Rated(rates=RATES)) == "leading units, at most 1/0.5625/0.25/0.0625 of the model"
+    assert str(Rated(rates=RATES)) == "leading units, at most 1, 0.5625, 0.25, 0.0625 of the model"
     assert str(Rated("rolling", {"phone": 0.5}, "width", "window", seconds=9)) == (
         "rolling units of a window of blocks, at most phone 0.5 of the width, 9 s"
     )

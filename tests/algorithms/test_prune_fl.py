@@ -25,7 +25,7 @@ def test_every_argument_reaches_its_part():
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == ChosenMean(by_samples=False, every=5, prunable=0.2)
     assert algorithm.describe()["select"] == (
-        "units by squared gradient per time, chosen every 5 rounds, at most 0.5/0.25 of the parameters"
+        "units by squared gradient per time, chosen every 5 rounds, at most 0.5, 0.25 of the parameters"
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,11 +9,9 @@ from raafl.algorithms import fed_avg, fed_buff
 from raafl.experiment import SubmodelOptions
 from raafl.parts import Rated
 from raafl.runtime import checkpoint
-from raafl.runtime.inbox import ScriptedInbox
-from tests.conformance.test_two_clocks import fingerprints, order_of
-from tests.federation import experiment, finish
+from tests.conformance.clocks import on_both_clocks
+from tests.federation import experiment
 from tests.numerics.test_batch_norm_runs import ConvNorm
-from tests.ranks import ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -31,11 +27,7 @@ def test_running_statistics_are_the_same_on_real_ranks(tmp_path, batch_norm):
     base = experiment(
         tmp_path / "simulated", VARIANTS[batch_norm], model=ConvNorm, submodels=options, max_updates=10, emulate=False
     )
-    simulated = finish(base)
-    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
-        real = fleet.serve(ScriptedInbox(order_of(simulated)))
-        assert set(fleet.exit_codes().values()) == {0}
-    assert fingerprints(real) == fingerprints(simulated) and real.digest == simulated.digest
+    simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]
     one, other = (checkpoint.load(run.folder).state_dict for run in (simulated, real))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())

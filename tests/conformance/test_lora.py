@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from raafl.data import FederatedData, Iid
 from raafl.rerun import replay
 from raafl.run import make_model
 from raafl.runtime import checkpoint
-from raafl.runtime.inbox import ScriptedInbox
 from tests.adapted import LAYERS, RANKS, Tokens, lora_bert, lora_run, rated, trained_bytes
-from tests.conformance.test_two_clocks import fingerprints, order_of, story
+from tests.conformance.clocks import on_both_clocks
 from tests.federation import finish
 from tests.ranks import ranks
 
@@ -80,15 +78,7 @@ def test_one_round_by_hand(tmp_path):
 )
 def test_both_runtimes_give_the_same_model(tmp_path, algorithm):
     base = lora_run(tmp_path / "simulated", algorithm, max_updates=8, emulate=False)
-    simulated = finish(base)
-    order = order_of(simulated)
-    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
-        real = fleet.serve(ScriptedInbox(order))
-        assert set(fleet.exit_codes().values()) == {0}
-    assert order_of(real) == order
-    assert fingerprints(real) == fingerprints(simulated)
-    assert story(real) == story(simulated)
-    assert real.digest == simulated.digest
+    _, real = on_both_clocks(base, tmp_path / "real")
     merged = [row for row in real.rows() if row["outcome"] == "merged"]
     frame = {int(row["bytes_down"]) - trained_bytes(RANKS[int(row["client"]) - 1]) for row in merged}
     assert 0 < min(frame) <= max(frame) < 4096, "beside the tensors only a header and the spec are sent"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from raafl.algorithms import fed_buff, fed_raa
 from raafl.parts.privacy import Privacy
 from raafl.parts.robust import Guard
-from raafl.runtime.inbox import ScriptedInbox
-from tests.conformance.test_two_clocks import fingerprints, order_of
-from tests.federation import experiment, finish
-from tests.ranks import ranks
+from tests.conformance.clocks import on_both_clocks
+from tests.federation import experiment
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -26,12 +22,7 @@ VARIANTS = {
 def test_a_protected_run_is_the_same_on_real_ranks(tmp_path, name):
     algorithm, protection = VARIANTS[name]
     base = experiment(tmp_path / "simulated", algorithm, max_updates=10, emulate=False, **protection)
-    simulated = finish(base)
-    order = order_of(simulated)
-    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
-        real = fleet.serve(ScriptedInbox(order))
-        assert set(fleet.exit_codes().values()) == {0}
-    assert fingerprints(real) == fingerprints(simulated) and real.digest == simulated.digest
+    simulated, real = on_both_clocks(base, tmp_path / "real")
     for field in ("updates_refused", "guard", "privacy"):
         assert real.summary.get(field) == simulated.summary.get(field)
     assert "outlier" in simulated.summary["updates_refused"] or name == "private"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from lightning import LightningDataModule
@@ -16,10 +14,8 @@ from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.data import Iid
 from raafl.parts import Rated
-from raafl.runtime.inbox import ScriptedInbox
-from tests.conformance.test_two_clocks import fingerprints, order_of, story
-from tests.federation import experiment, finish, unequal
-from tests.ranks import ranks
+from tests.conformance.clocks import on_both_clocks
+from tests.federation import experiment, unequal
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -74,14 +70,7 @@ def check_both(tmp_path, algorithm, model, data, *, rates=RATES, **fields):
         "train": Training(num_epochs=None, num_steps=2), **fields,
     }  # fmt: skip
     base = experiment(tmp_path / "simulated", algorithm, **fields)
-    simulated = finish(base)
-    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
-        real = fleet.serve(ScriptedInbox(order_of(simulated)))
-        assert set(fleet.exit_codes().values()) == {0}
-    assert order_of(real) == order_of(simulated)
-    assert fingerprints(real) == fingerprints(simulated)
-    assert story(real) == story(simulated)
-    assert real.digest == simulated.digest
+    simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]
     return simulated
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from raafl.algorithms import (
@@ -23,9 +21,8 @@ from raafl.algorithms import (
     ram_fed,
     timely_fl,
 )
-from raafl.runtime.inbox import ScriptedInbox
+from tests.conformance.clocks import on_both_clocks, order_of
 from tests.federation import SPEEDS, experiment, finish, unequal
-from tests.ranks import ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -54,50 +51,11 @@ VARIANTS = {
 DEVICES = {"timely_fl": unequal([speed / 1e4 for speed in SPEEDS])}
 
 
-def order_of(run):
-    """The script that a run's journal is."""
-    names = {"joined": "client", "lost": "client", "arrived": "assignment"}
-    return [(row["event"], row[names[row["event"]]]) for row in run.events() if row["event"] in names]
-
-
-def story(run):
-    """What was asked and answered, without times: those are the clock's."""
-    rows = run.rows()
-    fields = (
-        "client",
-        "task",
-        "assignment",
-        "spec",
-        "region",
-        "version",
-        "merged_version",
-        "staleness",
-        "num_samples",
-        "num_steps",
-        "loss",
-    )
-    return [{field: row[field] for field in fields} for row in rows if row["outcome"] == "merged"]
-
-
-def fingerprints(run):
-    return [
-        (row["assignment"], row["fingerprint"], row["num_samples"], row["refusal"]) for row in run.events("arrived")
-    ]
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
     more = {"devices": DEVICES[name]} if name in DEVICES else {}
     base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False, **more)
-    simulated = finish(base)
-    order = order_of(simulated)
-    with ranks(replace(base, output=str(tmp_path / "real"))) as fleet:
-        real = fleet.serve(ScriptedInbox(order))
-        assert set(fleet.exit_codes().values()) == {0}
-    assert order_of(real) == order
-    assert fingerprints(real) == fingerprints(simulated)
-    assert story(real) == story(simulated)
-    assert real.digest == simulated.digest
+    simulated, real = on_both_clocks(base, tmp_path / "real")
     assert (real.summary["runtime"], simulated.summary["runtime"]) == ("distributed", "simulated")
     for field in ("versions", "updates_merged", "staleness", "participation", "final"):
         assert real.summary[field] == simulated.summary[field]

@@ -20,9 +20,8 @@ from raafl.errors import BadInput
 from raafl.experiment import SubmodelOptions
 from raafl.parts import Rated
 from raafl.rerun import replay
-from raafl.run import simulate
 from raafl.runtime import checkpoint
-from raafl.runtime.saver import Saver
+from tests.crashed import crashed, simulated
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT
 
@@ -161,15 +160,6 @@ def test_static_statistics_are_those_of_the_training_data(tmp_path):
     torch.testing.assert_close(state["norm1.running_var"], first.var((0, 2, 3)), rtol=1e-3, atol=1e-5)
 
 
-class Crash(Exception):
-    """Stands for whatever ends a process between two events."""
-
-
-def simulated(*options):
-    parsed = parse("simulate", ["--progress=quiet", *options])
-    return simulate(parsed.experiment, parsed.config_yaml)[0]
-
-
 @pytest.mark.parametrize("batch_norm", ["merged", "static"])
 @pytest.mark.parametrize("name", ["fed_buff", "fed_async"])
 def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, name, batch_norm):
@@ -179,16 +169,7 @@ def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypa
     options += ["--train.num_steps=3", "--train.num_epochs=null"]
     options += ["--algorithm.buffer_size=2"] if name == "fed_buff" else []
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    with monkeypatch.context() as patch:
-        settled = iter(range(6, -1, -1))
-
-        def crash(self, action, now):
-            if next(settled) == 0:
-                raise Crash
-
-        patch.setattr(Saver, "on_settled", crash)
-        with pytest.raises(Crash):
-            simulated(*options, f"--output={tmp_path / 'cut'}")
+    crashed(monkeypatch, 7, *options, f"--output={tmp_path / 'cut'}")
     assert not checkpoint.load(tmp_path / "cut").state_dict["norm.running_mean"].eq(0).all()  # usable as it is
     resumed = simulated("--resume", str(tmp_path / "cut"))
     assert {k: v for k, v in resumed.items() if k != "wall_s"} == {k: v for k, v in whole.items() if k != "wall_s"}

@@ -21,8 +21,7 @@ from raafl.local.train import LocalTrainer
 from raafl.parts.privacy import Privacy
 from raafl.parts.robust import Guard
 from raafl.rerun import replay
-from raafl.run import simulate
-from raafl.runtime.saver import Saver
+from tests.crashed import crashed, simulated
 from tests.federation import experiment, finish, unequal
 from tests.habits.source import ROOT
 
@@ -48,30 +47,12 @@ def test_bounds_that_nothing_reaches_change_no_bit(tmp_path, name):
     assert bounded.summary["guard"]["clipped"] == 0 and "guard" not in plain.summary
 
 
-def simulated(*options):
-    parsed = parse("simulate", ["--progress=quiet", *options])
-    return simulate(parsed.experiment, parsed.config_yaml)[0]
-
-
-class Crash(Exception):
-    """Stands for whatever ends a process between two events."""
-
-
 @pytest.mark.parametrize("name", PROTECTIONS)
 def test_a_protected_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, name):
     algorithm, *options = PROTECTIONS[name]
     options = ["--config", CONFIG, "--algorithm", algorithm, *options, "--max_updates=16", "--checkpoint_every=1"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    with monkeypatch.context() as patch:
-        settled = iter(range(9, -1, -1))
-
-        def crash(self, action, now):
-            if next(settled) == 0:
-                raise Crash
-
-        patch.setattr(Saver, "on_settled", crash)
-        with pytest.raises(Crash):
-            simulated(*options, f"--output={tmp_path / 'cut'}")
+    crashed(monkeypatch, 10, *options, f"--output={tmp_path / 'cut'}")
     resumed = simulated("--resume", str(tmp_path / "cut"))
     assert {k: v for k, v in resumed.items() if k != "wall_s"} == {k: v for k, v in whole.items() if k != "wall_s"}
     assert replay(tmp_path / "cut")["equal"] is True

@@ -13,11 +13,9 @@ import psutil
 import pytest
 
 from raafl.algorithms import ALGORITHMS
-from raafl.config import parse
 from raafl.errors import BadInput
 from raafl.rerun import replay
-from raafl.run import simulate
-from raafl.runtime.saver import Saver
+from tests.crashed import crashed, simulated
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -25,27 +23,6 @@ DEVICES = (
     '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
     ' "availability": [[0.0, 0.3]], "period_s": 0.5}]'
 )
-
-
-class Crash(Exception):
-    """Stands for whatever ends a process between two events."""
-
-
-def simulated(*options: str) -> dict:
-    parsed = parse("simulate", ["--progress=quiet", *options])
-    return simulate(parsed.experiment, parsed.config_yaml)[0]
-
-
-def crash_after(monkeypatch, num_settled: int) -> None:
-    """Let the next run end without a word after so many settled tasks."""
-    seen = []
-
-    def on_settled(self, settled, now):
-        seen.append(settled)
-        if len(seen) == num_settled:
-            raise Crash
-
-    monkeypatch.setattr(Saver, "on_settled", on_settled)
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -63,10 +40,7 @@ def metric_rows(folder: Path) -> list[list[str]]:
 def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name, cut):
     options = ["--config", CONFIG, "--algorithm", name, "--max_updates=40", "--checkpoint_every=1"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    with monkeypatch.context() as patch:
-        crash_after(patch, cut)
-        with pytest.raises(Crash):
-            simulated(*options, f"--output={tmp_path / 'cut'}")
+    crashed(monkeypatch, cut, *options, f"--output={tmp_path / 'cut'}")
     assert not (tmp_path / "cut" / "summary.json").exists()
     resumed = simulated("--resume", str(tmp_path / "cut"))
     assert resumed["model_digest"] == whole["model_digest"]
@@ -80,10 +54,7 @@ def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatc
 def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
     options = ["--config", CONFIG, f"--devices={DEVICES}", "--max_updates=60", "--checkpoint_every=7"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    with monkeypatch.context() as patch:
-        crash_after(patch, 41)
-        with pytest.raises(Crash):
-            simulated(*options, "--workers=2", f"--output={tmp_path / 'cut'}")
+    crashed(monkeypatch, 41, *options, "--workers=2", f"--output={tmp_path / 'cut'}")
     resumed = simulated("--resume", str(tmp_path / "cut"), "--workers=2")
     assert resumed["model_digest"] == whole["model_digest"] and resumed["updates_lost"] == whole["updates_lost"] > 0
 

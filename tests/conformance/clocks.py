@@ -1,0 +1,55 @@
+"""One run on both clocks: simulated, and on real ranks that report in the simulated run's order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from raafl.experiment import Experiment
+from raafl.runtime.inbox import ScriptedInbox
+from tests.federation import Finished, finish
+from tests.ranks import ranks
+
+
+def order_of(run):
+    """The script that a run's journal is."""
+    names = {"joined": "client", "lost": "client", "arrived": "assignment"}
+    return [(row["event"], row[names[row["event"]]]) for row in run.events() if row["event"] in names]
+
+
+def story(run):
+    """What was asked and answered, without times: those are the clock's."""
+    rows = run.rows()
+    fields = (
+        "client",
+        "task",
+        "assignment",
+        "spec",
+        "region",
+        "version",
+        "merged_version",
+        "staleness",
+        "num_samples",
+        "num_steps",
+        "loss",
+    )
+    return [{field: row[field] for field in fields} for row in rows if row["outcome"] == "merged"]
+
+
+def fingerprints(run):
+    return [
+        (row["assignment"], row["fingerprint"], row["num_samples"], row["refusal"]) for row in run.events("arrived")
+    ]
+
+
+def on_both_clocks(experiment: Experiment, output: Path) -> tuple[Finished, Finished]:
+    """Run it simulated, then on real ranks in that order with its folder at ``output``; they are equal in all but times."""
+    simulated = finish(experiment)
+    with ranks(replace(experiment, output=str(output))) as fleet:
+        real = fleet.serve(ScriptedInbox(order_of(simulated)))
+        assert set(fleet.exit_codes().values()) == {0}
+    assert order_of(real) == order_of(simulated)
+    assert fingerprints(real) == fingerprints(simulated)
+    assert story(real) == story(simulated)
+    assert real.digest == simulated.digest
+    return simulated, real

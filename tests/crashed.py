@@ -1,0 +1,36 @@
+"""Simulated runs by their options, and what ends one between two events without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raafl.config import parse
+from raafl.run import simulate
+from raafl.runtime.saver import Saver
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process between two events."""
+
+
+def simulated(*options: str) -> dict[str, Any]:
+    """Run it to its end; return the summary."""
+    parsed = parse("simulate", ["--progress=quiet", *options])
+    return simulate(parsed.experiment, parsed.config_yaml)[0]
+
+
+def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:
+    """Run it until so many tasks are settled."""
+    seen = []
+
+    def on_settled(self: Saver, settled: Any, now: float) -> None:
+        seen.append(settled)
+        if len(seen) == num_settled:
+            raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "on_settled", on_settled)
+        with pytest.raises(Crash):
+            simulated(*options)

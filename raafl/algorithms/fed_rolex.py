@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from raafl.algorithms.hetero_fl import LEVELS
 from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.errors import refuse_unused
 from raafl.parts.merge import Mean
-from raafl.parts.rated import Rated, Rates
+from raafl.parts.rated import Rates, by_rate
 from raafl.parts.sample import Sample
 from raafl.parts.trigger import AllReported
 
@@ -46,13 +45,11 @@ def fed_rolex(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains instead of rolling windows, such as `raafl.parts.Rated`; rates must be left out then.
     """
-    if submodel is not None:
-        refuse_unused("submodel says what each client trains", rates=(rates, None))
     return Algorithm(
         name="fed_rolex",
         paper="Alam et al. 2022",
         sample=Sample(cohort, concurrency),
-        select=submodel or Rated("rolling", list(LEVELS) if rates is None else rates, "width", rounds="server"),
+        select=by_rate(submodel, "rolling", rates, LEVELS, "server"),
         local=Local(rescale=rescale),
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),

@@ -22,9 +22,8 @@ At rate 1, with all classes at every client, this is unweighted FedAvg, bit for 
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.errors import refuse_unused
 from raafl.parts.merge import Mean
-from raafl.parts.rated import Rated, Rates
+from raafl.parts.rated import Rates, by_rate
 from raafl.parts.sample import Sample
 from raafl.parts.trigger import AllReported
 
@@ -53,13 +52,11 @@ def hetero_fl(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains instead of leading parts, such as `raafl.parts.Rated`; rates must be left out then.
     """
-    if submodel is not None:
-        refuse_unused("submodel says what each client trains", rates=(rates, None))
     return Algorithm(
         name="hetero_fl",
         paper="Diao et al. 2021",
         sample=Sample(cohort, concurrency),
-        select=submodel or Rated("leading", list(LEVELS) if rates is None else rates, "width"),
+        select=by_rate(submodel, "leading", rates, LEVELS),
         local=Local(rescale=rescale, masked=masked),
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),

@@ -19,9 +19,8 @@ At rate 1 this is unweighted FedAvg, bit for bit.
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.errors import refuse_unused
 from raafl.parts.merge import Mean
-from raafl.parts.rated import Rated, Rates
+from raafl.parts.rated import Rates, by_rate
 from raafl.parts.sample import Sample
 from raafl.parts.trigger import AllReported
 
@@ -45,13 +44,11 @@ def oap(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains instead (P), such as `raafl.parts.Rated`; rates must be left out then.
     """
-    if submodel is not None:
-        refuse_unused("submodel says what each client trains", rates=(rates, None))
     return Algorithm(
         name="oap",
         paper="Zhou et al. 2022",
         sample=Sample(cohort, concurrency),
-        select=submodel or Rated("magnitude", list(LEVELS) if rates is None else rates, "width", rounds="server"),
+        select=by_rate(submodel, "magnitude", rates, LEVELS, "server"),
         local=Local(),
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),

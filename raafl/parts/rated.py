@@ -8,7 +8,7 @@ from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
-from raafl.errors import BadInput, fraction, nearest, positive
+from raafl.errors import BadInput, fraction, nearest, positive, refuse_unused
 from raafl.parts.selectors import SELECTORS, Budget, largest_rate, leading, steps, width_of, window, window_starts
 from raafl.parts.selectors.depth import stack_of
 from raafl.parts.selectors.units import Axes, axes_of
@@ -183,3 +183,21 @@ class Rated(Select):
         words = f"{self.selector} units{depth}, at most {rates} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
         return words + "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
+
+
+def by_rate(
+    submodel: Select | None,
+    selector: Literal["leading", "rolling", "random", "magnitude"],
+    rates: Rates | None,
+    levels: Sequence[float],
+    rounds: Rounds = "client",
+) -> Select:
+    """Return ``submodel``, or else each client's share of the width: ``rates``, or where that is None ``levels`` in turn.
+
+    Raises:
+        BadInput: both ``submodel`` and ``rates`` are given.
+    """
+    if submodel is None:
+        return Rated(selector, list(levels) if rates is None else rates, "width", rounds=rounds)
+    refuse_unused("submodel says what each client trains", rates=(rates, None))
+    return submodel

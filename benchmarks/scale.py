@@ -32,11 +32,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import Row, main
 from raafl import Experiment, fed_async, fed_buff, fed_raa
 from raafl._lean import import_lightning
+from raafl.build import build, make_executor
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Assignment, Update
 from raafl.data import Iid
 from raafl.devices import Device
-from raafl.run import Run, build, make_executor
+from raafl.run import Run
 from raafl.runtime.journal import read_events
 from raafl.runtime.pool import Executor
 from raafl.runtime.simulated import Simulation

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raafl.build import client_infos, client_parts, load_data
 from raafl.core.types import ClientInfo
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment
 from raafl.local.train import LocalTrainer
-from raafl.run import client_infos, client_parts, load_data
 from raafl.runtime.client import Client
 from raafl.runtime.session import Waits
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused

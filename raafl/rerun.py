@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from raafl.build import Parts, build, make_executor
 from raafl.config import load_experiment
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
-from raafl.run import Parts, build, make_executor
 from raafl.runtime import checkpoint
 from raafl.runtime.conditions import conditions, differences
 from raafl.runtime.replay import Replay, check_whole, read_run

@@ -1,28 +1,21 @@
-"""From an experiment to a finished run folder: builds every part once and hands them to one of the two runtimes."""
+"""From an experiment to a finished run folder: hands its parts to one of the two runtimes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raafl.build import Parts, build, client_infos, client_parts, load_data, make_executor
 from raafl.core import saving
-from raafl.core.algorithm import Fleet
-from raafl.core.coordinator import Coordinator
-from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, derive_seed
-from raafl.data.federated import ClientData, FederatedData
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
-from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.local.trial import explained, try_training
-from raafl.parts.pooled import pooled
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
@@ -33,112 +26,13 @@ from raafl.runtime.loggers import Loggers, hyper_parameters
 from raafl.runtime.record import RunRecord
 from raafl.runtime.saver import Saver
 from raafl.runtime.statistics import Filled, StaticStatistics
-from raafl.submodel import FULL, Submodels, skeleton
+from raafl.submodel import FULL
 
 if TYPE_CHECKING:
-    from lightning import LightningModule
-
     from raafl.runtime.distributed import Server
     from raafl.runtime.inbox import Inbox
-    from raafl.runtime.pool import Executor
     from raafl.runtime.rendezvous import Rendezvous
     from raafl.runtime.session import Session
-
-
-@dataclass
-class Parts:
-    """An experiment's parts on the server's side, built and checked."""
-
-    experiment: Experiment
-    data: FederatedData
-    module: LightningModule
-    submodels: Submodels
-    coordinator: Coordinator
-    clients: list[ClientInfo]
-
-
-def load_data(experiment: Experiment) -> FederatedData:
-    """Return the experiment's data, shared out among its clients."""
-    return FederatedData(experiment.data(), experiment.partition, experiment.clients, experiment.seed)
-
-
-def make_model(experiment: Experiment) -> LightningModule:
-    """Return the model with the initial weights that the seed decides."""
-    torch.manual_seed(derive_seed(experiment.seed, "model"))
-    try:
-        return experiment.model()
-    except BadInput:
-        raise
-    except (ValueError, TypeError) as error:  # of the model's own arguments, or its library's config
-        raise BadInput(f"the model cannot be made: {' '.join(str(error).split())[:400]}") from error
-
-
-def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
-    """Return what is known of clients 1..N before they join."""
-    pairs = zip(data.sizes, experiment.profiles(), strict=True)
-    return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
-
-
-def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True) -> Parts:
-    """Build the server's parts.
-
-    Args:
-        experiment: validated by `Experiment.check`.
-        pace: clients on the wall clock take their device's time.
-        min_clients: work starts once so many have joined; None = all that are available at the start.
-        count_lost: clients lost before the start count as joined.
-
-    Raises:
-        BadInput: data and clients, or clients and submodels, do not go together.
-    """
-    torch.set_num_threads(experiment.threads)
-    data = load_data(experiment)
-    module = make_model(experiment)
-    batch_size = experiment.train.batch_size or data.batch_size or 1
-    submodels = experiment.submodels.of(module, data.example_batch(2))
-    state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
-    submodels.hold(state.values)
-    clients = client_infos(experiment, data)
-    if min_clients is None:
-        min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
-    algorithm = pooled(experiment.protected(), submodels)
-    coordinator = Coordinator(
-        algorithm, state, experiment.limits(min_clients, count_lost),
-        training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
-    )  # fmt: skip
-    everyone = {client.id: client for client in clients}
-    fleet = Fleet(state, everyone, coordinator.fleet.rng, experiment.train, batch_size)
-    problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
-    if problems:
-        raise BadInput(
-            "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
-        )
-    return Parts(experiment, data, module, submodels, coordinator, clients)
-
-
-def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
-    """Return a trainer for the experiment's local part."""
-    algorithm = experiment.algorithm
-    try:
-        return LocalTrainer(
-            submodels, algorithm.local, algorithm.merge.sends, experiment.train, options,
-            max_built=max_built, pools=True,
-        )  # fmt: skip
-    except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
-        raise BadInput(
-            f"fabric.accelerator is '{options.accelerator}', fabric.precision '{options.precision}': "
-            f"{' '.join(str(error).split())}"
-        ) from error
-
-
-def client_parts(experiment: Experiment, data: FederatedData, options: FabricOptions) -> tuple[Submodels, LocalTrainer]:
-    """Return what a client's own process needs of the model: its structure, and the values of parameters that are frozen."""
-    with skeleton():
-        module = experiment.model()
-    submodels = experiment.submodels.of(module, data.example_batch(2))
-    if submodels.frozen:
-        submodels.hold(make_model(experiment))
-    return submodels, make_trainer(experiment, submodels, options, max_built=1)
 
 
 class Run:
@@ -274,29 +168,6 @@ class Run:
         self.saver.close()
         self.loggers.close()
         self._interrupt.__exit__(None, None, None)
-
-
-def make_executor(parts: Parts, workers: int, own: Mapping[int, ClientData] | None = None) -> Executor:
-    """Return what trains the tasks of a simulated run or a replay, in so many processes.
-
-    Args:
-        parts: the run's.
-        workers: number of processes.
-        own: data of clients that do not train on their share of the run's.
-    """
-    from raafl.runtime.pool import Inline, Pool
-
-    own, max_built = own or {}, min(16, 2 * len(parts.clients))
-    trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built)
-
-    def data_of(client: int) -> ClientData:
-        return own[client] if client in own else parts.data.client(client)
-
-    for client in parts.clients:  # before workers are forked, so that they share what each client caches
-        data_of(client.id)
-    if workers > 1:
-        return Pool(trainer, data_of, parts.submodels, workers)
-    return Inline(trainer, data_of)
 
 
 def simulate(experiment: Experiment, config_yaml: str = "", progress_file: Any = None) -> tuple[dict[str, Any], Path]:

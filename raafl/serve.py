@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.build import build
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
 from raafl.fit_local import NOTE
-from raafl.run import Run, build, coordinate, make_server
+from raafl.run import Run, coordinate, make_server
 from raafl.runtime import resume
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms

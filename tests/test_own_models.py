@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.algorithms import ALGORITHMS, fed_avg
+from raafl.build import build, make_model
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
 from raafl.parts.rated import Rated
-from raafl.run import build
 from tests.federation import experiment, finish
 
 HALVED = {"algorithm": fed_avg(submodel=Rated(rates=[1.0, 0.25]))}
@@ -152,7 +152,7 @@ def test_no_merge_changes_a_frozen_bit(tmp_path, name, monkeypatch):
     finish(experiment(tmp_path / "run", name, model=Frozen, max_updates=8))
     (parts,) = built
     torch.manual_seed(0)
-    now, first = parts.coordinator.state.values["base.weight"], raafl.run.make_model(parts.experiment).base.weight
+    now, first = parts.coordinator.state.values["base.weight"], make_model(parts.experiment).base.weight
     assert torch.signbit(first[first == 0]).any(), "no -0.0 to keep"
     assert torch.equal(now.view(torch.int32), first.detach().view(torch.int32))
 

@@ -21,10 +21,16 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from raafl.core.local import Hook, Local, Task
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.devices.profiles import TaskTime
+from raafl.submodel.cost import Cost
 from raafl.submodel.spec import Spec
+
+__all__ = [
+    "Algorithm", "Fleet", "Hook", "Local", "Merge", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
+]  # fmt: skip
 
 Restart = Literal["arrival", "merge"]
 
@@ -64,6 +70,7 @@ class Fleet:
         batch_size: local batch size, for memory.
         cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
         seed: the run's, for draws that must not depend on those before them.
+        local: what clients do with their submodels, for what it costs.
     """
 
     state: GlobalState
@@ -73,10 +80,15 @@ class Fleet:
     batch_size: int
     cache: MutableMapping[Any, Any] = field(default_factory=dict)
     seed: int = 0
+    local: Local = field(default_factory=Local)
+
+    def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
+        """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""
+        return self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute and upload."""
-        cost = self.state.submodels.cost(work.spec, self.batch_size)
+        cost = self.cost(work.spec, work.extra)
         samples = self.training.samples(work, client.num_samples, self.batch_size)
         moved_bytes = cost.moved_bytes_per_sample * samples
         return client.profile.task_time(cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes, moved_bytes)
@@ -88,7 +100,7 @@ class Fleet:
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
         """Return whether the memory that a task of ``spec`` is predicted to need, `Cost.peak_bytes`, is within the client's."""
         budget = client.profile.memory_bytes
-        return budget == float("inf") or self.state.submodels.cost(spec, self.batch_size).peak_bytes <= budget
+        return budget == float("inf") or self.cost(spec).peak_bytes <= budget
 
 
 class Select(ABC):
@@ -121,30 +133,6 @@ class Select(ABC):
     def notes(self, fleet: Fleet) -> list[str]:
         """Return what the user is to know at the start, one line each."""
         return []
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """What does the client do with it? Hooks around the user's own training step.
-
-    Attributes:
-        prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
-            mu in FedProx); 0 = none.
-        rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
-        masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss).
-    """
-
-    prox: float = 0.0
-    rescale: bool = False
-    masked: bool = False
-
-    def __str__(self) -> str:
-        """Return the answer in words."""
-        words = "SGD on the loss"
-        if self.prox:
-            words += f" + proximal term {self.prox:g}"
-        words += ", activations rescaled" if self.rescale else ""
-        return words + (", logits of absent classes masked" if self.masked else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,4 +239,8 @@ class Algorithm:
 
     def notes(self, fleet: Fleet, num_clients: int) -> list[str]:
         """Return what its parts have to say at the start."""
-        return self.select.notes(fleet) + self.merge.notes(fleet.state, num_clients)
+        return (
+            self.select.notes(fleet)
+            + self.local.notes(fleet.state.submodels)
+            + self.merge.notes(fleet.state, num_clients)
+        )

@@ -54,7 +54,7 @@ class Coordinator:
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.finished: str | None = None
         self.rng = random.Random(derive_seed(seed, "coordinator"))
-        self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size, seed=seed)
+        self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local)
         self._absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -209,7 +209,7 @@ class Coordinator:
             id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
             spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
             seed=derive_seed(self.seed, client.id, task), assigned_s=now,
-            pace_s=self.fleet.cost_s(client, work) if self.pace else 0.0,
+            pace_s=self.fleet.cost_s(client, work) if self.pace else 0.0, extra=work.extra,
         )  # fmt: skip
         self.roster.start(assignment)
         self._actions.append(Assign(assignment))

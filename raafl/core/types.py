@@ -44,12 +44,14 @@ class Work:
         region: index j of the region whose merges q(j) this work counts towards (0 for a whole model).
         num_epochs: local epochs; None = the run's own setting.
         num_steps: local steps; None = the run's own setting.
+        extra: what the local part is to be told beside this: small plain data, as JSON can say it.
     """
 
     spec: Spec = FULL
     region: int = 0
     num_epochs: int | None = None
     num_steps: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Assignment:
         version: global version tau the submodel is cut from.
         seed: decides data order, dropout and every other draw of the task.
         pace_s: in a wall-clock run, the least time the task may take (an emulated slow device); 0 = as fast as it goes.
+        extra: for the local part, see `Work.extra`.
     """
 
     id: int
@@ -77,6 +80,7 @@ class Assignment:
     seed: int
     assigned_s: float
     pace_s: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(slots=True)
@@ -90,6 +94,8 @@ class Update:
         metrics: means over the task of the training loss and of what the module logged.
         train_s: seconds the client spent in the task, on the runtime's clock.
         fingerprint: hex digest of the tensors' bytes, for the journal.
+        extra: what the local part tells the merge beside the tensors: small plain data, as JSON can say it. It comes from
+            the client: a merge that uses it looks at it in `Merge.problem`.
     """
 
     assignment: int
@@ -103,6 +109,7 @@ class Update:
     bytes_down: int = 0
     bytes_up: int = 0
     fingerprint: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
     refusal: str | None = None  # set by the transport when the content may not be merged (non-finite, wrong layout)
 
 
@@ -313,6 +320,7 @@ def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
         "seed": assignment.seed,
         "assigned_s": assignment.assigned_s,
         "pace_s": assignment.pace_s,
+        **({"extra": dict(assignment.extra)} if assignment.extra else {}),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raafl.core.algorithm import Local, Training
+from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
@@ -178,7 +178,7 @@ class LocalTrainer:
         seed_everything(assignment.seed, self.fabric.device)
         self._generator.manual_seed(assignment.seed)
         with masking:
-            num_steps, loss = self._steps(built, assignment, received, data)
+            num_steps, loss, extra = self._steps(built, assignment, received, data)
         self._check_base(built)
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
@@ -194,6 +194,7 @@ class LocalTrainer:
             data.num_samples,
             num_steps,
             metrics,
+            extra=extra,
         )
         update.refusal = None if built.trained.is_finite() else "non-finite"
         return update
@@ -231,34 +232,47 @@ class LocalTrainer:
 
     def _steps(
         self, built: _Built, assignment: Assignment, received: FlatTensors, data: ClientData
-    ) -> tuple[int, float]:
-        """Do the local steps; return how many optimiser steps there were and the mean loss."""
+    ) -> tuple[int, float, dict[str, Any]]:
+        """Do the local steps; return how many optimiser steps there were, the mean loss, and what the hook has to say."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps
         if steps is not None:
             epochs = None
-        pull = self._pull(built, received) if self.local.prox else None
-        module, optimizer, accumulate = built.module, built.optimizer, self.options.accumulate_grad_batches
-        device, num_batches, num_steps = self.fabric.device, 0, 0
+        accumulate, device = self.options.accumulate_grad_batches, self.fabric.device
         per_epoch = data.num_batches(self.training.batch_size)
+        hook = self._hook(built, assignment, received, steps if steps is not None else per_epoch * (epochs or 1))
+        num_batches, num_steps = 0, 0
         total: Tensor | float = 0.0
-        for batch in data.batches(self._generator, self.training.batch_size, num_epochs=epochs, num_steps=steps):
-            if self.stop is not None and self.stop.is_set():
-                raise Stopped
-            loss = self._loss(module, to_device(batch, device), num_batches)
-            total = total + loss.detach()
-            self._strategy.backward(loss / accumulate if accumulate > 1 else loss, None)
-            num_batches += 1
-            in_epoch = num_batches % per_epoch
-            ends_epoch = in_epoch == 0
-            if ends_epoch or in_epoch % accumulate == 0 or num_batches == steps:
-                num_steps += 1
-                self._update(module, optimizer, pull)
-                for scheduler, interval in built.schedulers:
-                    if interval == "step" or ends_epoch:
-                        scheduler.step()
-        return num_steps, float(total) / max(num_batches, 1)
+        try:
+            for batch in data.batches(self._generator, self.training.batch_size, num_epochs=epochs, num_steps=steps):
+                if self.stop is not None and self.stop.is_set():
+                    raise Stopped
+                loss = hook.loss(to_device(batch, device), num_batches)
+                total = total + loss.detach()
+                hook.backward(loss / accumulate if accumulate > 1 else loss)
+                num_batches += 1
+                in_epoch = num_batches % per_epoch
+                ends_epoch = in_epoch == 0
+                if ends_epoch or in_epoch % accumulate == 0 or num_batches == steps:
+                    num_steps += 1
+                    hook.update()
+                    for scheduler, interval in built.schedulers:
+                        if interval == "step" or ends_epoch:
+                            scheduler.step()
+            return num_steps, float(total) / max(num_batches, 1), hook.finish()
+        finally:
+            hook.close()
+
+    def _hook(self, built: _Built, assignment: Assignment, received: FlatTensors, num_batches: int) -> Hook:
+        pull = self._pull(built, received) if self.local.prox else None
+        task = Task(
+            assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
+            loss=lambda batch, index: self._loss(built.module, batch, index),
+            backward=lambda loss: self._strategy.backward(loss, None),
+            update=lambda: self._update(built.module, built.optimizer, pull),
+        )  # fmt: skip
+        return self.local.hook(task)
 
     def _loss(self, module: nn.Module, batch: Any, index: int) -> Tensor:
         if self._mixed:

@@ -85,7 +85,7 @@ class Dealt(Select):
     def _problem(self, client: ClientInfo, fleet: Fleet, spec: Spec) -> str:
         return (
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, one of {self._num_shares(fleet)} equal shares "
-            f"needs {fleet.state.submodels.cost(spec, fleet.batch_size).peak_bytes:.4g} to train: raise memory_bytes, use a "
+            f"needs {fleet.cost(spec).peak_bytes:.4g} to train: raise memory_bytes, use a "
             "smaller batch, or more subnets"
         )
 

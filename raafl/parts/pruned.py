@@ -147,7 +147,7 @@ class Pruned(Select):
         submodels, num_axes = fleet.state.submodels, len({name for name, _ in order})
         if not order:
             return FULL
-        params = self._limit().rate(client) * submodels.cost(FULL, fleet.batch_size).params
+        params = self._limit().rate(client) * fleet.cost(FULL).params
         budget = Budget(client.profile.memory_bytes, params=params)
 
         def best(number: float) -> Spec:
@@ -158,7 +158,7 @@ class Pruned(Select):
             return Spec.keep({name: sorted(mine) for name, mine in kept.items() if name not in whole})
 
         number = largest_rate(
-            best, lambda spec: submodels.cost(spec, fleet.batch_size), budget, rates=range(num_axes, len(order) + 1),
+            best, fleet.cost, budget, rates=range(num_axes, len(order) + 1),
             who=f"client {client.id}",
         )  # fmt: skip
         return best(number)

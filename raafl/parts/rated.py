@@ -139,11 +139,9 @@ class Rated(Select):
             return self._with_depth(submodels, leading(submodels.axes, width), width, starts, 0)
 
         def fits(spec: Spec) -> bool:
-            return not budget.over(submodels.cost(spec, fleet.batch_size))
+            return not budget.over(fleet.cost(spec))
 
-        width = largest_rate(
-            spec, lambda spec: submodels.cost(spec, fleet.batch_size), budget, rates=rates, who=f"client {client.id}"
-        )
+        width = largest_rate(spec, fleet.cost, budget, rates=rates, who=f"client {client.id}")
         if self.depth != "window":
             return width, []
         # the lowest window is the cheapest, and fits; frozen blocks below make others dearer
@@ -153,7 +151,7 @@ class Rated(Select):
     def _budget(self, client: ClientInfo, fleet: Fleet) -> Budget:
         limits = {name: getattr(self, name) for name in ("seconds", "flops", "wire_bytes")}
         if self.rate_of == "parameters":
-            limits["params"] = self.rate(client) * fleet.state.submodels.cost(Spec(), fleet.batch_size).params
+            limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
         given = {name: limit for name, limit in limits.items() if limit is not None}
         return Budget(client.profile.memory_bytes, profile=client.profile, samples=max(samples, 1), **given)

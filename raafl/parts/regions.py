@@ -112,7 +112,7 @@ class Regions(Select):
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):
-                need = fleet.state.submodels.cost(self._widest(fleet.state.submodels, 1), fleet.batch_size).peak_bytes
+                need = fleet.cost(self._widest(fleet.state.submodels, 1)).peak_bytes
                 problems.append(
                     f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, too small for one of "
                     f"{self.regions} regions (which needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or "

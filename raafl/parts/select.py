@@ -39,7 +39,7 @@ class Full(Select):
         spec = Work().spec
         return [
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, the full model needs "
-            f"{fleet.state.submodels.cost(spec, fleet.batch_size).peak_bytes:.4g} to train: raise memory_bytes, use a "
+            f"{fleet.cost(spec).peak_bytes:.4g} to train: raise memory_bytes, use a "
             "smaller batch or model, or an algorithm that assigns submodels"
             for client in fleet.clients.values()
             if not fleet.fits(client, spec)
@@ -163,7 +163,7 @@ class Fragments(Select):
 
     def _ranking(self, fleet: Fleet) -> Ranking:
         if "ranking" not in fleet.cache:
-            sizes = [fleet.state.submodels.cost(spec, fleet.batch_size).params for spec in self.specs(fleet)]
+            sizes = [fleet.cost(spec).params for spec in self.specs(fleet)]
             rows = ((c.id, c.profile.flops_per_s, self._costs(c, fleet)) for c in fleet.clients.values())
             fleet.cache["ranking"] = Ranking(sizes, rows)
         ranking: Ranking = fleet.cache["ranking"]
@@ -209,7 +209,7 @@ class Fragments(Select):
         specs, costs = self.specs(fleet), self._costs(client, fleet)
         fitting = [j for j in range(len(specs)) if fleet.fits(client, specs[j])]
         if not fitting:
-            need = min(fleet.state.submodels.cost(spec, fleet.batch_size).peak_bytes for spec in specs)
+            need = min(fleet.cost(spec).peak_bytes for spec in specs)
             return (
                 f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, too small for any fragment "
                 f"(the smallest needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or more "

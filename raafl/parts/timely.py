@@ -215,7 +215,7 @@ def _layers(fleet: Fleet) -> list[tuple[float, Spec]]:
 
 
 def _problem(client: ClientInfo, fleet: Fleet) -> str:
-    need = fleet.state.submodels.cost(_layers(fleet)[-1][1], fleet.batch_size).peak_bytes
+    need = fleet.cost(_layers(fleet)[-1][1]).peak_bytes
     return (
         f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, training the last layer alone needs "
         f"{need:.4g}: raise memory_bytes, or use a smaller batch or model"

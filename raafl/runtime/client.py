@@ -142,6 +142,7 @@ class Client:
         except Stopped:
             return  # what the reader has to say comes next
         meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": _finite(update.metrics)}
+        meta |= {"extra": dict(update.extra)} if update.extra else {}
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
         try:
             self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, update.tensors))

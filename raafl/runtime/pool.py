@@ -142,6 +142,7 @@ class _Bench:
             "num_steps": update.num_steps,
             "metrics": update.metrics,
             "refusal": update.refusal,
+            "extra": dict(update.extra),
         }
 
 
@@ -306,7 +307,8 @@ class Pool(Executor):
         layout = self._submodels.layout(assignment.spec, "trained")
         task.update = Update(
             assignment.id, assignment.client, assignment.incarnation, self._slots.view(task.slot, layout),
-            answer["num_samples"], answer["num_steps"], answer["metrics"], refusal=answer["refusal"],
+            answer["num_samples"], answer["num_steps"], answer["metrics"], extra=answer["extra"],
+            refusal=answer["refusal"],
         )  # fmt: skip
         self._supply()
 

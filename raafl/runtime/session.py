@@ -246,7 +246,7 @@ class Session(threading.Thread):
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
         return Update(
             answer.assignment, self.client, self.incarnation, answer.tensors, _count(meta, "num_samples", least=1),
-            _count(meta, "num_steps"), _metrics(meta),
+            _count(meta, "num_steps"), _metrics(meta), extra=_extra(meta),
         )  # fmt: skip
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -275,6 +275,13 @@ def _count(meta: dict[str, Any], field: str, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
         raise Refused("bad-json", f"{field} is {value!r}")
     return value
+
+
+def _extra(meta: dict[str, Any]) -> dict[str, Any]:
+    extra = meta.get("extra", {})
+    if not isinstance(extra, dict):
+        raise Refused("bad-json", "extra is not a table")
+    return extra
 
 
 def _metrics(meta: dict[str, Any]) -> dict[str, float]:

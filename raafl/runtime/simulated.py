@@ -155,7 +155,7 @@ class Simulation:
         update = self.executor.result(assignment.id)
         self._snapshots.give_back(snapshot)
         update.train_s = due.time.total_s
-        cost = self.coordinator.state.submodels.cost(assignment.spec, self.coordinator.fleet.batch_size)
+        cost = self.coordinator.fleet.cost(assignment.spec, assignment.extra)
         update.bytes_down, update.bytes_up = cost.down_bytes, cost.up_bytes
         self.record.moved(up=cost.up_bytes)
         return Arrived(update)
@@ -218,7 +218,7 @@ class Simulation:
     def _task_time(self, assignment: Assignment) -> TaskTime:
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
         return fleet.task_time(client, work)
 
     def _evaluate(self, version: int) -> None:

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from raafl.algorithms import fed_avg, fed_raa
+from raafl.build import make_model
 from raafl.core.algorithm import Training
 from raafl.data import FederatedData, Iid
 from raafl.rerun import replay
-from raafl.run import make_model
 from raafl.runtime import checkpoint
 from tests.adapted import LAYERS, RANKS, Tokens, lora_bert, lora_run, rated, trained_bytes
 from tests.conformance.clocks import on_both_clocks

@@ -38,8 +38,9 @@ def test_config_says_how_to_run_it(config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_config_builds(config, tmp_path, request):
     """Model, data, partition, devices and algorithm are built; the model is measured and tried for one step."""
+    from raafl.build import build
     from raafl.config import load_experiment
-    from raafl.run import Run, build
+    from raafl.run import Run
 
     options = ["--output", str(tmp_path / "run"), "--progress", "quiet"]
     text = (ROOT / config).read_text()

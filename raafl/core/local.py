@@ -1,0 +1,125 @@
+"""What a client does with its submodel: hooks around the steps of the user's own module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raafl.submodel.cost import Cost
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.spec import Spec
+
+if TYPE_CHECKING:
+    from raafl.core.types import Assignment
+    from raafl.submodel.submodels import Submodels
+
+
+@dataclass(slots=True)
+class Task:
+    """One task under way on a client, as a hook sees it.
+
+    Attributes:
+        assignment: what was asked for.
+        submodels: of the model.
+        module: the small module that trains; it lives on, so that what a hook does to it has to be undone in `Hook.close`.
+        optimizer: its own, as `configure_optimizers` made it.
+        received: values as received, by name; to be read.
+        num_batches: how many batches the task has.
+        generator: seeded by the assignment; the data's order is drawn from it.
+        loss: ``loss(batch, index)``: `training_step`, in the precision of the run.
+        backward: backward pass of a loss.
+        update: proximal pull and gradient clipping, if any, then the optimiser's step; gradients are None afterwards.
+    """
+
+    assignment: Assignment
+    submodels: Submodels
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    received: FlatTensors
+    num_batches: int
+    generator: torch.Generator
+    loss: Callable[[Any, int], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    update: Callable[[], None]
+
+
+class Hook:
+    """Around the steps of one task: plain training, of which a method replaces what it does otherwise.
+
+    A task is a pure function of its assignment, the values received and the client's data: a hook keeps nothing from one
+    task to the next. What is to be remembered goes to the server in the answer of `finish`, and comes back in
+    `Assignment.extra`.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Begin; called after the task's seed is set, before its first batch."""
+        self.task = task
+
+    def loss(self, batch: Any, index: int) -> torch.Tensor:
+        """Return the loss of a batch, a scalar."""
+        return self.task.loss(batch, index)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of ``loss``, which is divided by the number of batches that are accumulated."""
+        self.task.backward(loss)
+
+    def update(self) -> None:
+        """Make one optimiser step."""
+        self.task.update()
+
+    def finish(self) -> dict[str, Any]:
+        """Return what the server is to be told beside the values, `Update.extra`; called after the last step."""
+        return {}
+
+    def close(self) -> None:
+        """Undo what was done to the module; called however the task ends."""
+        return
+
+
+@dataclass(frozen=True)
+class Local:
+    """What does the client do with it? Hooks around the user's own training step.
+
+    A method that does more than these settings is a subclass, in `raafl.parts`, with a `hook` of its own.
+
+    Attributes:
+        prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
+            mu in FedProx); 0 = none.
+        rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
+        masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss).
+    """
+
+    prox: float = field(default=0.0, kw_only=True)
+    rescale: bool = field(default=False, kw_only=True)
+    masked: bool = field(default=False, kw_only=True)
+
+    def prepare(self, module: Any) -> Any:
+        """Return the model as this method trains it, such as with heads of its own; on server and clients, also without values.
+
+        Raises:
+            BadInput: the method cannot be used on it.
+        """
+        return module
+
+    def hook(self, task: Task) -> Hook:
+        """Return what runs the steps of ``task``."""
+        return Hook(task)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return what a task of ``spec`` costs a client that trains it this way, at a batch size."""
+        return submodels.cost(spec, batch_size)
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Return what the user is to know at the start, one line each."""
+        return []
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = "SGD on the loss"
+        if self.prox:
+            words += f" + proximal term {self.prox:g}"
+        words += ", activations rescaled" if self.rescale else ""
+        return words + (", logits of absent classes masked" if self.masked else "")

@@ -58,7 +58,7 @@ class _Built:
         self.module._fabric = fabric
         self.recorder = Recorder()
         self.recorder.attach(self.module)
-        self.optimizer, self.schedulers = configure(self.module)
+        self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
         held = {} if submodels.base is None else submodels.frozen
@@ -70,11 +70,18 @@ class _Built:
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self.module.train()
         if self.schedulers:
-            self.optimizer, self.schedulers = configure(self.module)
+            self._configure()
             return
         self.optimizer.state.clear()
         for group, fresh in zip(self.optimizer.param_groups, self._groups, strict=True):
             group.update(fresh)
+
+    def _configure(self) -> None:
+        self.schedulers: list[tuple[Any, str]] = []
+        if any(p.requires_grad for p in self.module.parameters()):
+            self.optimizer, self.schedulers = configure(self.module)
+        else:  # the spec freezes all of it: a hook has its own way, or there is nothing to do; optimisers refuse an empty list
+            self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
 
 def configure(module: nn.Module) -> tuple[Optimizer, list[tuple[Any, str]]]:

@@ -30,7 +30,7 @@ from raafl.core.algorithm import Algorithm, Local
 from raafl.errors import BadInput
 from raafl.parts.merge import Mean, ServerKind, ServerOptimizer
 from raafl.parts.sample import Sample
-from raafl.parts.timely import Interval, Layers, Timely
+from raafl.parts.timely import Cut, Interval, Layers, Timely
 
 
 def timely_fl(
@@ -41,6 +41,7 @@ def timely_fl(
     server_lr: float = 0.01,
     cohort: int | None = None,
     concurrency: int | None = None,
+    cut: Cut = "layers",
 ) -> Algorithm:
     """Make TimelyFL.
 
@@ -53,6 +54,7 @@ def timely_fl(
         server_lr: learning rate of the server optimizer; to be left out without one.
         cohort: clients drawn in a round, uniformly (the training concurrency n); None = all.
         concurrency: how many of them work at a time, the others start late; None = no cap.
+        cut: what a client that is short of time does without: layers (the paper's), or width, for a physically smaller model.
     """
     if server_optimizer is None and server_lr != 0.01:
         raise BadInput(
@@ -62,7 +64,7 @@ def timely_fl(
         name="timely_fl",
         paper="Zhang et al. 2023",
         sample=Sample(cohort, concurrency),
-        select=Timely(participation, adaptive, layers),
+        select=Timely(participation, adaptive, layers, cut),
         local=Local(),
         trigger=Interval(),
         merge=Mean() if server_optimizer is None else ServerOptimizer(server_optimizer, server_lr),

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Fleet, Restart, Select, Trigger, Waiting
 from raafl.core.types import Assignment, ClientInfo, Work
-from raafl.errors import BadInput, fraction, nearest
+from raafl.errors import BadInput, fraction, nearest, refuse_unused
+from raafl.parts.selectors import leading, steps
 from raafl.submodel import Spec, Submodels, last_fraction
 
 MEMORY = "timely_fl"
@@ -22,6 +23,8 @@ SLACK = 1 + 1e-9
 
 Layers = Literal["time", "share"]
 LAYERS: tuple[Layers, ...] = ("time", "share")
+Cut = Literal["layers", "width"]
+CUTS: tuple[Cut, ...] = ("layers", "width")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +103,23 @@ class Timely(Select):
         layers: share = the last layers that hold at most alpha_c of the parameters, as in the paper; time = of these
             as many as are predicted to be trained and sent within T_k. The two differ because frozen layers still run
             forward and are still received.
+        cut: what a client that is short of time does without: layers trains the last ones of the whole model (the paper's);
+            width trains all layers of a smaller model, of the first units of each axis, as wide as T_k allows.
     """
 
     participation: float = 0.5
     adaptive: bool = True
     layers: Layers = "time"
+    cut: Cut = "layers"
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a participation outside (0, 1] or an unknown choice of layers."""
+        """Raise `BadInput` for a participation outside (0, 1], or an unknown or unused choice."""
         fraction("participation", self.participation)
-        if self.layers not in LAYERS:
-            raise BadInput(f"layers is '{self.layers}': {nearest(self.layers, LAYERS)}")
+        for name, known in (("layers", LAYERS), ("cut", CUTS)):
+            if getattr(self, name) not in known:
+                raise BadInput(f"{name} is '{getattr(self, name)}': {nearest(getattr(self, name), known)}")
+        if self.cut == "width":
+            refuse_unused("cut is 'width', and every layer trains", layers=(self.layers, "time"))
 
     # ---- reports, and the interval they give ----
 
@@ -166,12 +175,24 @@ class Timely(Select):
             )
             return share <= given.share * SLACK and in_time and fleet.fits(client, spec)
 
-        every = _layers(fleet)
+        every = self._submodels(fleet)
         place = 0 if may(every[0]) else bisect_left(every, True, hi=len(every) - 1, key=may)
         spec = every[place][1]
         if not fleet.fits(client, spec):
-            raise BadInput(_problem(client, fleet))
+            raise BadInput(self._problem(client, fleet))
         return self._work(given.num_units, spec, fleet)
+
+    def _submodels(self, fleet: Fleet) -> list[tuple[float, Spec]]:
+        """Return what a client may get, the largest first, with the share alpha_c that it takes, 0 for any."""
+        submodels = fleet.state.submodels
+        if "submodels" not in fleet.cache:
+            if self.cut == "layers":
+                found = last_layers(submodels)
+            else:
+                found = [(0.0, leading(submodels.axes, width)) for width in reversed(steps(submodels.axes))]
+            fleet.cache["submodels"] = found
+        every: list[tuple[float, Spec]] = fleet.cache["submodels"]
+        return every
 
     def _work(self, num_units: int, spec: Spec, fleet: Fleet) -> Work:
         training = fleet.training
@@ -192,11 +213,21 @@ class Timely(Select):
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client whose memory not even the training of the last layer fits."""
-        return [_problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, _layers(fleet)[-1][1])]
+        least = self._submodels(fleet)[-1][1]
+        return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
+
+    def _problem(self, client: ClientInfo, fleet: Fleet) -> str:
+        need = fleet.cost(self._submodels(fleet)[-1][1]).peak_bytes
+        what = "training the last layer alone" if self.cut == "layers" else "the narrowest submodel"
+        return (
+            f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, {what} needs "
+            f"{need:.4g}: raise memory_bytes, or use a smaller batch or model"
+        )
 
     def __str__(self) -> str:
         """Return the answer in words."""
-        return f"epochs and last layers by {'time' if self.adaptive else 'the first time'}" + (
+        what = "last layers" if self.cut == "layers" else "width"
+        return f"epochs and {what} by {'time' if self.adaptive else 'the first time'}" + (
             "" if self.layers == "time" else ", layers by share alone"
         )
 
@@ -205,21 +236,6 @@ def _plan(fleet: Fleet) -> dict[str, Any]:
     """Return what is kept between rounds: T_k, the reports it is of, and by client the ratio and the fixed workload."""
     plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
     return plan
-
-
-def _layers(fleet: Fleet) -> list[tuple[float, Spec]]:
-    if "last layers" not in fleet.cache:
-        fleet.cache["last layers"] = last_layers(fleet.state.submodels)
-    layers: list[tuple[float, Spec]] = fleet.cache["last layers"]
-    return layers
-
-
-def _problem(client: ClientInfo, fleet: Fleet) -> str:
-    need = fleet.cost(_layers(fleet)[-1][1]).peak_bytes
-    return (
-        f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, training the last layer alone needs "
-        f"{need:.4g}: raise memory_bytes, or use a smaller batch or model"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,17 @@ def test_layers_that_would_not_be_done_in_time_do_not_train():
     }
 
 
+def test_a_client_short_of_time_may_train_fewer_units_instead():
+    # a unit is 14 of the 56 FLOPs: 0.85 s of client 3's 3.4, 0.525 of client 4's 2.1; T_k = 2
+    _, actions = line_fleet(timely_fl(cut="width"), [1.0, 2.0, 3.4, 2.1])
+    assert {c: load(task) for c, task in assigned(actions).items()} == {
+        1: (2, FULL),
+        2: (1, FULL),
+        3: (1, Spec.keep({"hidden": range(2)})),
+        4: (1, Spec.keep({"hidden": range(3)})),
+    }
+
+
 def test_time_and_share_differ_where_frozen_layers_cost():
     """T_k is 24.8 s (248 FLOPs at 10/s); at 5/s alpha is 1/2: 25 of 57 parameters would do, but take 136 FLOPs, 27.2 s."""
     held = {}
@@ -239,10 +250,11 @@ def test_the_trigger():
     ("timely", "plain"),
     [
         (timely_fl(), fed_avg()),
+        (timely_fl(cut="width"), fed_avg()),
         (timely_fl(cohort=2), fed_avg(cohort=2)),
         (timely_fl(server_optimizer="adam", server_lr=0.02), fed_opt(server_lr=0.02)),
     ],
-    ids=["FedAvg", "FedAvg, cohort", "FedOpt"],
+    ids=["FedAvg", "FedAvg, by width", "FedAvg, cohort", "FedOpt"],
 )
 def test_with_equal_devices_and_work_it_is_the_synchronous_method(tmp_path, timely, plain):
     """Bit for bit, and in the same time."""
@@ -274,6 +286,7 @@ def test_every_argument_reaches_its_part():
         ({"participation": 0.0}, r"participation is 0\.0"),
         ({"participation": 1.5}, r"participation is 1\.5"),
         ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),
+        ({"cut": "width", "layers": "share"}, "layers is share, but cut is 'width'"),
         ({"server_optimizer": "sgd"}, "server optimizer is 'sgd'"),
         ({"server_lr": 0.5}, r"server_lr is 0\.5, but there is no server_optimizer: leave it out"),
     ],

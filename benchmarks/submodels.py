@@ -8,8 +8,8 @@ units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of th
   whole model and its submodels in turn, several times, so that what else the machine does falls on all of them; the
   shortest is the one it has kept up least. With one thread the clock is the process's CPU time, with more the wall clock.
 - `predicted_seconds` is the time of `flops` and of `moved_bytes` (what the cost model says that the operations of a step
-  read and write), added up, at two speeds that the same process finds with a matrix product and a layer of elementwise
-  operations: no step of any model has a part in them. `flops_per_byte` is the ratio of the two.
+  read and write, and do beside), added up, at two speeds that the same process finds with a matrix product and a layer of
+  elementwise operations: no step of any model has a part in them. `flops_per_byte` is the ratio of the two.
 - `peak_bytes` is the highest resident memory of a fresh process that trains one task, less what was resident before
   (everything imported, the data there, a tiny model of the kind trained), where the C library gives all larger blocks
   back at once: what the task needs. `resident_bytes` is the same with the C library's own settings: that and the holes
@@ -19,7 +19,7 @@ units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of th
   its optimiser built, values loaded. `reload_seconds` is the same where the module of an earlier task is used again.
   Both are the shortest of the turns; `load_ratio` is over a step.
 
-    python -m benchmarks.submodels [--json] [--out FILE] [--quick] [--models NAME ...] [--threads N]
+    python -m benchmarks.submodels [--json] [--out FILE] [--quick] [--models NAME ...] [--turns N] [--threads N]
 """
 
 from __future__ import annotations

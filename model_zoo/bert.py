@@ -7,6 +7,7 @@ from typing import Final, Literal
 from torch import Tensor
 
 from model_zoo import hub
+from model_zoo.adamw import Optimizer
 from model_zoo.huggingface import HFClassifier
 from model_zoo.sizes import shape_of
 
@@ -38,6 +39,7 @@ class BERT(HFClassifier):
         lr: float = 1e-4,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         """Build the model.
 
@@ -50,6 +52,7 @@ class BERT(HFClassifier):
             lr: learning rate of AdamW.
             weight_decay: of matrices.
             warmup_steps: steps of each task over which the learning rate rises.
+            optimizer: adamw, or adan (Xie et al. 2022).
 
         Raises:
             ValueError: there is no such size.
@@ -67,7 +70,9 @@ class BERT(HFClassifier):
             "hidden_dropout_prob": dropout,
             "attention_probs_dropout_prob": dropout,
         }
-        super().__init__(hub.make("SequenceClassification", None, False, architecture), lr, weight_decay, warmup_steps)
+        super().__init__(
+            hub.make("SequenceClassification", None, False, architecture), lr, weight_decay, warmup_steps, optimizer
+        )
         self.save_hyperparameters()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

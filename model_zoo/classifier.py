@@ -9,6 +9,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
+from model_zoo.metrics import MacroF1
+
 Batch = Sequence[Tensor] | Mapping[str, Tensor]
 
 
@@ -29,10 +31,15 @@ class Classifier(LightningModule):
         return F.cross_entropy(*self._logits_and_labels(batch))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return and log the mean loss and accuracy of a batch."""
+        """Return and log the mean loss and accuracy of a batch, top-5 accuracy where there are more classes; log macro F1."""
         logits, y = self._logits_and_labels(batch)
         metrics = {"loss": F.cross_entropy(logits, y), "accuracy": accuracy(logits, y)}
-        self.log_dict(metrics)
+        if logits.shape[-1] > 5:
+            metrics["top5_accuracy"] = accuracy(logits, y, 5)
+        if "macro_f1" not in self._modules:  # not before: copies that only train do without it
+            self.macro_f1 = MacroF1().to(logits.device)
+        self.macro_f1.update(logits, y)
+        self.log_dict({**metrics, "macro_f1": self.macro_f1}, batch_size=len(y))
         return metrics
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -49,6 +56,8 @@ class Classifier(LightningModule):
         return self(*values), y
 
 
-def accuracy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the share of samples whose largest logit is their label."""
-    return (logits.argmax(dim=-1) == y).float().mean()
+def accuracy(logits: Tensor, y: Tensor, k: int = 1) -> Tensor:
+    """Return the share of samples whose label is among their k largest logits; of equal ones, some k."""
+    if k == 1:
+        return (logits.argmax(dim=-1) == y).float().mean()
+    return (logits.topk(k, dim=-1).indices == y.unsqueeze(-1)).any(dim=-1).float().mean()

@@ -53,9 +53,10 @@ def make(
 
 
 def save(model: Any, folder: str | Path) -> None:
-    """Write a transformers model so that ``from_pretrained(folder)`` reads it, without a progress bar."""
+    """Write a transformers model so that ``from_pretrained(folder)`` reads it, without a progress bar or early exits."""
+    own = {name: value for name, value in model.state_dict().items() if not name.startswith("exits.")}
     with _quiet(_transformers()):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=own)
 
 
 def located(name_or_path: str) -> str:

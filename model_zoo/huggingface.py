@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from model_zoo import hub
-from model_zoo.adamw import adamw
+from model_zoo.adamw import Optimizer, adamw
 from model_zoo.classifier import Classifier
 from model_zoo.language import LanguageModel
 from model_zoo.lora import LoRA, adapt, merged
@@ -21,8 +21,8 @@ class _Wrapped:
     hparams: Any
     lora: LoRA | None = None
 
-    def _wrap(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
-        self.model = model
+    def _wrap(self, model: Any, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
 
     def _adapt(self, lora: LoRA | None, *, trains_head: bool) -> None:
@@ -40,8 +40,8 @@ class _Wrapped:
         self.hparams.update(name_or_path=None, pretrained=False, architecture=shape, lora=lora)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over the parameters that train, with its warm-up."""
-        return adamw(self, self.lr, self.weight_decay, self.warmup_steps)  # type: ignore[arg-type]
+        """Return AdamW or Adan over the parameters that train, with its warm-up."""
+        return adamw(self, self.lr, self.weight_decay, self.warmup_steps, self.optimizer)  # type: ignore[arg-type]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model so that transformers' ``from_pretrained(folder)`` reads it; LoRA adapters become part of it."""
@@ -51,10 +51,12 @@ class _Wrapped:
 class HFClassifier(_Wrapped, Classifier):
     """A transformers model with a classification head, trained with AdamW on the cross-entropy."""
 
-    def __init__(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
+    def __init__(
+        self, model: Any, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer = "adamw"
+    ) -> None:
         """Hold the model."""
         Classifier.__init__(self, lr)
-        self._wrap(model, lr, weight_decay, warmup_steps)
+        self._wrap(model, lr, weight_decay, warmup_steps, optimizer)
 
 
 class HFSequenceClassifier(HFClassifier):
@@ -74,6 +76,7 @@ class HFSequenceClassifier(HFClassifier):
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
         lora: LoRA | None = None,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         """Load or build the model.
 
@@ -87,6 +90,7 @@ class HFSequenceClassifier(HFClassifier):
             weight_decay: of matrices.
             warmup_steps: steps of each task over which the learning rate rises.
             lora: train adapters beside the frozen model, and the head; null = train the model itself.
+            optimizer: adamw, or adan (Xie et al. 2022).
 
         Raises:
             FileNotFoundError: there is no such model, it cannot be fetched, or it has no layers that ``lora`` names.
@@ -95,7 +99,7 @@ class HFSequenceClassifier(HFClassifier):
         model = hub.make("SequenceClassification", name_or_path, pretrained, fields)
         if model.config.pad_token_id is None:  # decoders look for the last token that is not padding
             model.config.pad_token_id = _first(model.config.eos_token_id)
-        super().__init__(model, lr, weight_decay, warmup_steps)
+        super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=True)
         self.save_hyperparameters()
         self._stand_alone()
@@ -122,11 +126,12 @@ class HFImageClassifier(HFClassifier):
         weight_decay: float = 0.05,
         warmup_steps: int = 0,
         lora: LoRA | None = None,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         """Load or build the model; arguments and errors as for `HFSequenceClassifier`."""
         fields = {**(architecture or {}), "num_labels": num_classes}
         model = hub.make("ImageClassification", name_or_path, pretrained, fields)
-        super().__init__(model, lr, weight_decay, warmup_steps)
+        super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=True)
         self.save_hyperparameters()
         self._stand_alone()
@@ -140,10 +145,12 @@ class HFImageClassifier(HFClassifier):
 class HFLanguageModel(_Wrapped, LanguageModel):
     """A transformers model with a language head, trained with AdamW on the next-token loss."""
 
-    def __init__(self, model: Any, lr: float, weight_decay: float, warmup_steps: int) -> None:
+    def __init__(
+        self, model: Any, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer = "adamw"
+    ) -> None:
         """Hold the model."""
         LanguageModel.__init__(self, lr)
-        self._wrap(model, lr, weight_decay, warmup_steps)
+        self._wrap(model, lr, weight_decay, warmup_steps, optimizer)
 
 
 class HFCausalLM(HFLanguageModel):
@@ -162,10 +169,11 @@ class HFCausalLM(HFLanguageModel):
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
         lora: LoRA | None = None,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         """Load or build the model; arguments and errors as for `HFSequenceClassifier`; with ``lora``, the head is frozen, too."""
         model = hub.make("CausalLM", name_or_path, pretrained, architecture or {})
-        super().__init__(model, lr, weight_decay, warmup_steps)
+        super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=False)
         self.save_hyperparameters()
         self._stand_alone()

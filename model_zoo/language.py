@@ -9,8 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100
-"""Target of a position that counts for nothing: padding."""
+from model_zoo.metrics import IGNORED, Perplexity
 
 
 class LanguageModel(LightningModule):
@@ -31,13 +30,17 @@ class LanguageModel(LightningModule):
         return next_token_loss(self(tokens), targets)
 
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return and log the mean loss and accuracy over the tokens of a batch."""
+        """Return and log the mean loss and accuracy over the tokens of a batch; log perplexity."""
         tokens, targets = batch
         logits = self(tokens)
         counted = targets != IGNORED
-        hits = (logits.argmax(dim=-1) == targets) & counted
-        metrics = {"loss": next_token_loss(logits, targets), "accuracy": hits.sum() / counted.sum().clamp(min=1)}
-        self.log_dict(metrics)
+        hits, num_tokens = (logits.argmax(dim=-1) == targets) & counted, int(counted.sum())
+        metrics = {"loss": next_token_loss(logits, targets), "accuracy": hits.sum() / max(num_tokens, 1)}
+        if "perplexity" not in self._modules:  # not before: copies that only train do without it
+            self.perplexity = Perplexity().to(logits.device)
+        self.perplexity.update(logits, targets)
+        if num_tokens:  # each token weighs the same, however many a batch has
+            self.log_dict({**metrics, "perplexity": self.perplexity}, batch_size=num_tokens)
         return metrics
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ from typing import Final, Literal
 from torch import Tensor
 
 from model_zoo import hub
+from model_zoo.adamw import Optimizer
 from model_zoo.huggingface import HFLanguageModel
 from model_zoo.sizes import shape_of
 
@@ -36,6 +37,7 @@ class LLaMA(HFLanguageModel):
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         warmup_steps: int = 0,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         """Build the model.
 
@@ -47,6 +49,7 @@ class LLaMA(HFLanguageModel):
             lr: learning rate of AdamW.
             weight_decay: of matrices.
             warmup_steps: steps of each task over which the learning rate rises.
+            optimizer: adamw, or adan (Xie et al. 2022).
 
         Raises:
             ValueError: there is no such size.
@@ -65,7 +68,7 @@ class LLaMA(HFLanguageModel):
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        super().__init__(hub.make("CausalLM", None, False, architecture), lr, weight_decay, warmup_steps)
+        super().__init__(hub.make("CausalLM", None, False, architecture), lr, weight_decay, warmup_steps, optimizer)
         self.save_hyperparameters()
 
     def forward(self, tokens: Tensor) -> Tensor:

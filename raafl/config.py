@@ -212,7 +212,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 def _check_groups(namespace: Namespace) -> None:
     """Raise `BadInput` for a single value where a group of fields is wanted, as in `train: 5`."""
-    for name in ("train", "submodels", "fabric", "guard", "privacy", "waits"):
+    for name in ("train", "submodels", "fabric", "guard", "privacy", "compress", "waits"):
         if not hasattr(namespace[name], "as_dict"):
             raise BadInput(f"{name} is {namespace[name]!r}: give its fields, as in --{name}.FIELD VALUE (see --help)")
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,17 @@ from raafl.data.partition import Iid, Partition
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, nearest, positive
 from raafl.local.train import FabricOptions
+from raafl.parts.compress import Compress, up_name
 from raafl.parts.privacy import Privacy, noise_key, private
 from raafl.parts.robust import Guard, guarded
+from raafl.parts.wires import Wires
 from raafl.progress import MODES
 from raafl.runtime.logger_specs import specs
 from raafl.runtime.record import Target
 from raafl.runtime.session import Waits
 from raafl.submodel import Submodels
 from raafl.submodel.batch_norm import BatchNorm
+from raafl.submodel.exits import give_exits
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
@@ -59,11 +62,13 @@ class SubmodelOptions:
         batch_norm: merged sends running statistics up and pools them exactly; static sends none, and collects them on the
             server whenever the model is measured or saved at the end.
         static_batches: training batches from which static statistics are collected.
+        exits: numbers of blocks after each of which a transformer gets an exit head of its own; see `add_exits`.
     """
 
     residual_width: bool | None = None
     batch_norm: BatchNorm | None = None
     static_batches: int = 20
+    exits: list[int] | None = None
 
     def __post_init__(self) -> None:
         """Raise `BadInput` for a value out of range."""
@@ -72,6 +77,8 @@ class SubmodelOptions:
         if self.batch_norm not in ("merged", "static", None):
             raise BadInput(f"submodels.batch_norm is '{self.batch_norm}': give merged, static or null")
         positive("submodels.static_batches", self.static_batches)
+        if not all(type(depth) is int and depth > 0 for depth in self.exits or ()):
+            raise BadInput(f"submodels.exits is {self.exits}: give numbers of blocks from 1, such as [2, 4]")
 
     def of(self, module: nn.Module, example_batch: Any = None) -> Submodels:
         """Return the submodels of ``module``, as server and clients must have them alike."""
@@ -91,11 +98,14 @@ class Experiment:
         name: name of the run, for its folder.
         seed: seed of everything that is drawn.
         devices: what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike.
+        memory: of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients
+            have no limit), none (no limit), or a number of bytes.
         train: how much a task trains.
         submodels: how the model is cut, and what becomes of batch norm's running statistics.
         fabric: how local steps run (accelerator, precision, clipping).
         guard: how the merge is protected from bad updates: clipping, refusing, trimmed mean, median.
         privacy: client-level differential privacy of the global model.
+        compress: how what travels is compressed, down and up: none, bf16, int8, top_k.
         max_updates: end after so many merged updates (a round that is begun is merged whole).
         max_time: end after so many seconds of the run's own clock (or 90s, 5m, 2h).
         target: a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached.
@@ -124,11 +134,13 @@ class Experiment:
     name: str = "run"
     seed: int = 0
     devices: list[Device] | str | None = None
+    memory: float | str = "measure"
     train: Training = field(default_factory=Training)
     submodels: SubmodelOptions = field(default_factory=SubmodelOptions)
     fabric: FabricOptions = field(default_factory=FabricOptions)
     guard: Guard = field(default_factory=Guard)
     privacy: Privacy = field(default_factory=Privacy)
+    compress: Compress = field(default_factory=Compress)
     max_updates: int | None = None
     max_time: float | str | None = None
     target: str | list[str] | None = None
@@ -145,6 +157,12 @@ class Experiment:
     progress: str = "auto"
     logger: Any = None
     waits: Waits = field(default_factory=Waits)
+
+    def make(self) -> LightningModule:
+        """Return a new model, with the exits that ``submodels`` asks for; raises `BadInput` where it cannot have them."""
+        module = self.model()
+        give_exits(module, self.submodels.exits or ())
+        return module
 
     def check(self) -> None:
         """Raise `BadInput` that names every field out of range, one line each."""
@@ -175,11 +193,13 @@ class Experiment:
         if self.guard.is_on and self.privacy.is_on:
             yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
         yield from self._machine_problems()
+        yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
         checks = (
             lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
-            lambda: specs(self.logger), self.targets, self.profiles, self._output,
+            lambda: specs(self.logger), self.targets, self.profiles, self._output, self._memory_bytes,
         )  # fmt: skip
-        for check in (*checks, lambda: self._protected(b"")):
+        fixed = self.algorithm.merge.wire
+        for check in (*checks, lambda: self._protected(b""), lambda: up_name(self.compress, fixed)):
             try:
                 check()
             except (ValueError, OSError) as error:
@@ -212,10 +232,26 @@ class Experiment:
 
     def profiles(self) -> list[Profile]:
         """Return each client's device profile; entry i - 1 is client i's."""
+        most = self._memory_bytes()
         if self.devices is None or self.clients < 1:
-            return [Profile()] * max(self.clients, 0)
+            return [Profile(memory_bytes=most)] * max(self.clients, 0)
         devices = load_devices(self.devices) if isinstance(self.devices, str) else self.devices
-        return [d.profile if isinstance(d, Device) else d for d in assign(devices, self.clients)]
+        profiles = [d.profile if isinstance(d, Device) else d for d in assign(devices, self.clients)]
+        return [replace(one, memory_bytes=most) if one.memory_bytes == math.inf else one for one in profiles]
+
+    @property
+    def measures_memory(self) -> bool:
+        """Whether a client's process is to find out its own memory, where its device declares none."""
+        return self.memory == "measure"
+
+    def _memory_bytes(self) -> float:
+        if self.memory in ("measure", "none"):
+            return math.inf
+        try:
+            positive("memory", float(self.memory))
+        except ValueError:
+            raise BadInput(f"memory is '{self.memory}': give measure, none, or a number of bytes above 0") from None
+        return float(self.memory)
 
     def _output(self) -> None:
         if self.output is None or self.resume is not None:
@@ -235,6 +271,10 @@ class Experiment:
 
     def _protected(self, key: bytes) -> Algorithm:
         return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
+
+    def wires(self, submodels: Submodels) -> Wires | None:
+        """Return how what travels of ``submodels`` is compressed, alike on server and clients; None = it is not."""
+        return Wires.of(submodels, self.compress, self.algorithm.merge)
 
     def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
         """Return what the coordinator needs to know of beginning and end."""

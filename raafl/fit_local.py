@@ -69,7 +69,11 @@ def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
                 number: Child(
                     f"client {number}",
                     partial(client_command, asked.options, port, number),
-                    {**environment, "LOCAL_RANK": str(number)},  # its GPU, as under torchrun
+                    {
+                        **environment,
+                        "LOCAL_RANK": str(number),  # its GPU, as under torchrun
+                        "LOCAL_WORLD_SIZE": str(asked.clients + 1),  # with whom it shares the memory
+                    },
                     logs / f"client-{number}.log",
                 )
                 for number in range(1, asked.clients + 1)

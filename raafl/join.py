@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from raafl.data.partition import Iid
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment
 from raafl.local.train import LocalTrainer
+from raafl.memory import with_memory
 from raafl.runtime.client import Client
 from raafl.runtime.session import Waits
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
@@ -48,6 +49,7 @@ class Site:
         trainer: for the tasks.
         data: the client's.
         sections: of its config, for the server to compare.
+        notes: for the user, one line each.
     """
 
     experiment: Experiment
@@ -56,6 +58,7 @@ class Site:
     trainer: LocalTrainer
     data: ClientData
     sections: dict[str, str]
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def build(
@@ -71,7 +74,7 @@ class Site:
             data_named: the data section is the client's own, and not to be compared with the server's.
 
         Raises:
-            BadInput: there is no such client, or its model or data cannot be made.
+            BadInput: there is no such client, its model or data cannot be made, or its memory is too small.
         """
         replace(experiment, output=None, resume=None).check()
         if not 1 <= client <= experiment.clients:
@@ -86,12 +89,14 @@ class Site:
             data = load_data(experiment)
             mine, info = data.client(client), client_infos(experiment, data)[client - 1]
         submodels, trainer = client_parts(experiment, data, experiment.fabric)
-        return cls(experiment, info, submodels, trainer, mine, sections(config_yaml, own_data=own_data or data_named))
+        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+        alike = sections(config_yaml, own_data=own_data or data_named)
+        return cls(experiment, info, submodels, trainer, mine, alike, notes)
 
 
 def whole(experiment: Experiment) -> FederatedData:
     """Return the experiment's data as those of one client, who has all of them."""
-    return FederatedData(experiment.data(), Iid(), 1, experiment.seed)
+    return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)
 
 
 def trusted(config_yaml: str) -> str:
@@ -152,19 +157,21 @@ def join(
     """
     parse_address(address)
     key = secret.for_client(client)
-    site, alone_s = None if needs_config else make_site(None), Waits().alone_s if alone_s is None else alone_s
+    alone_s = Waits().alone_s if alone_s is None else alone_s
     unsent: int | None = None
     num_refused = 0
+    site = None if needs_config else _told(make_site(None), say)
     search = _Search(lambda: call(address, key, timeout_s=10.0, demand_encryption=encrypt), address, alone_s, say)
     while True:
         pair = search.find()
         worker: Client | None = None
         try:
             if site is None:
-                site = make_site(_ask_config(pair))
+                site = _told(make_site(_ask_config(pair)), say)
             worker = Client(
                 site.info, pair, site.submodels, site.trainer, site.data, site.experiment.waits,
                 config=site.sections, unsent=unsent, on_welcome=search.succeeded,
+                wires=site.experiment.wires(site.submodels),
             )  # fmt: skip
             reason = worker.run()
         except (PeerLost, PeerTimeout, Refused) as error:
@@ -180,6 +187,12 @@ def join(
         if reason.startswith(("refused", "failed", "replaced")):
             raise RunFailed(f"client {client}: {reason}")
         return reason
+
+
+def _told(site: Site, say: Callable[[str], None]) -> Site:
+    for note in site.notes:
+        say(note)
+    return site
 
 
 class _Search:

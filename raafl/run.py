@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,14 +17,16 @@ from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
 from raafl.local.trial import explained, try_training
+from raafl.memory import with_memory
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
 from raafl.runtime.export import save_model
+from raafl.runtime.figures import CLIENT, Coverage, Figures
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.journal import RunFolder, default_run_folder
+from raafl.runtime.journal import default_run_folder
 from raafl.runtime.loggers import Loggers, hyper_parameters
-from raafl.runtime.record import RunRecord
+from raafl.runtime.record import MeasuredFolder, RunRecord
 from raafl.runtime.saver import Saver
 from raafl.runtime.statistics import Filled, StaticStatistics
 from raafl.submodel import FULL
@@ -45,6 +48,7 @@ class Run:
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
         self.parts, self.runtime = parts, runtime
+        self.num_tested = dict(enumerate(parts.data.test_sizes, start=1))
         submodels, data, device = parts.submodels, parts.data, experiment.server_device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
@@ -57,12 +61,12 @@ class Run:
         else:
             self.folder = Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
             try:
-                self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
+                self._writer = MeasuredFolder(self.folder, config_yaml, self.progress.warn)
             except OSError as error:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
                 ) from error
-            self.record = RunRecord(self._writer, experiment.targets())
+            self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
             self.record.evaluated(0, 0.0, metrics)
         self.saver = Saver(
             self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
@@ -72,16 +76,20 @@ class Run:
         self.hooks, self._config_yaml = Filled(self.statistics, self.saver, self.loggers), config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
+    def _figures(self) -> Figures:
+        fleet = self.parts.coordinator.fleet
+        return Figures(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
+
     def _go_on(self, saved: resume.SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
         coordinator, section = self.parts.coordinator, saved.section
         self.folder = saved.folder
         try:
             mended = resume.mend(saved)
-            self._writer = RunFolder.reopen(self.folder, self.progress.warn)
+            self._writer = MeasuredFolder.reopen(self.folder, self.progress.warn)
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
-        self.record = RunRecord(self._writer, self.parts.experiment.targets())
+        self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
         self.record.restore(section["record"])
         with self.statistics.untouched(coordinator.state.values):
             coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
@@ -114,10 +122,10 @@ class Run:
                 f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
             )
         for target in self.parts.experiment.targets():
-            if target.metric not in metrics:
+            known = [*metrics, *(CLIENT + name for name in metrics if any(data.test_sizes))]
+            if target.metric not in known:
                 raise BadInput(
-                    f"target is '{target}', but validation_step gives no '{target.metric}': "
-                    f"use one of {', '.join(metrics)}"
+                    f"target is '{target}', but validation_step gives no '{target.metric}': use one of {', '.join(known)}"
                 )
         return metrics
 
@@ -185,7 +193,7 @@ def simulate(experiment: Experiment, config_yaml: str = "", progress_file: Any =
         run.start()
         simulation = Simulation(
             parts.coordinator, parts.clients, executor, run.record, run.evaluator,
-            hooks=run.hooks, progress=run.progress,
+            hooks=run.hooks, progress=run.progress, num_tested=run.num_tested,
         )  # fmt: skip
         if saved is not None:
             simulation.restore(saved.section["clock"])
@@ -223,7 +231,7 @@ def _serve(
     sessions = [
         Session(
             client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
-            parts.submodels, inbox, experiment.waits, run.record.moved, device,
+            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=parts.coordinator.fleet.wires,
         )
         for client in parts.clients
     ]  # fmt: skip
@@ -236,7 +244,8 @@ def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any
 
     return Server(
         run.parts.coordinator, sessions, inbox, run.record, run.evaluator,
-        waits=run.parts.experiment.waits, hooks=run.hooks, progress=run.progress, **more,
+        waits=run.parts.experiment.waits, hooks=run.hooks, progress=run.progress,
+        num_tested=run.num_tested, **more,
     )  # fmt: skip
 
 
@@ -261,9 +270,21 @@ def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
     data = load_data(experiment)
     info = client_infos(experiment, data)[rendezvous.rank - 1]
     submodels, trainer = client_parts(experiment, data, rendezvous.fabric_options())
+    info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+    for note in notes:
+        Progress("plain", sys.stderr).note(f"raafl, client {info.id}: {note}")
     try:
         with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
-            reason = Client(info, pair, submodels, trainer, data.client(info.id), experiment.waits).run()
+            client = Client(
+                info,
+                pair,
+                submodels,
+                trainer,
+                data.client(info.id),
+                experiment.waits,
+                wires=experiment.wires(submodels),
+            )
+            reason = client.run()
     except (PeerLost, PeerTimeout, Refused) as error:
         reason = rendezvous.let_go() or f"failed: the server is gone: {error}"
     if reason.startswith(("refused", "failed")):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raafl.runtime.transport.handshake import Secret
     from raafl.submodel import Submodels
 
-SHARED = ("model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "threads")
+SHARED = ("model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads")
 """Sections of the config that a client must have as the server has them."""
 
 _GREET_S = 30.0  # for a connected client to greet; it may have to load its data first
@@ -139,7 +139,7 @@ class _Lobby:
         def session(incarnation: int) -> Session:
             return Session(
                 client, incarnation, lambda: pair, self._submodels, self.inbox, self._waits, self.record.moved,
-                self._experiment.server_device, self._terms,
+                self._experiment.server_device, self._terms, self.server.coordinator.fleet.wires,
             )  # fmt: skip
 
         self.server.enter(client, session)

@@ -23,6 +23,8 @@ The paper leaves open, and this does:
 - "All neuron regions are trained on all clients in the first round" (Remark 5) is `full_first`; not by default, since
   a client that has room for one region cannot.
 - The mean is over clients, not over samples, as eq. (1) has it.
+- C(.), which compresses the broadcast, is the config's ``compress.down`` (bf16, int8 or top_k), there for every algorithm and
+  both ways; see `raafl.parts.compress`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ The paper leaves open, and this does:
   that update for ever, and the run diverges.
 - Memories grow old (Remark 5, Figure 4). `max_age` forgets them after so many merges; `rest` sees to it that there are none.
 - Running statistics of norms are averaged and not remembered: they are no direction to go on in.
+- C(.) on the broadcast is the config's ``compress.down``, as in RA-Fed. With ``compress.up`` the memory is of updates as they
+  were received.
 - trigger "each" is an asynchronous RAM-Fed, which no paper has. Every update is merged as it arrives: N_q is its client alone, so
   v = mean of all memories + (Delta_n - u_n), Delta_n against the version that client started from. A region that it did not
   train moves by the mean memory. The step is 1/N, so that N arrivals together move the model as one round does, times

@@ -19,7 +19,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
 from raafl.core.state import GlobalState
@@ -27,6 +27,9 @@ from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.devices.profiles import TaskTime
 from raafl.submodel.cost import Cost
 from raafl.submodel.spec import Spec
+
+if TYPE_CHECKING:
+    from raafl.parts.wires import Wires
 
 __all__ = [
     "Algorithm", "Fleet", "Hook", "Local", "Merge", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
@@ -71,6 +74,7 @@ class Fleet:
         cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
         seed: the run's, for draws that must not depend on those before them.
         local: what clients do with their submodels, for what it costs.
+        wires: how what travels is compressed; None = it is not.
     """
 
     state: GlobalState
@@ -81,10 +85,12 @@ class Fleet:
     cache: MutableMapping[Any, Any] = field(default_factory=dict)
     seed: int = 0
     local: Local = field(default_factory=Local)
+    wires: Wires | None = None
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""
-        return self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
+        cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
+        return cost if self.wires is None else self.wires.cost(cost, spec)
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute and upload."""
@@ -182,9 +188,12 @@ class Merge(ABC):
     Attributes:
         sends: what a client sends: its trained values, or their difference from what it received.
         by_client: whether it goes by whose update it receives; no joint update of several may take their place then.
+        wire: what updates always travel as, whatever the config says of other algorithms: a name of
+            `raafl.parts.compress.compressor`, such as "bits" for values that are all 0 or 1; None = as `compress.up` says.
     """
 
     sends: Literal["values", "delta"] = "values"
+    wire: str | None = None
     by_client: ClassVar[bool] = False
 
     def check(self, state: GlobalState) -> list[str]:
@@ -243,4 +252,5 @@ class Algorithm:
             self.select.notes(fleet)
             + self.local.notes(fleet.state.submodels)
             + self.merge.notes(fleet.state, num_clients)
+            + (fleet.wires.notes(num_clients) if fleet.wires is not None else [])
         )

@@ -41,6 +41,9 @@ class ClientData:
         collate: the loader's collate function.
         cache: whether the fast path may copy the client's samples to one place, which saves time in each batch.
 
+    Attributes:
+        test: the samples that this client measures its submodel on, and does not train on; None = it has none.
+
     Raises:
         BadInput: `indices` is empty.
     """
@@ -54,6 +57,7 @@ class ClientData:
         cache: bool = True,
     ) -> None:
         """Gather the client's samples, if they are to be cached."""
+        self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
         self.num_samples = len(indices)
@@ -107,6 +111,15 @@ class ClientData:
         epochs = count() if num_epochs is None else range(num_epochs)
         batches = self._epochs(generator, self._size(batch_size), epochs)
         return batches if num_steps is None else islice(batches, num_steps)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Any]:
+        """All samples once, in the order of the data set, in batches of equal size, give or take one sample.
+
+        Args:
+            batch_size: most samples in a batch; None is the data module's.
+        """
+        rows = torch.arange(self.num_samples) if self._indices is None else self._indices
+        yield from map(self._fetch, torch.tensor_split(rows, self.num_batches(batch_size)))
 
     def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[Any]:
         fetch, indices = self._fetch, self._indices
@@ -162,18 +175,25 @@ class FederatedData:
         self._fetch, self._is_fast = fetcher(self._dataset, self._collate)
         self.batch_size: int | None = loader.batch_size
         labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
-        self._parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
+        parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
+        divided = [partition.held_out(part, client, seed) for client, part in enumerate(parts, start=1)]
+        self._parts, self._test_parts = [train for train, _ in divided], [test for _, test in divided]
         self._cache_left_bytes = cache_bytes
         self._clients: dict[int, ClientData] = {}
         self._test: _InOrder | None = None
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples of each client; entry `i - 1` is client i's."""
+        """Number of samples that each client trains on; entry `i - 1` is client i's."""
         return [len(part) for part in self._parts]
 
+    @property
+    def test_sizes(self) -> list[int]:
+        """Number of samples that each client tests on; entry `i - 1` is client i's."""
+        return [len(part) for part in self._test_parts]
+
     def indices(self, client: int) -> torch.Tensor:
-        """The rows of the training set that client 1..N owns, ascending."""
+        """The rows of the training set that client 1..N trains on, ascending."""
         if not 1 <= client <= self.num_clients:
             raise BadInput(f"client is {client}: clients are numbered 1 to {self.num_clients}")
         return self._parts[client - 1]
@@ -181,10 +201,15 @@ class FederatedData:
     def client(self, client: int) -> ClientData:
         """The data of client 1..N; built on first use and kept."""
         if client not in self._clients:
-            indices = self.indices(client)
-            cache = self._is_fast and self._take_cache(self._fetch, len(indices))
-            self._clients[client] = ClientData(self._dataset, indices, self.batch_size, self._collate, cache)
+            mine = self._own(self.indices(client))
+            if len(self._test_parts[client - 1]):
+                mine.test = self._own(self._test_parts[client - 1])
+            self._clients[client] = mine
         return self._clients[client]
+
+    def _own(self, indices: torch.Tensor) -> ClientData:
+        cache = self._is_fast and self._take_cache(self._fetch, len(indices))
+        return ClientData(self._dataset, indices, self.batch_size, self._collate, cache)
 
     def example_batch(self, n: int = 2) -> Any:
         """The first n samples of the training set as one batch."""

@@ -12,7 +12,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,13 +27,39 @@ _MAX_TRIES = 100
 Ints = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
 class Partition(ABC):
-    """A way to share samples out among clients."""
+    """A way to share samples out among clients.
+
+    Args:
+        test_share: share of its samples that each client keeps from training and measures its own submodel on, at least 0
+            and below 1; 0 = none (0.2 in the Co-S2P paper, section VI-A).
+    """
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
 
+    test_share: float = field(default=0.0, kw_only=True)
+
     needs_labels: ClassVar[bool] = True
     """Whether `split` looks at the labels' values; if not, their number is enough."""
+
+    def held_out(self, part: torch.Tensor, client: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divide a client's samples at random into those it trains on and those it tests on, both ascending.
+
+        The test part has `test_share` of them, halves rounded up, and leaves one at least to train on; of few samples it
+        may be empty. The draw depends on seed, client and number of samples alone.
+
+        Raises:
+            BadInput: `test_share` is out of range.
+        """
+        if not 0 <= self.test_share < 1:
+            raise BadInput(f"partition.test_share is {self.test_share}: give at least 0 and less than 1, such as 0.2")
+        num_test = min(math.floor(self.test_share * len(part) + 0.5), len(part) - 1)
+        if num_test <= 0:
+            return part, part[:0]
+        order = torch.from_numpy(np.random.Generator(np.random.PCG64((seed, client))).permutation(len(part)))
+        test, train = order[:num_test].sort().values, order[num_test:].sort().values
+        return part[train], part[test]
 
     def split(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +31,7 @@ def measure(name: str = "measured", device: str | torch.device = "cpu", duration
     return Profile(
         name=name,
         flops_per_s=measure_flops_per_s(device, duration_s),
-        memory_bytes=available_memory_bytes(device),
+        memory_bytes=memory_room(device, num_sharing=1).for_task_bytes,
     )
 
 
@@ -71,17 +74,67 @@ def measure_flops_per_s(device: str | torch.device = "cpu", duration_s: float = 
     return _STEP_FLOPS / best_s
 
 
-def available_memory_bytes(device: str | torch.device = "cpu") -> float:
-    """Memory a new process could use now, in bytes; infinite when this system does not say.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a process can still get.
 
-    For the CPU: what the kernel calls available, or what psutil does where there is no /proc, and no more than a
-    container leaves (cgroup v2). For CUDA: what is free on the device.
+    Attributes:
+        num_bytes: before the limit is met, or before this process would have more than its share of what all use.
+        limit: which limit that is, in words.
     """
+
+    num_bytes: float
+    limit: str
+
+    @property
+    def for_task_bytes(self) -> float:
+        """What the tensors of a task may take of it: the rest is for what libraries and allocators keep for themselves."""
+        return max((1 - RESERVE_SHARE) * self.num_bytes - RESERVE_BYTES, 1.0)
+
+
+RESERVE_SHARE, RESERVE_BYTES = 0.1, 64 * 2**20
+
+
+def memory_room(device: str | torch.device = "cpu", num_sharing: int | None = None) -> Room:
+    """Return what this process can still get on top of what it has, by the limit that is met first.
+
+    For the CPU these are its own limits (``RLIMIT_AS``, ``RLIMIT_DATA``), those of the control groups that it is in (v1 or
+    v2, each with all above it; file cache that they would give up is taken as free), and the memory that the kernel calls
+    available, or psutil where there is no /proc. For CUDA it is what is free on the device. Infinite where the system does
+    not say.
+
+    Args:
+        device: where the client will train.
+        num_sharing: processes that share what is not this one's own; None = the ranks on this machine (``LOCAL_WORLD_SIZE``).
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if num_sharing is None else num_sharing
     if str(device).startswith("cuda"):
         import torch
 
-        return float(torch.cuda.mem_get_info(device)[0])
-    return min(_system_available_bytes(), _cgroup_left_bytes())
+        on_device = ranks if num_sharing is not None else math.ceil(ranks / max(torch.cuda.device_count(), 1))
+        return Room(torch.cuda.mem_get_info(device)[0] / on_device, f"free on {device}")
+    shared = [Room(_system_available_bytes(), "available memory"), Room(_cgroup_left_bytes(), "control group")]
+    rooms = [*_own_limits(), *(Room(room.num_bytes / ranks, room.limit) for room in shared)]
+    return min(rooms, key=lambda room: room.num_bytes)
+
+
+def available_memory_bytes(device: str | torch.device = "cpu") -> float:
+    """Return the bytes that `memory_room` finds for a process alone on the machine."""
+    return memory_room(device, num_sharing=1).num_bytes
+
+
+def _own_limits(status: Path = Path("/proc/self/status")) -> Iterator[Room]:
+    """Yield what the process's resource limits leave; they hold for mapped memory on Linux only."""
+    try:
+        import resource
+
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    except (ImportError, OSError):
+        return
+    for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY and field in fields:
+            yield Room(max(float(limit) - float(fields[field].split()[0]) * 1024, 1.0), name)
 
 
 def _system_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:
@@ -96,14 +149,41 @@ def _system_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:
     return float(psutil.virtual_memory().available)
 
 
-def _cgroup_left_bytes(folder: Path = Path("/sys/fs/cgroup")) -> float:
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return what the tightest of this process's control groups leaves; infinite without any limit."""
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        used_bytes = float((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        entries = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
+        entries = []
+    paths = {controllers: path for _, controllers, path in entries}
+    v1 = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
+    left = [_left_in(folder, *_V2) for folder in _with_those_above(root, paths.get("", "/"))]
+    left += [_left_in(folder, *_V1) for folder in _with_those_above(root / "memory", v1)]
+    return min(left)
+
+
+def _with_those_above(root: Path, path: str) -> Iterator[Path]:
+    """Yield the folder of a control group and of each above it; in a container, the root alone may be there."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for length in range(len(parts), -1, -1):
+        yield root.joinpath(*parts[:length])
+
+
+def _left_in(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> float:
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        used_bytes = float((folder / usage_file).read_text())
+        stat = dict(line.split(None, 1) for line in (folder / "memory.stat").read_text().splitlines() if line.strip())
+    except (OSError, ValueError):
         return math.inf
-    if limit == "max":
+    if limit == "max" or float(limit) >= _NO_LIMIT:
         return math.inf
-    cache_bytes = float(stat.get("inactive_file", 0))  # counted as used, but given up when a process asks
+    cache_bytes = float(stat.get(cache_field, 0))  # counted as used, but given up when a process asks
     return max(float(limit) - used_bytes + cache_bytes, 1.0)
+
+
+_NO_LIMIT = 2.0**62  # version 1 says "none" as the largest number of whole pages

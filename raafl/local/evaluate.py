@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.record import Recorder, batch_length, to_device
+from raafl.local.metrics import measure, overrides
+from raafl.local.record import Recorder
 from raafl.submodel import FULL, FlatTensors, Submodels
 
 
@@ -46,26 +47,10 @@ class Evaluator:
                 "that the global model can be measured"
             )
 
-    @torch.no_grad()
     def __call__(self, values: FlatTensors) -> dict[str, float]:
-        """Return the metrics that ``validation_step`` returns, or else logs, averaged over the samples."""
-        self._buffers.restore()
-        self._present.copy_(values)
-        self._prepare(self._present)
-        self.module.eval()
-        returned = Recorder()
-        for index, batch in enumerate(self._batches()):
-            self._recorder.weight = float(batch_length(batch))
-            answer = self.module.validation_step(to_device(batch, self._device), index)  # type: ignore[operator]
-            if isinstance(answer, Mapping):
-                returned.log_dict(answer, batch_size=batch_length(batch))
-        logged = self._recorder.means()
-        return returned.means() or logged
-
-
-def overrides(module: Any, name: str) -> bool:
-    """Return whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
-    method = getattr(type(module), name, None)
-    return method is not None and not str(getattr(method, "__module__", "")).startswith(
-        ("lightning.", "pytorch_lightning.")
-    )
+        """Return the metrics that ``validation_step`` logs or returns, over all samples; see `raafl.local.metrics.measure`."""
+        with torch.no_grad():
+            self._buffers.restore()
+            self._present.copy_(values)
+            self._prepare(self._present)
+        return measure(self.module, self._recorder, self._batches(), self._device)

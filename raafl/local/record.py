@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from raafl.errors import BadInput
+
 
 class Recorder:
     """Stands in for ``self.log`` of a LightningModule: keeps weighted means of what is logged.
 
-    Values stay tensors until `means` is called, so that logging never waits for a device.
+    Values stay tensors until `means` is called, so that logging never waits for a device. Of a torchmetrics ``Metric`` the
+    object is kept; it computes its value once, at the end, from all that it was updated with, and is reset.
     """
 
     def __init__(self) -> None:
         """Start empty, weighing every value by 1."""
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
+        self._metrics: dict[str, Any] = {}
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
@@ -25,15 +29,42 @@ class Recorder:
         module.log = self.log  # type: ignore[assignment]
         module.log_dict = self.log_dict  # type: ignore[assignment]
 
-    def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-        """Add one value; display options (``prog_bar`` and the like) are ignored."""
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *args: Any,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add one value; display options (``prog_bar`` and the like) are ignored.
+
+        Args:
+            name: of the value.
+            value: a number or a tensor with one element, or a ``Metric`` that has been updated.
+            args: ignored.
+            reduce_fx: what becomes of the values: their mean weighted by ``batch_size``, or their sum, min or max.
+            batch_size: weight of the value; None = samples in the batch.
+            kwargs: ignored.
+
+        Raises:
+            BadInput: another ``reduce_fx``.
+        """
+        if callable(getattr(value, "compute", None)):
+            self._metrics[name] = value
+            return
         if isinstance(value, Tensor):
             value = value.detach()
-        elif hasattr(value, "compute"):  # a torchmetrics.Metric
-            value = value.compute()
         weight = self.weight if batch_size is None else float(batch_size)
-        total, count = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total + value * weight, count + weight)
+        total, count = self._sums.get(name, (None, 0.0))
+        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        if how == "mean":
+            self._sums[name] = (value * weight if total is None else total + value * weight, count + weight)
+        elif how in _REDUCE:
+            self._sums[name] = (value if total is None else _REDUCE[how](total, value), 1.0)
+        else:
+            raise BadInput(f"self.log of '{name}' has reduce_fx '{how}': use mean, sum, min or max, or log a Metric")
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Add several values."""
@@ -41,10 +72,44 @@ class Recorder:
             self.log(name, value, **kwargs)
 
     def means(self) -> dict[str, float]:
-        """Return the weighted means since the last call, and start again."""
-        means = {name: float(total) / count for name, (total, count) in self._sums.items()}
+        """Return the weighted means since the last call, and what logged metrics compute, and start again.
+
+        Raises:
+            BadInput: a value that is not one number.
+        """
+        try:
+            means = {name: _number(name, total) / count for name, (total, count) in self._sums.items() if count}
+            return means | {name: _computed(name, metric) for name, metric in self._metrics.items()}
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Start again: forget what was logged, and reset the metrics."""
+        for metric in self._metrics.values():
+            if hasattr(metric, "reset"):
+                metric.reset()
         self._sums.clear()
-        return means
+        self._metrics.clear()
+
+
+_REDUCE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda one, other: one + other,
+    "min": lambda one, other: torch.minimum(torch.as_tensor(one), torch.as_tensor(other)),
+    "max": lambda one, other: torch.maximum(torch.as_tensor(one), torch.as_tensor(other)),
+}
+
+
+def _computed(name: str, metric: Any) -> float:
+    if hasattr(metric, "sync_on_compute"):  # each process measures for itself, whatever process groups there are
+        metric.sync_on_compute = False
+    return _number(name, metric.compute())
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Mapping) or (isinstance(value, Tensor) and value.numel() != 1):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "several values"
+        raise BadInput(f"'{name}' is logged or returned as a metric and is {what}: give one number")
+    return float(value)
 
 
 def batch_length(batch: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,9 +21,10 @@ from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
 from raafl.local.masked import masked
+from raafl.local.metrics import measure_part
 from raafl.local.record import Recorder, to_device
 from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.batch_norm import Pooling
+from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
 
 
@@ -67,6 +69,7 @@ class _Built:
     def reset(self, received: FlatTensors) -> None:
         """Load the values of a new task and forget the last one."""
         self.present.copy_(received)
+        self.recorder.clear()  # of a task that was given up
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self.module.train()
         if self.schedulers:
@@ -185,10 +188,12 @@ class LocalTrainer:
         seed_everything(assignment.seed, self.fabric.device)
         self._generator.manual_seed(assignment.seed)
         with masking:
-            num_steps, loss, extra = self._steps(built, assignment, received, data)
+            hook, num_steps, loss, extra = self._steps(built, assignment, received, data)
         self._check_base(built)
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
+        if data.test is not None and hook.tested:
+            metrics |= self._test(built, data.test)
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
                 for dtype, buffer in built.trained.buffers.items():
@@ -205,6 +210,22 @@ class LocalTrainer:
         )
         update.refusal = None if built.trained.is_finite() else "non-finite"
         return update
+
+    def _test(self, built: _Built, data: ClientData) -> dict[str, float]:
+        """Measure the trained submodel on the client's test part."""
+
+        def batches() -> Iterator[Any]:
+            for batch in data.in_order(self.training.batch_size):
+                if self.stop is not None and self.stop.is_set():
+                    raise Stopped
+                yield batch
+
+        static = self.submodels.batch_norm == "static"  # then a client has no running statistics
+        norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
+        context = self._strategy.precision.forward_context if self._mixed else nullcontext
+        return measure_part(
+            built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, context, norms
+        )
 
     def _check_base(self, built: _Built) -> None:
         """See that a task has left the frozen base as it was: other tasks and clients share it, and cut copies live on.
@@ -239,8 +260,8 @@ class LocalTrainer:
 
     def _steps(
         self, built: _Built, assignment: Assignment, received: FlatTensors, data: ClientData
-    ) -> tuple[int, float, dict[str, Any]]:
-        """Do the local steps; return how many optimiser steps there were, the mean loss, and what the hook has to say."""
+    ) -> tuple[Hook, int, float, dict[str, Any]]:
+        """Do the local steps; return the hook, the number of optimiser steps, the mean loss, and what the hook has to say."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps
@@ -267,7 +288,7 @@ class LocalTrainer:
                     for scheduler, interval in built.schedulers:
                         if interval == "step" or ends_epoch:
                             scheduler.step()
-            return num_steps, float(total) / max(num_batches, 1), hook.finish()
+            return hook, num_steps, float(total) / max(num_batches, 1), hook.finish()
         finally:
             hook.close()
 

@@ -7,7 +7,7 @@ The choice lies in ``GlobalState.memory["pruned"]``: the version at which it was
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -172,7 +172,7 @@ class Pruned(Select):
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
-        return self._limit().check(Fleet(fleet.state, fleet.clients, fleet.rng, fleet.training, fleet.batch_size))
+        return self._limit().check(replace(fleet, cache={}))
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""

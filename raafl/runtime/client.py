@@ -11,8 +11,14 @@ from typing import Any
 import raafl
 from raafl.core.types import Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
+from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.parts.compress import Unsound
+from raafl.parts.split import KEY
+from raafl.parts.wires import Wires
+from raafl.runtime.compressed import Down, Up
 from raafl.runtime.session import Waits
+from raafl.runtime.split import ClientHalf
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 
@@ -31,7 +37,7 @@ class Client:
     def __init__(
         self, info: ClientInfo, pair: Pair, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Waits,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
-        on_welcome: Callable[[], None] = lambda: None,
+        on_welcome: Callable[[], None] = lambda: None, wires: Wires | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `run` greets the server.
 
@@ -45,7 +51,11 @@ class Client:
             config: digest of each section of the config that the server is to compare with its own.
             unsent: an answer from an earlier connection, for the server to count.
             on_welcome: called once the server has taken the client in.
+            wires: how what travels is compressed; None = it is not.
         """
+        wires = wires or Wires(submodels)
+        self._down, self._up = Down(wires), Up(wires)
+        self._half = ClientHalf(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self._on_welcome = unsent, on_welcome
@@ -99,10 +109,20 @@ class Client:
                 if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
                     self._received.put((self._assignment, message.tensors))
                     wait_s += self._waits.task_s  # a server that waits for an answer says nothing
+                if message.kind is Kind.GRADIENTS:
+                    self._half.hear(message.tensors)
+                    wait_s += self._waits.task_s
+                if message.kind is Kind.REFUSED and self._is_out(message.assignment):
+                    self._assignment = None  # given up in the middle; the next may come
+                    self._half.hear(None)
         except Exception as error:
             self._received.put(error)
         if self._trainer.stop is not None:
             self._trainer.stop.set()
+        self._half.hear(None)
+
+    def _is_out(self, number: int) -> bool:
+        return self._assignment is not None and self._assignment.id == number
 
     def _hello(self) -> dict[str, Any]:
         return {
@@ -115,6 +135,8 @@ class Client:
         }
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
+        if kind is Kind.GRADIENTS:
+            return self._half.expect(assignment, meta)
         if kind is not Kind.ASSIGN:
             return None
         if self._assignment is not None:
@@ -122,7 +144,8 @@ class Client:
         self._since = time.perf_counter()
         try:
             found = assignment_from_json(meta)
-            layout = self._submodels.layout(found.spec, "sent")
+            # what came before is unpacked: an answer to it has been sent
+            layout = self._half.layout(found) if KEY in found.extra else self._down.layout(found.spec)
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {error}") from None
         self._free.wait(self._waits.stop_s)
@@ -133,19 +156,27 @@ class Client:
         self._assignment = found
         return self._storage[1]
 
-    def _work(self, assignment: Assignment, received: FlatTensors) -> None:
+    def _work(self, assignment: Assignment, wire: FlatTensors) -> None:
         try:
-            update = self._trainer.run(assignment, received, self._data)
+            device = self._trainer.fabric.device
+            peak_bytes(device, anew=True)
+            received = self._down.unpack(assignment.spec, wire)
+            trainer = self._half if KEY in assignment.extra else self._trainer
+            update = trainer.run(assignment, received, self._data)
             left = assignment.pace_s - (time.perf_counter() - self._since)
             if left > 0 and self._trainer.stop is not None and self._trainer.stop.wait(left):
                 raise Stopped
         except Stopped:
             return  # what the reader has to say comes next
-        meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": _finite(update.metrics)}
+        except Unsound as unsound:
+            raise Refused(unsound.reason, str(unsound)) from None
+        packed = self._up.pack(assignment, update.tensors, received)
+        metrics = _finite(update.metrics) | {PEAK: float(peak_bytes(device))}
+        meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": metrics}
         meta |= {"extra": dict(update.extra)} if update.extra else {}
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
         try:
-            self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, update.tensors))
+            self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, packed))
         except (PeerLost, PeerTimeout):
             return
         self.unsent = None

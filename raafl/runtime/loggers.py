@@ -66,8 +66,9 @@ class Loggers(Hooks):
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Log an evaluation, with how far the run was when it became known."""
         record = self._record
+        figures = {name: value for name, value in record.row.items() if value is not None}
         row = {
-            **metrics, "time_s": now, "wall_s": record.wall_s, "num_updates": record.outcomes["merged"],
+            **metrics, **figures, "time_s": now, "wall_s": record.wall_s, "num_updates": record.outcomes["merged"],
             "bytes_up": record.bytes_up, "bytes_down": record.bytes_down,
         }  # fmt: skip
 

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,14 @@ from raafl.core.types import (
     event_to_json,
 )
 from raafl.errors import BadInput
+from raafl.local.metrics import TEST
 from raafl.progress import ClientProgress, ProgressState
+from raafl.runtime.figures import CLIENT, Figures
 from raafl.runtime.journal import RunFolder
 from raafl.submodel import FlatTensors
 
 _MAX_SHOWN = 64  # clients a progress view is told of
+_MEMORY = ("peak_bytes", "measured_bytes")
 _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 
 
@@ -68,14 +71,35 @@ class Target:
         return f"{self.metric}={self.value:g}"
 
 
+class MeasuredFolder(RunFolder):
+    """A run folder whose clients.csv gets columns, at the end, for memory and for each metric that clients measure."""
+
+    def client(self, row: Mapping[str, Any]) -> None:
+        """Append one finished task; see `RunFolder.client`."""
+        new = [name for name in row if name not in self._clients.columns]
+        unknown = [name for name in new if not name.startswith(TEST) and name not in _MEMORY]
+        if unknown:
+            raise ValueError(f"clients.csv has no column {', '.join(unknown)}")
+        if new:
+            self._clients.widen(new)
+        self._clients.append(row)
+
+
 class RunRecord:
     """Keeps count of a run as its runtime drives it, and writes its folder. One writer, no lock.
 
     Without a folder it only counts (benchmarks, the Python API without an output).
     """
 
-    def __init__(self, folder: RunFolder | None, targets: Sequence[Target] = (), *, fingerprints: bool = True) -> None:
+    def __init__(
+        self, folder: RunFolder | None, targets: Sequence[Target] = (), *, fingerprints: bool = True,
+        figures: Figures | None = None,
+    ) -> None:  # fmt: skip
         """Start counting; ``fingerprints`` puts a digest of each update into the journal."""
+        self.figures = figures or Figures()
+        self.row: dict[str, float | None] = {}
+        """Figures beside the metrics, as they were when the version measured last was made."""
+        self._due: dict[int, dict[str, float | None]] = {}
         self.folder, self.targets, self.fingerprints = folder, targets, fingerprints and folder is not None
         self.started = time.perf_counter()
         self.outcomes: Counter[str] = Counter()
@@ -119,6 +143,7 @@ class RunRecord:
 
     def assigned(self, assignment: Assignment) -> None:
         """Journal an assignment."""
+        self.figures.assigned(assignment)
         if self.folder is not None:
             self.folder.event({"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)})
 
@@ -145,8 +170,9 @@ class RunRecord:
             arrived = now if update is None else assignment.assigned_s + update.train_s
             self._busy_s[settled.client] = self._busy_s.get(settled.client, 0.0) + arrived - assignment.assigned_s
         self.num_rows += 1
+        cells = self.figures.settled(settled, self.metrics)
         if self.folder is not None:
-            self.folder.client(self._client_row(settled, now))
+            self.folder.client(self._client_row(settled, now) | cells)
 
     def _client_row(self, settled: Settled, now: float) -> dict[str, Any]:
         assignment, update = settled.assignment, settled.update
@@ -165,13 +191,43 @@ class RunRecord:
             }  # fmt: skip
         return row
 
+    def due(self, version: int, now: float) -> None:
+        """Note how things stand as the global model of ``version`` is to be measured, which may take its time."""
+        self._due[version] = self._figures(version, now)
+
+    def _figures(self, version: int, now: float) -> dict[str, float | None]:
+        merged, num_clients = self.outcomes["merged"], len(self.participation)
+        return {
+            **self.figures.clients(),
+            "utilisation": self._utilisation(now),
+            "participation": self.figures.participation(version, num_clients)["mean"],
+            "staleness": self._staleness_sum / merged if merged else 0.0,
+            "coverage": self.figures.coverage()["mean"],
+            "round_s": now / version if version else None,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+        }
+
+    def _utilisation(self, now: float) -> float:
+        """Return RU = sum over clients of seconds in tasks / (N * elapsed); the Co-S2P paper, eq. 12."""
+        busy = sum(self._busy_s.values()) + self.figures.working_s(now)
+        return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
+
+    @property
+    def client_metrics(self) -> dict[str, float]:
+        """Averages over clients, as they were when the version measured last was made."""
+        return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
+
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
         """Note the global model's metrics; return whether there are targets and all have been met by now."""
         self.metrics, self.evaluated_version = metrics, version
+        self.row = self._due[version] if version in self._due else self._figures(version, now)
+        self.row = {name: value for name, value in self.row.items() if name not in metrics}
+        self._due = {later: row for later, row in self._due.items() if later > version}
         if self.folder is not None:
-            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics})
+            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics, **self.row})
         for target in self.targets:
-            if self.time_to[str(target)] is None and target.met(metrics):
+            if self.time_to[str(target)] is None and target.met({**metrics, **self.client_metrics}):
                 self.time_to[str(target)] = now
         return self.reached
 
@@ -192,6 +248,8 @@ class RunRecord:
             "busy_s": dict(self._busy_s),
             "staleness": [self._staleness_sum, self._staleness_max],
             "turned_away": dict(self._turned_away),
+            "figures": self.figures.save(),
+            "row": dict(self.row),
         }
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -206,6 +264,9 @@ class RunRecord:
         self._busy_s.update(data["busy_s"])
         self._staleness_sum, self._staleness_max = data["staleness"]
         self._turned_away.update(data["turned_away"])
+        if "figures" in data:
+            self.figures.restore(data["figures"])
+            self.row = dict(data["row"])
 
     def lose(self, num: int) -> None:
         """Count assignments whose rows were marked lost when the run was resumed."""
@@ -223,8 +284,6 @@ class RunRecord:
         def by_reason(kind: str) -> dict[str, int]:
             return {k.removeprefix(kind + ":"): n for k, n in sorted(self.outcomes.items()) if k.startswith(kind + ":")}
 
-        num_clients = max(len(self.participation), 1)
-        busy = sum(self._busy_s.values())
         return {
             "algorithm": algorithm,
             "runtime": runtime,
@@ -241,10 +300,17 @@ class RunRecord:
             "wall_s": self.wall_s,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
-            "utilisation": min(busy / (num_clients * time_s), 1.0) if time_s > 0 else 0.0,
+            "utilisation": self._utilisation(time_s),
             "participation": {str(client): n for client, n in sorted(self.participation.items())},
             "staleness": {"mean": self._staleness_sum / merged if merged else 0.0, "max": self._staleness_max},
-            "final": self.metrics,
+            "participation_rate": self.figures.participation(version, len(self.participation)),
+            "coverage": {
+                **self.figures.coverage(),
+                "regions": {str(region): n for region, n in sorted(self.figures.regions.items())},
+            },
+            "peak_memory": self.figures.memory(),
+            "round_s": time_s / version if version else None,
+            "final": {**self.metrics, **self.client_metrics},
             "time_to": self.time_to,
             "model_digest": values.model_digest(),
         }

@@ -26,9 +26,9 @@ from raafl.core.types import (
     event_from_json,
 )
 from raafl.errors import BadInput
+from raafl.runtime.compressed import Carried
 from raafl.runtime.journal import read_events
 from raafl.runtime.pool import Executor
-from raafl.runtime.snapshots import Snapshots
 from raafl.submodel import FlatTensors
 
 EVENTS = ("joined", "arrived", "lost", "timer", "stop")
@@ -89,7 +89,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         """Cut snapshots from the coordinator's state."""
-        self._snapshots = Snapshots(self.coordinator.state)
+        self._snapshots = Carried(self.coordinator)
 
     def run(self, rows: Iterable[dict[str, Any]], until: int | None = None) -> None:
         """Replay rows in order, up to and including event number ``until``."""
@@ -139,12 +139,19 @@ class Replay:
         """Train the task that was answered, unless the answer was refused for what it was."""
         number = row["assignment"]
         assignment, snapshot = self._out.get(number, (None, None))
-        sound = row["refusal"] in (None, "non-finite") and number in self.coordinator.roster.active
-        if assignment is None or snapshot is None or not sound or row["client"] != assignment.client:
+        known = (
+            number in self.coordinator.roster.active and assignment is not None and row["client"] == assignment.client
+        )
+        sound = row["refusal"] in (None, "non-finite")
+        if assignment is None or snapshot is None or not known or not (sound or self._snapshots.remembers):
             nothing = FlatTensors.empty(self.coordinator.state.submodels.layout(part="trained"))
             return Arrived(Update(number, row["client"], row["incarnation"], nothing, 0, refusal=row["refusal"]))
         update = self.executor.result(number)
+        self._snapshots.returned(assignment, update, snapshot)
         self._release(number)
+        if not sound:  # it was damaged on its way: the client has sent it, and keeps the rest for its next
+            update.refusal, update.incarnation = row["refusal"], row["incarnation"]
+            return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
         fingerprint = update.tensors.fingerprint()
         if self.parting is None and row.get("fingerprint") not in ("", None, fingerprint):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.errors import BadInput
 from raafl.runtime import checkpoint
-from raafl.runtime.journal import CLIENT_COLUMNS, read_events
+from raafl.runtime.journal import read_events
 from raafl.runtime.replay import EVENTS, that_count
 from raafl.runtime.rows import read_table, write_table
 from raafl.submodel import FlatTensors, Layout
@@ -132,7 +132,7 @@ def mend(saved: SavedRun) -> Mended:
     lost: list[Sequence[str]] = []
     if section["runtime"] != "simulated":
         later = sorted(number for number in assigned if number > coordinator["last_id"])
-        lost = [_lost_row(assigned[number]) for number in later]
+        lost = [_lost_row(assigned[number], header) for number in later]
     write_table(folder / "clients.csv", header, [*kept, *lost])
     num_events = sum(row.get("event") in EVENTS for row in that_count(journal))
     joins: dict[int, int] = {}
@@ -150,6 +150,6 @@ def missing(folder: Path, num_events: int) -> str:
     )
 
 
-def _lost_row(assigned: dict[str, Any]) -> list[str]:
+def _lost_row(assigned: dict[str, Any], header: list[str]) -> list[str]:
     known = {**assigned, "assignment": assigned["id"], "outcome": RESTART, "spec": assigned["spec"]}
-    return [str(known.get(column, "")) for column in CLIENT_COLUMNS]
+    return [str(known.get(column, "")) for column in header]

@@ -7,15 +7,22 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import raafl
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, Update, assignment_to_json, client_from_json
+from raafl.parts.compress import Unsound
+from raafl.parts.split import KEY
+from raafl.parts.wires import Wires
+from raafl.runtime.compressed import Down, Up
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
-from raafl.submodel import FlatTensors, Layout, Submodels
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+
+if TYPE_CHECKING:
+    from raafl.runtime.split import Link, ServerHalf
 
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
 
@@ -81,6 +88,7 @@ class Session(threading.Thread):
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
         waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
+        wires: Wires | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
@@ -94,6 +102,7 @@ class Session(threading.Thread):
             moved: told of bytes over the link, (down, up).
             device: where received tensors are to lie.
             terms: what the client must agree on beside raafl's version and the model.
+            wires: how what travels is compressed; None = it is not.
         """
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
@@ -104,8 +113,13 @@ class Session(threading.Thread):
         self._device = device
         self._pair: Pair | None = None
         self._terms = terms or Terms()
+        self._wires = wires or Wires(submodels)
+        self._down, self._up = Down(self._wires), Up(self._wires)
+        self._received: FlatTensors | None = None  # what the client has been sent, as it has it
         self._sending = threading.Lock()
         self._stopping: str | None = None
+        self._half: ServerHalf | None = None  # of a model that is trained in two halves
+        self._num_threads = torch.get_num_threads()  # those of the thread that has set up the run
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
         """Send work; returns at once."""
@@ -215,37 +229,91 @@ class Session(threading.Thread):
                 self._pair.send(Message(Kind.STOP, 0, self.incarnation, {"reason": reason}, None), self._waits.stop_s)
 
     def _task(self, pair: Pair, task: _Task) -> None:
-        message = Message(
-            Kind.ASSIGN, task.assignment.id, self.incarnation, assignment_to_json(task.assignment), task.snapshot
-        )
-        with self._sending:
-            self._out = task.assignment
-            sent = pair.send(message)
-            if self._stopping is not None:  # too late for `stop` to say it, or said before the assignment
-                self._say_stop(self._stopping)
-        self._moved(sent, 0)
+        if KEY in task.assignment.extra:
+            self._split_task(pair, task)
+            return
+        spec, packed = task.assignment.spec, self._down.pack(task.assignment, task.snapshot)
+        sent = self._assign(pair, task.assignment, packed)
+        if self._wires.sender_unpacks:
+            self._received = self._down.unpack(spec, packed)
         try:
             answer = pair.recv(self._expect, self._waits.task_s, finite=True)
-            update = self._update(answer)
+            update = self._update(answer, spec)
         except Refused as refused:
-            layout = self._submodels.layout(task.assignment.spec, "trained")
-            update = Update(
-                task.assignment.id, self.client, self.incarnation, self._buffer(layout), 0, refusal=refused.reason
-            )
-        update.bytes_down, update.bytes_up = sent, pair.received_bytes
-        self._moved(0, pair.received_bytes)
+            nothing = self._nothing(spec)
+            update = Update(task.assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
+        self._arrived(pair, update, sent, pair.received_bytes)
+
+    def _assign(self, pair: Pair, assignment: Assignment, values: FlatTensors) -> int:
+        """Send an assignment with its values; return the bytes."""
+        self._out = assignment
+        meta = assignment_to_json(assignment)
+        return self._send(pair, Message(Kind.ASSIGN, assignment.id, self.incarnation, meta, values))
+
+    def _send(self, pair: Pair, message: Message) -> int:
+        """Send a message of a task; return its bytes."""
+        with self._sending:
+            sent = pair.send(message)
+            if self._stopping is not None:  # too late for `stop` to say it, or said before the message
+                self._say_stop(self._stopping)
+        self._moved(sent, 0)
+        return sent
+
+    def _arrived(self, pair: Pair, update: Update, down_bytes: int, up_bytes: int) -> None:
+        update.bytes_down, update.bytes_up = down_bytes, up_bytes
+        self._moved(0, up_bytes)
         self._inbox.put(Arrived(update))
         if pair.closed:
             raise PeerLost("connection-broken", f"after a message refused as {update.refusal}")
 
-    def _update(self, answer: Message) -> Update:
+    def _split_task(self, pair: Pair, task: _Task) -> None:
+        """Train the upper half of the model with the client, who trains the lower."""
+        from raafl.local.train import Stopped
+        from raafl.runtime.split import Link, ServerHalf
+
+        half = self._half = self._half or ServerHalf(self._submodels, self._device, self._num_threads)
+        assignment, waits = task.assignment, self._waits
+        link = Link(pair, assignment, waits.task_s, lambda message: self._send(pair, message), self._is_stopping)
+        sent = self._assign(pair, assignment, half.lower(assignment, task.snapshot))
+        try:
+            update = self._of_both(half, task, link)
+        except Stopped:
+            return  # what is next in the outbox says why
+        except Refused as refused:
+            nothing = self._nothing(assignment.spec)
+            update = Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
+            if not pair.closed:  # the client may wait for a gradient
+                link.send(Kind.REFUSED, {"reason": str(refused)[:200]})
+        self._arrived(pair, update, sent + link.down_bytes, link.up_bytes)
+
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None
+
+    def _of_both(self, half: ServerHalf, task: _Task, link: Link) -> Update:
+        answer, own = half.run(task.assignment, task.snapshot, link)
+        update = self._update(answer, task.assignment.spec)
+        update.num_steps, update.refusal = own.num_steps, own.refusal
+        update.metrics |= own.metrics  # the loss is known to this half alone
+        return update
+
+    def _nothing(self, spec: Spec) -> FlatTensors:
+        """Return what stands for the tensors of a refused update: as received, or zeros where they travel compressed."""
+        if self._wires.up is not None:
+            return self._up.nothing(spec, torch.device(self._device))
+        return self._buffer(self._submodels.layout(spec, "trained"))
+
+    def _update(self, answer: Message, spec: Spec) -> Update:
         meta = answer.meta
         if answer.kind is not Kind.UPDATE or answer.tensors is None:
             raise Refused("bad-kind", f"expected UPDATE, got {answer.kind.name}")
         if answer.incarnation != self.incarnation:
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
+        try:
+            tensors = self._up.unpack(spec, answer.tensors, self._received)
+        except Unsound as unsound:
+            raise Refused(unsound.reason, str(unsound)) from None
         return Update(
-            answer.assignment, self.client, self.incarnation, answer.tensors, _count(meta, "num_samples", least=1),
+            answer.assignment, self.client, self.incarnation, tensors, _count(meta, "num_samples", least=1),
             _count(meta, "num_steps"), _metrics(meta), extra=_extra(meta),
         )  # fmt: skip
 
@@ -254,7 +322,7 @@ class Session(threading.Thread):
             raise Refused("bad-kind", f"expected UPDATE, got {kind.name}")
         if assignment != self._out.id:
             raise Refused("unknown-assignment", f"expected {self._out.id}, got {assignment}")
-        return self._buffer(self._submodels.layout(self._out.spec, "trained"))
+        return self._buffer(self._wires.layout(self._out.spec, "trained"))
 
     def _buffer(self, layout: Layout) -> FlatTensors:
         """Return storage for ``layout``, the same each time; only the last few layouts are kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,12 +33,13 @@ from raafl.core.types import (
 )
 from raafl.devices.profiles import TaskTime
 from raafl.local.evaluate import Evaluator
+from raafl.local.metrics import measuring_s
 from raafl.progress import Progress, ProgressState
+from raafl.runtime.compressed import Carried
 from raafl.runtime.hooks import Hooks
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.pool import Executor
 from raafl.runtime.record import RunRecord, view
-from raafl.runtime.snapshots import Snapshots
 from raafl.submodel import FlatTensors
 
 ARRIVED, LOST, JOINED, TIMER = range(
@@ -70,8 +71,10 @@ class Simulation:
         *,
         hooks: Hooks | None = None,
         progress: Progress | None = None,
+        num_tested: Mapping[int, int] | None = None,
     ) -> None:
-        """Set the clock to 0 and let every available client join."""
+        """Set the clock to 0 and let every available client join; ``num_tested`` samples client i measures itself on."""
+        self._num_tested = num_tested or {}
         self.coordinator, self.executor, self.record, self.evaluator = coordinator, executor, record, evaluator
         self.hooks = hooks or Hooks()
         self.progress = progress
@@ -80,7 +83,7 @@ class Simulation:
         self._heap: list[tuple[float, int, int, Event | _Due]] = []
         self._sequence = 0
         self._num_lost = 0  # since the last arrival
-        self._snapshots = Snapshots(coordinator.state)
+        self._snapshots = Carried(coordinator)
         self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
         for client in clients:
             self._plan_join(client, 0.0)
@@ -97,6 +100,7 @@ class Simulation:
             "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
             "out": [[client, number, id(snapshot)] for client, (number, snapshot) in self._out.items()],
             "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
+            "wires": self._snapshots.save(),
         }
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -104,6 +108,7 @@ class Simulation:
         self.now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         heapq.heapify(self._heap)
+        self._snapshots.restore(data.get("wires", []))
         snapshots = {key: self._snapshots.adopt(from_plain(plain)) for key, plain in data["snapshots"]}
         due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
         for client, number, key in data["out"]:
@@ -153,10 +158,11 @@ class Simulation:
             return None
         del self._out[assignment.client]
         update = self.executor.result(assignment.id)
+        self._snapshots.returned(assignment, update, snapshot)
         self._snapshots.give_back(snapshot)
         update.train_s = due.time.total_s
         cost = self.coordinator.fleet.cost(assignment.spec, assignment.extra)
-        update.bytes_down, update.bytes_up = cost.down_bytes, cost.up_bytes
+        update.bytes_down, update.bytes_up = cost.down_bytes + self._snapshots.more_bytes(assignment), cost.up_bytes
         self.record.moved(up=cost.up_bytes)
         return Arrived(update)
 
@@ -206,10 +212,11 @@ class Simulation:
                 self.reason = reason
 
     def _assign(self, assignment: Assignment) -> None:
-        task_time = self._task_time(assignment)
         snapshot = self._snapshots.cut(assignment)
+        task_time = self._task_time(assignment)
         self.record.assigned(assignment)
-        self.record.moved(down=snapshot.num_bytes)
+        down_bytes = self.coordinator.fleet.cost(assignment.spec, assignment.extra).down_bytes
+        self.record.moved(down=down_bytes + self._snapshots.more_bytes(assignment))
         at = self.now + task_time.total_s
         self._out[assignment.client] = (assignment.id, snapshot)
         self.executor.submit(assignment, snapshot, at)
@@ -219,11 +226,16 @@ class Simulation:
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        return fleet.task_time(client, work)
+        time = fleet.task_time(client, work)
+        if tested := self._num_tested.get(client.id, 0):
+            time = replace(time, compute_s=time.compute_s + measuring_s(fleet, client, work, tested))
+        more_bytes = self._snapshots.more_bytes(assignment)
+        return replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s) if more_bytes else time
 
     def _evaluate(self, version: int) -> None:
         if self.evaluator is None:
             return
+        self.record.due(version, self.now)
         metrics = self.evaluator(self.coordinator.state.values)
         reached = self.record.evaluated(version, self.now, metrics)
         self.hooks.on_evaluate(version, self.now, metrics)

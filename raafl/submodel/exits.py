@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
-from raafl.submodel.declared import Stack, find_stacks
+from raafl.submodel.declared import Stack, find_stacks, said
 
 _MODELS = "transformers.models"
 _LAYERS = "transformers.modeling_layers"
@@ -154,6 +154,43 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
     return model
 
 
+def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
+    """Give the one model in ``module`` whose last layers are known its exits, in place: what ``submodels.exits`` asks for.
+
+    Args:
+        module: such a model, or one that holds it, as a LightningModule does.
+        depths: see `add_exits`; nothing happens without any.
+
+    Raises:
+        BadInput: it holds none or several such models, one that has exits already, or one without such a depth.
+    """
+    if not depths:
+        return
+    name = type(module).__name__
+    own = next((path for path, _ in said(module, "submodel_exits")), None)
+    if own is not None:
+        where = f"'{own}' of {name}" if own else name
+        raise BadInput(
+            f"submodels.exits is {list(depths)}, but {where} declares exits of its own: leave one of them out"
+        )
+    found = [(path, part) for path, part in module.named_modules() if tail_of(part) is not None]
+    if len(found) > 1:
+        several = " and ".join(f"'{path}'" for path, _ in found[:3])
+        raise BadInput(
+            f"submodels.exits is {list(depths)}, but {name} holds {several}: call `add_exits` on one of them"
+        )
+    if not found:
+        raise BadInput(
+            f"submodels.exits is {list(depths)}, but {name} holds no model whose last layers are known: declare "
+            "`submodel_exits` on it, or use a classifier or causal language model of BERT, RoBERTa, DistilBERT, ViT, DeiT, "
+            "LLaMA, Mistral or Qwen2 (transformers), or torchvision's VisionTransformer"
+        )
+    try:
+        add_exits(found[0][1], depths)
+    except BadInput as error:
+        raise BadInput(f"submodels.{error}") from None
+
+
 class EarlyLogits:
     """The logits of every exit, from the same forward pass as the model's own: for self-distillation between depths.
 
@@ -179,8 +216,9 @@ class EarlyLogits:
         self.model = cast(Any, found)
         self._hidden: dict[str, Tensor] = {}
         self._input_ids: Tensor | None = None
+        self._handles: list[Any] = []
         self.names = [name for name, path in self.model.submodel_exits_after.items() if self._watch(name, path)]
-        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
 
     def _watch(self, name: str, path: str) -> bool:
         """Keep what the block gives; return whether there is such a block and exit, other than that of the model's end."""
@@ -196,12 +234,18 @@ class EarlyLogits:
         def keep(block: nn.Module, args: Any, answer: Any) -> None:
             self._hidden[name] = answer[0] if isinstance(answer, tuple) else answer
 
-        parts[path].register_forward_hook(keep)
+        self._handles.append(parts[path].register_forward_hook(keep))
         return True
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._hidden.clear()
         self._input_ids = kwargs.get("input_ids", args[0] if args else None)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._hidden.clear()
 
     def logits(self) -> dict[str, Tensor]:
         """Return the logits of each exit in the last forward pass, shallow ones first, and forget that pass."""

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raafl.submodel.kernels import extra_traffic, fault_traffic, workspace_bytes
+
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
@@ -27,9 +29,10 @@ class Ledger(TorchDispatchMode):
     Attributes:
         flops: multiplications and additions of matrix products, convolutions and attention.
         moved_bytes: bytes of operands and results of every operation that is not a mere view; of a table from which rows
-            are looked up, the rows.
+            are looked up, the rows; and so many more as what kernels do beside takes as long as (`extra_traffic`,
+            `fault_traffic`).
         live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
-        peak_bytes: the most that was alive at once.
+        peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -55,9 +58,11 @@ class Ledger(TorchDispatchMode):
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         made = tensors_in(result)
-        self.moved_bytes += _moved_bytes(func, args, kwargs, made)
+        moved_bytes = _moved_bytes(func, args, kwargs, made)
+        self.moved_bytes += moved_bytes + extra_traffic(func._overloadpacket, args, made, moved_bytes)
         for tensor in made:
             self._note(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(func._overloadpacket, args, made))
         return result
 
     def _note(self, tensor: Tensor, counted: bool = True) -> None:
@@ -71,6 +76,7 @@ class Ledger(TorchDispatchMode):
             self.live_bytes -= num_bytes
             self._alive.pop(key, None)
 
+        self.moved_bytes += fault_traffic(num_bytes)
         self._alive[key] = weakref.ref(storage, gone)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -75,6 +75,21 @@ def test_the_docstring_of_the_file_cites_the_paper_first(name):
 def test_arguments_reach_their_parts():
     # Each factory's arguments differ from its defaults here; what the parts say of themselves must differ too.
     cases = {
+        "ada_vit": (
+            {"heads": 0.5},
+            "local",
+            "SGD on the loss, usage policies by input, heads 0.5, blocks 0.7, weight 2",
+        ),
+        "platon": (
+            {"rates": 0.5},
+            "select",
+            "units by upper confidence bound, down to 0.5 of the width within 21 tasks",
+        ),
+        "q_vit": ({"bits": 32}, "local", "SGD on the loss, nothing quantised"),
+        "split_fed": ({"share": 0.5}, "local", "SGD on the loss in two halves, 0.5 of the parameters at the client"),
+        "fed_mezo": ({"trigger": "each"}, "trigger", "each arrival"),
+        "fed_pm": ({"reset": 5}, "merge", "mode of Beta counts of masks, prior 1, reset every 5 merges"),
+        "co_s2p": ({"trigger": "sync"}, "trigger", "all"),
         "fed_async": ({"alpha": 0.25}, "merge", "mix with alpha 0.25"),
         "fed_avg": ({"cohort": 3}, "sample", "3 at random"),
         "fed_buff": ({"buffer_size": 7}, "trigger", "7 in the buffer"),

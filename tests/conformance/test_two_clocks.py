@@ -6,19 +6,26 @@ import pytest
 
 from raafl.algorithms import (
     ALGORITHMS,
+    ada_vit,
+    co_s2p,
     fed_async,
     fed_avg,
     fed_buff,
+    fed_mezo,
     fed_opt,
+    fed_pm,
     fed_prox,
     fed_raa,
     fed_rolex,
     hetero_fl,
     ist,
     oap,
+    platon,
     prune_fl,
+    q_vit,
     ra_fed,
     ram_fed,
+    split_fed,
     timely_fl,
 )
 from tests.conformance.clocks import on_both_clocks, order_of
@@ -27,6 +34,9 @@ from tests.federation import SPEEDS, experiment, finish, unequal
 pytestmark = pytest.mark.timeout(90)
 
 VARIANTS = {
+    "ada_vit": ada_vit(),
+    "co_s2p": co_s2p(mask_rounds=1, mask_steps=2),
+    "asynchronous co_s2p": co_s2p(trigger="async", mask_rounds=1, mask_steps=2),
     "fed_raa": fed_raa(),
     "fed_raa random, staleness": fed_raa(select="random", staleness="polynomial", prox=0.1),
     "sync fed_raa": fed_raa(trigger="all"),
@@ -35,17 +45,24 @@ VARIANTS = {
     "fed_buff": fed_buff(buffer_size=3),
     "fed_avg": fed_avg(),
     "fed_avg cohort": fed_avg(cohort=2),
+    "fed_mezo": fed_mezo(),
+    "asynchronous fed_mezo": fed_mezo(trigger="each", staleness="polynomial"),
+    "fed_pm": fed_pm(),
     "fed_prox": fed_prox(prox=0.5),
     "fed_opt": fed_opt(),
     "hetero_fl": hetero_fl(),
     "fed_rolex": fed_rolex(),
     "ist": ist(),
     "oap": oap(),
+    "platon": platon(rates=[1.0, 0.5, 0.25], warm_up=0, rounds=1, groups=8),
+    "asynchronous platon": platon(rates=[1.0, 0.5], warm_up=1, rounds=1, trigger="each", staleness="polynomial"),
     "prune_fl": prune_fl(every=2),
+    "q_vit": q_vit(edge_bits=4),
     "ra_fed": ra_fed(mask="MIX-Arb", trained=3, every=2),
     "ram_fed": ram_fed(mask="S-Arb", coverage=1, rest=4),
     "asynchronous ram_fed": ram_fed(trigger="each", staleness="polynomial", max_age=6),
     # its deadline is in seconds and it measures them: here they are the profiles', and too many to pass in the real run
+    "split_fed": split_fed(),
     "timely_fl": timely_fl(participation=0.75, adaptive=False),
 }
 DEVICES = {"timely_fl": unequal([speed / 1e4 for speed in SPEEDS])}

@@ -1,4 +1,7 @@
+import json
 import math
+import subprocess
+import sys
 import time
 
 import pytest
@@ -51,3 +54,75 @@ def test_a_container_leaves_its_limit_less_what_it_cannot_give_up(tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
     assert measuring._cgroup_left_bytes(tmp_path) == math.inf
     assert measuring._cgroup_left_bytes(tmp_path / "nowhere") == math.inf
+
+
+def test_the_tightest_of_the_groups_above_counts(tmp_path):
+    membership = tmp_path / "membership"
+    membership.write_text("4:memory:/jobs/one\n0::/slice/unit\n")
+    for folder, limit, used in (("slice", 500, 450), ("slice/unit", 900, 100)):
+        (tmp_path / folder).mkdir()
+        for name, text in (("memory.max", limit), ("memory.current", used), ("memory.stat", "inactive_file 5\n")):
+            (tmp_path / folder / name).write_text(str(text))
+    assert measuring._cgroup_left_bytes(tmp_path, membership) == 500 - 450 + 5
+
+
+@pytest.mark.parametrize(("limit", "left"), [("1000", 1000 - 700 + 200), (str(2**63 - 4096), math.inf)])
+def test_version_1_has_files_of_its_own_and_says_none_as_a_large_number(tmp_path, limit, left):
+    membership, group = tmp_path / "membership", tmp_path / "memory" / "jobs" / "one"
+    membership.write_text("5:cpu,cpuacct:/\n4:memory:/jobs/one\n0::/\n")
+    group.mkdir(parents=True)
+    for name, text in (
+        ("memory.limit_in_bytes", limit),
+        ("memory.usage_in_bytes", "700"),
+        ("memory.stat", "inactive_file 1\ntotal_inactive_file 200\n"),
+    ):
+        (group / name).write_text(f"{text}\n")
+    assert measuring._cgroup_left_bytes(tmp_path, membership) == left
+
+
+def test_ranks_share_what_is_not_their_own(monkeypatch):
+    monkeypatch.setattr(measuring, "_system_available_bytes", lambda: 9e9)
+    monkeypatch.setattr(measuring, "_cgroup_left_bytes", lambda: 6e9)
+    monkeypatch.setattr(measuring, "_own_limits", lambda: iter([measuring.Room(2.5e9, "RLIMIT_AS")]))
+    assert measuring.memory_room(num_sharing=1) == measuring.Room(2.5e9, "RLIMIT_AS")
+    assert measuring.memory_room(num_sharing=3) == measuring.Room(2e9, "control group")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    assert measuring.memory_room() == measuring.Room(1e9, "control group")
+    assert measuring.memory_room().for_task_bytes == pytest.approx(0.9e9 - 64 * 2**20)
+
+
+LIMITED = """
+import json, resource, sys
+import torch
+from raafl.devices.measure import memory_room
+
+kind, spare, held = getattr(resource, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[sys.argv[1]]
+used = int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
+resource.setrlimit(kind, (used + spare, resource.getrlimit(kind)[1]))
+first = memory_room()
+kept = torch.ones(held // 4)
+second = memory_room()
+try:
+    torch.ones(int(first.num_bytes) // 4)
+    outcome = "it was there"
+except RuntimeError as error:
+    outcome = str(error)
+room = torch.ones(int(second.num_bytes * 0.9) // 4)
+print(json.dumps([first.num_bytes, first.limit, second.num_bytes, outcome]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resource limits hold for mapped memory on Linux only")
+@pytest.mark.parametrize("limit", ["RLIMIT_DATA", "RLIMIT_AS"])
+def test_a_process_under_a_limit_finds_what_it_leaves(limit):
+    spare, held = 256 * 2**20, 64 * 2**20
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, limit, str(spare), str(held)],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    first, name, second, outcome = json.loads(result.stdout)
+    assert name == limit
+    assert first == pytest.approx(spare, abs=8 * 2**20)
+    assert first - second == pytest.approx(held, abs=2**20), "what the process holds already is not counted twice"
+    assert "allocate memory" in outcome, "more than that is not to be had"

@@ -57,7 +57,7 @@ def uniform(module):
 @pytest.mark.parametrize("module", [MLP(4, (3,), 5), CNN(1, 4, (2, 2), (3, 3), 5)])
 def test_steps_return_and_log_what_they_say(module):
     logged = {}
-    module.log_dict = lambda metrics, **_: logged.update({name: float(value) for name, value in metrics.items()})
+    module.log_dict = lambda metrics, **_: logged.update(metrics)
     x = torch.randn(4, 4) if isinstance(module, MLP) else torch.randn(4, 1, 4, 4)
     y = torch.tensor([0, 0, 0, 1])
     uniform(module)
@@ -65,8 +65,12 @@ def test_steps_return_and_log_what_they_say(module):
     assert loss.requires_grad and loss.item() == pytest.approx(math.log(5))
     with torch.no_grad():
         metrics = module.validation_step((x, y), 0)
-    assert {name: float(value) for name, value in metrics.items()} == logged
-    assert logged == {"loss": pytest.approx(math.log(5)), "accuracy": 0.75}
+    score = logged.pop("macro_f1").compute().item()  # of the first class 2 * 3 / (4 + 3), of the second 0
+    assert metrics == logged and score == pytest.approx(6 / 7 / 2)
+    assert {name: float(value) for name, value in logged.items()} == {
+        "loss": pytest.approx(math.log(5)),
+        "accuracy": 0.75,
+    }
 
 
 def test_accuracy_by_hand():
@@ -88,7 +92,7 @@ def test_the_optimizer_has_the_parameters_that_train():
 def test_it_learns_which_half_is_brighter(make):
     torch.manual_seed(0)
     module = make()
-    module.log_dict = lambda metrics: None
+    module.log_dict = lambda metrics, **_: None
     x, y = torch.rand(256, 1, 8, 8), torch.arange(256) % 2
     x[y == 1, :, :4] += 0.5  # a difference that any way of rounding finds
     x[y == 0, :, 4:] += 0.5

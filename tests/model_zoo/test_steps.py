@@ -42,7 +42,7 @@ if importlib.util.find_spec("transformers"):
 
 
 def silent(module):
-    module.log_dict = lambda metrics: None
+    module.log_dict = lambda metrics, **_: None
     return module
 
 
@@ -73,7 +73,10 @@ def test_a_step_moves_every_parameter_and_lowers_the_loss(name):
     module.eval()
     with torch.no_grad():
         metrics = module.validation_step(batch, 0)
-    assert set(metrics) == {"loss", "accuracy"} and all(math.isfinite(float(value)) for value in metrics.values())
+    more = {"top5_accuracy"} if batch is not WINDOWS and make().hparams.num_classes > 5 else set()
+    assert set(metrics) == {"loss", "accuracy"} | more and all(
+        math.isfinite(float(value)) for value in metrics.values()
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -64,6 +64,8 @@ class Kind(IntEnum):
     STOP = 6
     REFUSED = 7
     CONFIG = 8
+    ACTIVATIONS = 9
+    GRADIENTS = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,143 @@
+"""Methods beside each other on one config: the comparisons of the papers, over several seeds.
+
+A comparison is a file in benchmarks/comparisons: a config, seeds, and rows, each with the options by which it differs from
+the config. Of each row: mean and standard deviation over the seeds of the final metrics, of the best accuracy on the way, and
+of what the run cost. On standard error: each run as it ends.
+
+    python -m benchmarks.methods NAME [--seeds 0 1] [--rows "RAM-Fed L-Arb" FedAvg] [--jobs 2] [-- OPTION ...]
+    (--json prints one JSON object; --out FILE saves it; options after -- go to every run, such as --max_updates 100)
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing as mp
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.common import Row, main
+
+HERE = Path(__file__).parent
+METRIC = "accuracy"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run.
+
+    Attributes:
+        label: of its row.
+        config: path.
+        options: of `raafl simulate`.
+        seed: of the run.
+    """
+
+    label: str
+    config: Path
+    options: tuple[str, ...]
+    seed: int
+
+
+def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
+    """Return the runs of a comparison, rows in the file's order, and the file.
+
+    Raises:
+        SystemExit: there is no such comparison.
+    """
+    path = HERE / "comparisons" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+        raise SystemExit(f"there is no comparison '{name}': give one of {known}")
+    found = yaml.safe_load(path.read_text())
+    config = HERE.parent / found["config"]
+    rows = ((label, tuple(shlex.split(options or ""))) for label, options in found["rows"].items())
+    return [Setting(label, config, options, seed) for label, options in rows for seed in found["seeds"]], found
+
+
+def run(setting: Setting) -> Row:
+    """Simulate in this process and return what came of it."""
+    from raafl import simulate
+    from raafl.config import load_experiment
+
+    options = (*setting.options, "--seed", str(setting.seed), "--progress", "quiet")
+    experiment: Any = load_experiment(setting.config, *options)
+    with tempfile.TemporaryDirectory() as folder:
+        experiment.output = str(Path(folder) / "run")
+        summary, path = simulate(experiment)
+        best = best_metric(path / "metrics.csv")
+    share = statistics.fmean(summary["participation"].values()) / max(summary["versions"], 1)
+    return {
+        "method": setting.label, "seed": setting.seed, **summary["final"], f"best_{METRIC}": best,
+        "versions": summary["versions"], "updates": summary["updates_merged"], "time_s": summary["time_s"],
+        "utilisation": summary["utilisation"], "participation": share,
+        "time_to": next(iter(summary["time_to"].values()), None),
+        "megabytes": (summary["bytes_up"] + summary["bytes_down"]) / 1e6, "wall_s": summary["wall_s"],
+    }  # fmt: skip
+
+
+def best_metric(path: Path) -> float | None:
+    """Return the best accuracy in a run's metrics.csv, if it has any."""
+    with path.open(newline="") as file:
+        values = [float(row[METRIC]) for row in csv.DictReader(file) if row.get(METRIC)]
+    return max(values, default=None)
+
+
+def rows(settings: Iterable[Setting], jobs: int) -> list[Row]:
+    """Run all, so many at a time, and return a row for each method: mean and, as ``..._sd``, standard deviation."""
+    wanted = list(settings)
+    with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn"), initializer=_quiet) as pool:
+        found = []
+        for row in pool.map(run, wanted):
+            print({name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()}, file=sys.stderr)
+            found.append(row)
+    return [
+        _summary([row for row in found if row["method"] == label]) for label in dict.fromkeys(s.label for s in wanted)
+    ]
+
+
+def _summary(runs: Sequence[Row]) -> Row:
+    summary: Row = {"method": runs[0]["method"], "seeds": len(runs)}
+    for name in runs[0]:
+        values = [row[name] for row in runs if isinstance(row.get(name), int | float) and name != "seed"]
+        if len(values) == len(runs):
+            summary[name] = statistics.fmean(values)
+            if len(values) > 1 and name in (METRIC, f"best_{METRIC}", "time_s", "time_to"):
+                summary[f"{name}_sd"] = statistics.stdev(values)
+    return summary
+
+
+def _quiet() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+if __name__ == "__main__":
+    argv, more = sys.argv[1:], []
+    if "--" in argv:
+        argv, more = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", add_help=False)
+    parser.add_argument("name")
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--rows", nargs="+")
+    parser.add_argument("--jobs", type=int, default=1)
+    given, left = parser.parse_known_args(argv)
+    chosen, file = read(given.name)
+    if given.seeds:
+        chosen = [Setting(s.label, s.config, s.options, n) for s in chosen[:: len(file["seeds"])] for n in given.seeds]
+    if given.rows:
+        unknown = [label for label in given.rows if label not in file["rows"]]
+        if unknown:
+            raise SystemExit(f"no row '{unknown[0]}' in {given.name}: give some of {', '.join(file['rows'])}")
+        chosen = [setting for setting in chosen if setting.label in given.rows]
+    chosen = [Setting(s.label, s.config, (*s.options, *more), s.seed) for s in chosen]
+    main("methods", lambda: rows(chosen, given.jobs), left)

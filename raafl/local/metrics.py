@@ -1,0 +1,145 @@
+"""Measuring a module by its own ``validation_step``: on the server's test set, or on a client's own test part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.core.algorithm import Fleet
+from raafl.core.types import ClientInfo, Work
+from raafl.data.federated import ClientData
+from raafl.local.buffers import Buffers
+from raafl.local.record import Recorder, batch_length, to_device
+
+TEST = "test/"
+"""Begins the names of what a client measured on its own test part, in `Update.metrics` and clients.csv."""
+PEAK = "memory/peak_bytes"
+"""Name, in `Update.metrics`, of what `peak_bytes` says."""
+
+
+def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
+    """Return the most memory that was used: on a GPU by this process's tensors since ``anew``, else by all of the process.
+
+    0 where the operating system does not say. The memory of a process, with the libraries and the data that it holds, is the
+    most since it was started.
+    """
+    if device.type == "cuda":
+        if anew:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def overrides(module: Any, name: str) -> bool:
+    """Return whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
+    method = getattr(type(module), name, None)
+    return method is not None and not str(getattr(method, "__module__", "")).startswith(
+        ("lightning.", "pytorch_lightning.")
+    )
+
+
+@torch.no_grad()
+def measure(
+    module: nn.Module,
+    recorder: Recorder,
+    batches: Iterable[Any],
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, float]:
+    """Put ``module`` into eval mode, run ``validation_step`` on each batch and return its metrics over all of them.
+
+    What is logged or returned as a number is averaged over the samples; a torchmetrics ``Metric`` computes its value from all
+    batches together. `on_validation_epoch_start` and `on_validation_epoch_end` are called where the module has them. A
+    metric that is both logged and returned is as it was logged; anything else that is returned is left alone.
+
+    Args:
+        module: has ``recorder`` attached.
+        recorder: of what it logs.
+        batches: in order.
+        device: where the module lies.
+        context: around each step, such as the precision of the run.
+    """
+    recorder.clear()
+    returned = Recorder()
+    module.eval()
+    _call(module, "on_validation_epoch_start")
+    for index, batch in enumerate(batches):
+        recorder.weight = float(batch_length(batch))
+        with context():
+            answer = module.validation_step(to_device(batch, device), index)  # type: ignore[operator]
+        if isinstance(answer, Mapping):
+            numbers = {name: value for name, value in answer.items() if _is_number(value)}
+            returned.log_dict(numbers, batch_size=batch_length(batch))
+    _call(module, "on_validation_epoch_end")
+    return {**returned.means(), **recorder.means()}
+
+
+def measure_part(
+    module: nn.Module,
+    recorder: Recorder,
+    buffers: Buffers,
+    data: ClientData,
+    batches: Iterable[Any],
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    on_batch: Iterable[str] = (),
+) -> dict[str, float]:
+    """Return a client's metrics on its test part, named ``test/...``, and ``test/num_samples``; buffers stay as they are.
+
+    Args:
+        module: trained just now, with ``recorder`` attached.
+        recorder: of what it logs.
+        buffers: the module's.
+        data: the test part.
+        batches: all of it.
+        device: where the module lies.
+        context: around each step.
+        on_batch: paths of batch norms without running statistics worth using; they take those of each batch.
+    """
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        metrics = measure(module, recorder, _with_batch_statistics(module, batches, on_batch), device, context)
+    finally:
+        buffers.restore()
+        for buffer, old in before:
+            buffer.copy_(old)
+    return {**{TEST + name: value for name, value in metrics.items()}, TEST + "num_samples": float(data.num_samples)}
+
+
+def measuring_s(fleet: Fleet, client: ClientInfo, work: Work, num_samples: int) -> float:
+    """Return the predicted seconds that ``client`` takes to measure the submodel of ``work`` on so many samples.
+
+    A forward pass counts for a third of a training step: of its FLOPs, and of the bytes that its operations move.
+    """
+    cost = fleet.cost(work.spec, work.extra)
+    flops, moved_bytes = cost.flops_per_sample * num_samples / 3, cost.moved_bytes_per_sample * num_samples / 3
+    return client.profile.task_time(flops, 0, 0, moved_bytes).compute_s
+
+
+def _with_batch_statistics(module: nn.Module, batches: Iterable[Any], paths: Iterable[str]) -> Iterable[Any]:
+    """Yield the batches, with the batch norms at ``paths`` in training mode; a single sample has no statistics."""
+    norms = [module.get_submodule(path) for path in paths]
+    for batch in batches:
+        for norm in norms:
+            norm.train(batch_length(batch) > 1)
+        yield batch
+
+
+def _call(module: Any, hook: str) -> None:
+    if overrides(module, hook):
+        getattr(module, hook)()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) or callable(getattr(value, "compute", None))

@@ -1,0 +1,65 @@
+"""How much memory a client says it has: what its device declares, what the config gives all, or what it finds itself."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from raafl.core.algorithm import Fleet
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo
+from raafl.data.federated import FederatedData
+from raafl.devices.measure import memory_room
+from raafl.errors import BadInput
+from raafl.experiment import Experiment
+from raafl.submodel import FlatTensors, Submodels
+
+
+def with_memory(
+    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: Any
+) -> tuple[ClientInfo, list[str]]:
+    """Return what the server is to be told of this client, once its process holds all but a task, and what to tell the user.
+
+    Raises:
+        BadInput: the algorithm has no submodel that fits into its memory.
+    """
+    notes = []
+    if experiment.measures_memory and info.profile.memory_bytes == math.inf:
+        room = memory_room(device)
+        if room.num_bytes < math.inf:
+            found = math.floor(room.for_task_bytes)
+            info = replace(info, profile=replace(info.profile, memory_bytes=float(found)))
+            notes.append(
+                f"memory for a task: {found / 1e6:,.0f} MB of {room.num_bytes / 1e6:,.0f} MB left ({room.limit}); "
+                "devices with memory_bytes, or memory: BYTES, declare it, memory: none does without"
+            )
+    if info.profile.memory_bytes < math.inf:
+        _check(experiment, info, submodels, data)
+    return info, notes
+
+
+def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData) -> None:
+    """Ask the algorithm whether this client can take part; not of one that must see the model's values to say so."""
+    problems: list[str] = []
+    with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
+        state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
+        batch_size = experiment.train.batch_size or data.batch_size or 1
+        algorithm = experiment.algorithm
+        free = [replace(profile, memory_bytes=math.inf) for profile in experiment.profiles()]
+        clients = {i: ClientInfo(i, 1, profile) for i, profile in enumerate(free, start=1)} | {info.id: info}
+        fleet = Fleet(
+            state,
+            clients,
+            random.Random(0),
+            experiment.train,
+            batch_size,
+            seed=experiment.seed,
+            local=algorithm.local,
+            wires=experiment.wires(submodels),
+        )
+        problems = algorithm.select.check(fleet)
+    if problems:
+        raise BadInput("\n".join(problems))

@@ -1,0 +1,191 @@
+"""Self-distillation between the exits of one submodel (Co-S2P, Eq. 3; Zhang et al. 2019): the deepest teaches the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raafl.core.local import Hook, Task
+from raafl.errors import BadInput
+from raafl.submodel import EarlyLogits, Submodels, add_exits
+from raafl.submodel.declared import find_stacks, join, said
+from raafl.submodel.exits import tail_of
+
+IGNORED = -100
+"""The label of positions that do not count, as in torch's cross entropy."""
+
+
+def with_every_exit(module: nn.Module) -> nn.Module:
+    """Give the one model in ``module`` whose last layers are known an exit after each block but the last, in place.
+
+    A module that declares exits, or holds no such model or several, is returned as it is.
+    """
+    found = [part for part in module.modules() if tail_of(part) is not None]
+    if len(found) != 1 or any(True for _ in said(module, "submodel_exits")):
+        return module
+    stacks = list(find_stacks(found[0]).values())
+    if len(stacks) == 1 and len(stacks[0]) > 1:
+        add_exits(found[0], range(1, len(stacks[0])))
+    return module
+
+
+def exit_depths(submodels: Submodels) -> dict[int, str]:
+    """Return the exits that end a shorter model by the number of blocks before them; none where there is not one stack."""
+    if len(submodels.stacks) != 1:
+        return {}
+    (stack,) = submodels.stacks.values()
+    depths = {stack.block(i): i + 1 for i in range(len(stack))}
+    found = {}
+    for path, part in submodels.module.named_modules():
+        for name, block in part.__dict__.get("submodel_exits_after", {}).items():
+            if join(path, block) in depths and submodels.exits[join(path, name)].instead_of:
+                found[depths[join(path, block)]] = join(path, name)
+    return found
+
+
+def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
+    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over samples or positions.
+
+    Args:
+        student: logits, shape (..., classes).
+        teacher: logits of the same shape; they get no gradient.
+        temperature: T.
+        counted: which positions count, shape (...); None = all.
+    """
+    wanted = F.log_softmax(teacher.detach() / temperature, -1)
+    given = F.log_softmax(student / temperature, -1)
+    divergence = F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
+    if counted is None:
+        return divergence.mean()
+    weight = counted.to(divergence.dtype)
+    return (divergence * weight).sum() / weight.sum().clamp_min(1.0)
+
+
+def students_of(module: nn.Module) -> EarlyLogits | None:
+    """Return what gives the logits of the exits in ``module`` that train and do not end it; None where there are none."""
+    if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
+        return None
+    early = EarlyLogits(module)
+    trains = {name: p.requires_grad for name, p in early.model.named_parameters(remove_duplicate=False)}
+    early.names = [
+        name
+        for name in early.names
+        if any(
+            trains[n] for path in early.model.submodel_exits[name].values() for n in trains if n.startswith(path + ".")
+        )
+    ]
+    if early.names:
+        return early
+    early.close()
+    return None
+
+
+class Distilled(Hook):
+    """``sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c, C the deepest (Eq. 3).
+
+    CE is the module's own loss: its `training_step` runs once for each exit, on logits of one and the same forward pass.
+    Without students it is the plain loss.
+    """
+
+    def __init__(self, task: Task, weight: float, temperature: float) -> None:
+        """Begin with w and T."""
+        super().__init__(task)
+        self.weight, self.temperature = weight, temperature
+        self.students = students_of(task.module)
+        self._output: Any = None
+        self._handle = None
+        if self.students is not None:
+            self._handle = self.students.model.register_forward_hook(self._seen)
+
+    def _seen(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._output = output
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return the distilled loss of a batch."""
+        if self.students is None:
+            return self.task.loss(batch, index)
+        device = next(self.task.module.parameters()).device
+        before = _generators(device)
+        loss = (1 - self.weight) * self.task.loss(batch, index)
+        teacher = _logits(self._output)
+        early = self.students.logits()
+        after, output = _generators(device), self._output
+        for logits in early.values():
+            _restore(device, before)  # so that a step that draws before its forward pass draws the same
+            with _answering(self.task.module, self.students.model, _with_logits(output, logits)):
+                own = self.task.loss(batch, index)
+            knowledge = knowledge_loss(logits, teacher, self.temperature, counted(batch, logits))
+            loss = loss + (1 - self.weight) * own + self.weight * knowledge
+        _restore(device, after)
+        self._output = None
+        return loss
+
+    def close(self) -> None:
+        """Stop looking on."""
+        if self._handle is not None:
+            self._handle.remove()
+        if self.students is not None:
+            self.students.close()
+
+
+def _logits(output: Any) -> Tensor:
+    if getattr(output, "loss", None) is not None:
+        raise BadInput("distillation needs logits, but the model makes its loss itself: compute it in `training_step`")
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def _with_logits(output: Any, logits: Tensor) -> Any:
+    if isinstance(output, Tensor):
+        return logits
+    other = copy.copy(output)
+    other.logits = logits
+    return other
+
+
+@contextmanager
+def _answering(module: Any, model: Any, output: Any) -> Iterator[None]:
+    """Within this context ``model`` answers with ``output`` without running, and nobody hears what ``module`` logs."""
+    replaced = {(model, "forward"): lambda *args, **kwargs: output}
+    replaced |= {(module, name): _ignore for name in ("log", "log_dict") if hasattr(module, name)}
+    own = {place: place[0].__dict__.get(place[1]) for place in replaced}
+    try:
+        for (part, name), value in replaced.items():
+            part.__dict__[name] = value
+        yield
+    finally:
+        for (part, name), value in own.items():
+            if value is None:
+                del part.__dict__[name]
+            else:
+                part.__dict__[name] = value
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    states = [torch.default_generator.get_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _restore(device: torch.device, states: list[Tensor]) -> None:
+    torch.default_generator.set_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def counted(batch: Any, logits: Tensor) -> Tensor | None:
+    """Return at which positions of ``logits`` no label in ``batch`` says `IGNORED`; None where there is one for each sample."""
+    if logits.dim() < 3:
+        return None
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    labels = [x for x in items if isinstance(x, Tensor) and x.shape == logits.shape[:-1] and x.dtype == torch.long]
+    return torch.stack([x != IGNORED for x in labels]).all(0) if labels else None

@@ -1,0 +1,139 @@
+"""Segments of axes, which a mask keeps or drops whole (Co-S2P, section IV-A), and gates that do so without cutting.
+
+A head of an attention is a segment; any other axis, such as the hidden units of a feed-forward part, is cut into ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from raafl.submodel import Axis, Stack, Submodels
+from raafl.submodel.axes import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of one axis: segment i is the units from ``bounds[i]`` to ``bounds[i + 1] - 1``.
+
+    Attributes:
+        bounds: increasing, from 0 to the size of the axis.
+        is_heads: whether the units are heads of an attention.
+        block: which block of the model's one stack the axis lies in; None = it reaches outside, or there is no such stack.
+        can_train: whether a mask of it can be trained, see `readers`.
+    """
+
+    bounds: tuple[int, ...]
+    is_heads: bool = False
+    block: int | None = None
+    can_train: bool = True
+
+    def __len__(self) -> int:
+        """Return the number of segments."""
+        return len(self.bounds) - 1
+
+    def units(self, chosen: Iterable[int]) -> list[int]:
+        """Return the units of the segments chosen, in order."""
+        return [unit for i in sorted(chosen) for unit in range(self.bounds[i], self.bounds[i + 1])]
+
+
+_KNOWN: WeakKeyDictionary[Submodels, dict[int, dict[str, Segments]]] = WeakKeyDictionary()
+
+
+def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
+    """Return the segments of each axis: one for each head; else ``number`` ranges as equal as can be, or one for each unit."""
+    known = _KNOWN.setdefault(submodels, {})
+    if number not in known:
+        known[number] = {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
+    return known[number]
+
+
+def _cut(submodels: Submodels, axis: Axis, number: int) -> Segments:
+    stack, is_heads = stack_of(submodels), axis.name.rpartition(".")[2].endswith("heads")
+    count = axis.size if is_heads else min(number, axis.size)
+    paths = [] if stack is None else [f"{stack.block(i)}." for i in range(len(stack))]
+    inside = {next((i for i, path in enumerate(paths) if m.name.startswith(path)), None) for m in axis.members}
+    bounds = tuple(i * axis.size // count for i in range(count + 1))
+    return Segments(bounds, is_heads, inside.pop() if len(inside) == 1 else None, bool(readers(submodels, axis)))
+
+
+def stack_of(submodels: Submodels) -> Stack | None:
+    """Return the one stack of blocks; None where there is none, or several."""
+    return next(iter(submodels.stacks.values())) if len(submodels.stacks) == 1 else None
+
+
+def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
+    """Return the weights that read the axis's units: without these columns the units have no effect, as if they were cut.
+
+    Empty where that is not so, such as for the state of a recurrent layer or a width that a layer norm spans.
+    """
+    found = []
+    for member in axis.members:
+        path, _, kind = member.name.rpartition(".")
+        layer = submodels.module.get_submodule(path)
+        plain = isinstance(layer, nn.Linear | _ConvNd) and not isinstance(layer, _ConvTransposeNd)
+        if member.dim == 0 and (plain or isinstance(layer, nn.MultiheadAttention | _BatchNorm | nn.GroupNorm)):
+            continue
+        if not plain or (kind, member.dim) != ("weight", 1) or getattr(layer, "groups", 1) != 1:
+            return ()
+        if member.name in submodels.aliases.values() or _is_shared(submodels, axis, member):
+            return ()
+        found.append(member)
+    return tuple(found)
+
+
+def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
+    """Return whether another axis lies on the member's dimension as well."""
+    others = (m for other in submodels.axes.values() if other.name != axis.name for m in other.members)
+    return any((m.name, m.dim) == (member.name, member.dim) for m in others)
+
+
+class Gates:
+    """Multiplies what reads the units of a segment by a number, in a module where these axes are whole.
+
+    This is the Hadamard product of the weight matrices with a mask: with 0 and 1 the loss, and the gradients of what is kept,
+    are those of the small module that is cut by the mask.
+    """
+
+    def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
+        """Find the weights in ``module``, a submodel, that read each axis in ``segments``."""
+        self._places: list[tuple[nn.Module, str, Tensor]] = []
+        for axis, cut in segments.items():
+            layers: dict[str, list[Member]] = {}
+            for member in readers(submodels, submodels.axes[axis]):
+                layers.setdefault(member.name.rpartition(".")[0], []).append(member)
+            for path, members in layers.items():
+                layer: Any = module.get_submodule(path)
+                self._places.append((layer, axis, _spread(cut, members, layer.weight)))
+
+    @contextmanager
+    def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within this context the module runs with the gates, one number for each segment, given by axis."""
+        own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
+        try:
+            for (layer, axis, spread), weight in zip(self._places, own, strict=True):
+                factor = spread[:, :-1] @ gates[axis].to(spread.dtype) + spread[:, -1]
+                layer._parameters["weight"] = weight * factor.view(-1, *[1] * (weight.dim() - 2))
+            yield
+        finally:
+            for (layer, _, _), weight in zip(self._places, own, strict=True):
+                layer._parameters["weight"] = weight
+
+
+def _spread(cut: Segments, members: Iterable[Member], weight: Tensor) -> Tensor:
+    """Return for each column of ``weight`` in which segment it is, as a row of 0 and a 1; the last place is for none."""
+    spread = torch.zeros(weight.shape[1], len(cut) + 1, dtype=weight.dtype)
+    spread[:, -1] = 1.0
+    for member in members:
+        for i in range(len(cut)):
+            rows = slice(member.offset + cut.bounds[i] * member.unit, member.offset + cut.bounds[i + 1] * member.unit)
+            spread[rows, -1], spread[rows, i] = 0.0, 1.0
+    return spread.to(weight.device)

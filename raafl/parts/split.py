@@ -1,0 +1,201 @@
+"""Training a model in two halves: the client's lower layers, the server's upper ones (split learning)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils._pytree import tree_flatten
+
+from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
+from raafl.core.types import ClientInfo, Work
+from raafl.errors import BadInput, fraction, positive
+from raafl.parts.split_cut import Cut, cuts_of
+from raafl.parts.split_half import Half
+from raafl.submodel import FULL, Cost, Spec, Submodels
+
+KEY = "split"
+"""Of `Work.extra`: the cut, and what decides how many samples of which batches come over the wire."""
+
+
+@dataclass(frozen=True)
+class Split(Local):
+    """SGD on the loss, with the layers up to a cut at the client and those above it at the server.
+
+    Attributes:
+        client_layers: the client's part: at most so many layers with parameters, from the input on.
+        share: or what is nearest to this share of the parameters.
+        cut: or all up to this module, by its path.
+    """
+
+    client_layers: int | None = 2
+    share: float | None = None
+    cut: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a number out of range, or more than one of the three."""
+        positive("client_layers", self.client_layers, optional=True)
+        if self.share is not None:
+            fraction("share", self.share)
+        given = {name: getattr(self, name) for name in ("client_layers", "share", "cut")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            words = " and ".join(f"{name} is {value}" for name, value in given.items()) or "no cut is given"
+            raise BadInput(f"{words}: give exactly one of client_layers, share and cut")
+
+    def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
+        """Refuse what needs the gradients of both halves at once."""
+        found = []
+        if gradient_clip_val is not None:
+            found.append(
+                f"fabric.gradient_clip_val is {gradient_clip_val}, but neither half of a model in two knows the norm of all "
+                "gradients: leave it out, or clip in the model's own optimizer"
+            )
+        if precision == "16-mixed":
+            found.append(
+                "fabric.precision is 16-mixed, but a model in two halves has no loss scaler: use bf16-mixed or 32-true"
+            )
+        return found
+
+    def place(self, submodels: Submodels) -> Cut | None:
+        """Return where the model is cut; None where it cannot be.
+
+        Raises:
+            BadInput: it cannot be cut at ``cut``.
+        """
+        found, reason = cuts_of(submodels)
+        if self.cut is not None:
+            cut = next((one for one in found if one.path == self.cut), None)
+            if cut is None:
+                known = ", ".join(one.path for one in found)
+                raise BadInput(f"cut is '{self.cut}', where the model cannot be cut: {reason or f'use one of {known}'}")
+            return cut
+        best: dict[frozenset[str], Cut] = {}
+        for cut in found:  # of several with the same layers the one that sends least, and of these the last
+            if cut.lower not in best or cut.sample_bytes <= best[cut.lower].sample_bytes:
+                best[cut.lower] = cut
+        places = list(best.values())
+        if not places:
+            return None
+        if self.share is not None:
+            total, share = sum(submodels.parameters.values()), self.share
+            return min(places, key=lambda one: abs(one.num_values / total - share))
+        most = self.client_layers or 0
+        return next((one for one in reversed(places) if one.num_layers <= most), places[0])
+
+    def half(self, submodels: Submodels, side: Any = "lower") -> Half | None:
+        """Return one half of the model, to ask it for costs; None where it is not cut."""
+        cut = self.place(submodels)
+        if cut is None:
+            return None
+        half: Half = submodels._cached("half", (cut.path, side), lambda: Half(submodels, cut, side))
+        return half
+
+    def hook(self, task: Task) -> Hook:
+        """Return what runs a half with the other at the end of a wire, or both halves of a task that is all here."""
+        from raafl.local.split import BothHook, LowerHook
+
+        if isinstance(task.submodels, Half):
+            return LowerHook(task, task.submodels)
+        terms = task.assignment.extra.get(KEY)
+        return Hook(task) if terms is None else BothHook(task, terms["cut"])
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return what a client's half costs it, with the activations and gradients of all its samples on the wire.
+
+        In the peak are the activations and the gradient of one batch as they travel. What the server computes takes the
+        client no time here.
+        """
+        half = self.half(submodels)
+        if half is None:
+            return submodels.cost(spec, batch_size)
+        cost, num_samples = half.cost(FULL, batch_size), extra.get(KEY, {}).get("samples", 0)
+        activation, leaves = half.cut.sample_bytes, leaf_bytes(half)
+        return replace(
+            cost,
+            peak_bytes=cost.peak_bytes + round(batch_size * (2 * activation + leaves)),
+            down_bytes=cost.down_bytes + round(num_samples * activation),
+            up_bytes=cost.up_bytes + round(num_samples * (activation + leaves)),
+        )
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Return where the model is cut, what leaves the clients, and what the server holds."""
+        lower, upper = self.half(submodels), self.half(submodels, "upper")
+        if lower is None or upper is None:
+            return [
+                f"split: the model cannot be cut, so clients train all of it, as in FedAvg: {cuts_of(submodels)[1]}"
+            ]
+        cut, total = lower.cut, sum(submodels.parameters.values())
+        leaves = ", ".join(f"number {place}" for place in cut.leaves) or "none"
+        held = upper.cost(FULL, _num_samples(submodels))
+        return [
+            f"split: cut after '{cut.path}': clients train {cut.num_values:,} of {total:,} parameters, the server the rest",
+            f"split: PRIVACY: the server sees what leaves '{cut.path}' for every sample ({cut.sample_bytes:,.0f} bytes), and "
+            f"as they are the parts of each batch that its own layers need ({leaves}; labels are among them)",
+            f"split: for each client at work the server trains a copy of the upper part: {upper.layout().num_bytes:,} bytes of "
+            f"values, at least {held.peak_bytes:,} with gradients, activations and the optimiser",
+        ]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        if self.cut is not None:
+            where = f"up to {self.cut}"
+        else:
+            where = f"{self.share:g} of the parameters" if self.share is not None else f"{self.client_layers} layers"
+        return f"SGD on the loss in two halves, {where} at the client"
+
+
+def leaf_bytes(half: Half) -> float:
+    """Return the bytes of one sample of what the server's half needs of a batch beside the activation."""
+    flat = tree_flatten(half.example_batch)[0]
+    num_bytes: int = sum(flat[place].nbytes for place in half.cut.leaves)
+    return num_bytes / max(_num_samples(half), 1)
+
+
+def _num_samples(submodels: Submodels) -> int:
+    flat = tree_flatten(submodels.example_batch)[0]
+    return int(flat[0].shape[0]) if flat and flat[0].dim() else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Halved(Select):
+    """Everyone trains the whole model, cut as `Split` says; all of what the server expects on the wire is settled here."""
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the whole model and the run's own work, with where to cut it."""
+        cut = _split(fleet).place(fleet.state.submodels)
+        if cut is None:
+            return Work()
+        training, batch_size = fleet.training, fleet.batch_size
+        samples = training.samples(Work(), client.num_samples, batch_size)
+        terms = {"cut": cut.path, "batch_size": batch_size, "num_samples": client.num_samples, "samples": samples}
+        if training.num_steps is not None:
+            return Work(num_steps=training.num_steps, extra={KEY: terms})
+        return Work(num_epochs=training.num_epochs or 1, extra={KEY: terms})
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name a cut that there is not, compression, and each client whose memory its half exceeds."""
+        try:
+            cut = _split(fleet).place(fleet.state.submodels)
+        except BadInput as error:
+            return [str(error)]
+        if cut is not None and fleet.wires is not None:
+            return ["compress is on, but the halves of a model travel as they are: leave compress out"]
+        words = "the full model" if cut is None else f"the part up to '{cut.path}'"
+        return [
+            f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, {words} needs "
+            f"{fleet.cost(FULL).peak_bytes:.4g} to train: raise memory_bytes, use a smaller batch, or cut earlier"
+            for client in fleet.clients.values()
+            if not fleet.fits(client, FULL)
+        ]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return "full, in two halves"
+
+
+def _split(fleet: Fleet) -> Split:
+    if not isinstance(fleet.local, Split):
+        raise BadInput(f"select is Halved, but local is {type(fleet.local).__name__}: give Split")
+    return fleet.local

@@ -1,0 +1,292 @@
+"""Where a model can be cut in two: its training step is followed once, on the meta device, from the first layer to the loss.
+
+A module's output is a place to cut when nothing but it leads from what comes before to what comes after: no other value
+that parameters had a part in (a skip connection, a mask computed by a layer), and no parameter that is used on both sides (tied
+embeddings). What leads past the cut without any parameter, such as labels or an attention mask, is made of the batch; these
+parts of the batch the server has to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from raafl.submodel import Submodels
+from raafl.submodel.ledger import FusedAttention, Ledger, storage_key, tensors_in
+from raafl.submodel.shrink import copy_structure
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Shape of each tensor in a batch, in order."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module: its path, the operations it lasted from and to, the call it was made in, and what it gave."""
+
+    path: str
+    parent: int
+    start: int
+    end: int = -1
+    output: Any = None
+
+
+@dataclass(slots=True)
+class _Value:
+    """A storage: when it came, when it was first and last used, what it is made of."""
+
+    came: int
+    first: int = -1
+    last: int = -1
+    name: str = ""
+    learned: bool = False
+    leaves: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place to cut.
+
+    Attributes:
+        path: of the module whose output is sent; the last of the client's part.
+        lower: names of the tensors that the client's part uses, parameters and buffers.
+        num_layers: modules with parameters of their own in it.
+        num_values: its parameters' elements.
+        leaves: places of the tensors of a batch that the server's part needs.
+        sample_bytes: of one sample's activation, in single precision.
+    """
+
+    path: str
+    lower: frozenset[str]
+    num_layers: int
+    num_values: int
+    leaves: tuple[int, ...]
+    sample_bytes: float
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the client's part gives for a batch of certain shapes, on the meta device: shapes without values.
+
+    Attributes:
+        calls: path -> outputs, in order, of the modules that stand for the client's part on the server.
+        output: of the module at the cut.
+        place: of the activation among the tensors of ``output``.
+        activation: the activation itself.
+    """
+
+    path: str
+    calls: dict[str, list[Any]]
+    output: Any
+    place: int
+    activation: Tensor = field(repr=False)
+
+    def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> Any:
+        """Return the output with ``activation`` in its place; ``fill`` makes tensors of the others."""
+        flat, structure = tree_flatten(self.output)
+        return tree_unflatten([activation if i == self.place else fill(item) for i, item in enumerate(flat)], structure)
+
+
+class Trace(Ledger):  # type: ignore[no-untyped-call]
+    """Follows a training step: calls of modules, and for each storage when it was used and what it is made of."""
+
+    def __init__(self, submodels: Submodels, batch: Any) -> None:
+        """Prepare; `run` follows the step of ``batch``, whose tensors are on the meta device."""
+        super().__init__()
+        self.module: Any = copy_structure(submodels.module, {}).to("meta")
+        self.module.train()
+        self.batch, self.calls = batch, list[Call]()
+        self._stack: list[int] = []
+        self._now = 0
+        self._values: dict[int, _Value] = {}
+        self._held: list[Any] = []  # a storage that is gone would leave its key to another
+        state = set(submodels.layout().by_name)
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if name in state:
+                self._value(tensor).name = name
+                self._value(tensor).learned = True
+        for place, leaf in enumerate(tree_flatten(batch)[0]):
+            self._value(leaf).leaves = frozenset([place])
+
+    def run(self) -> Trace:
+        """Follow the step; raises whatever the step raises."""
+        for name in ("log", "log_dict"):
+            self.module.__dict__[name] = _ignore
+        for path, part in self.module.named_modules():
+            part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
+            part.register_forward_hook(lambda part, args, output: self._leave(output))
+        with torch.enable_grad(), self, FusedAttention():
+            self.module.training_step(self.batch, 0)
+        return self
+
+    def _enter(self, path: str) -> None:
+        self.calls.append(Call(path, self._stack[-1] if self._stack else -1, self._now))
+        self._stack.append(len(self.calls) - 1)
+
+    def _leave(self, output: Any) -> None:
+        call = self.calls[self._stack.pop()]
+        call.end, call.output = self._now, output
+
+    def _value(self, tensor: Tensor) -> _Value:
+        key = storage_key(tensor)
+        found = self._values.get(key)
+        if found is None:
+            self._held.append(tensor.untyped_storage())
+            found = self._values[key] = _Value(self._now)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and note what it takes and makes."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._now += 1
+        operands = [self._value(tensor) for tensor in tensors_in((args, kwargs or {}))]
+        learned = any(value.learned for value in operands)
+        leaves = frozenset().union(*(value.leaves for value in operands))
+        for value in operands:
+            value.first = self._now if value.first < 0 else value.first
+            value.last = self._now
+        made = [self._value(tensor) for tensor in tensors_in(result)]
+        for value in made:
+            value.learned |= learned
+            value.leaves |= leaves
+        return result
+
+    # ---- cuts ----
+
+    def cuts(self, submodels: Submodels) -> Iterator[Cut]:
+        """Yield each place to cut, from the first layer to the last."""
+        times: dict[str, int] = {}
+        for call in self.calls:
+            times[call.path] = times.get(call.path, 0) + 1
+        for call in sorted(self.calls, key=lambda call: call.end):
+            if call.path and call.end >= 0 and times[call.path] == 1:
+                cut = self._cut(submodels, call)
+                if cut is not None:
+                    yield cut
+
+    def _cut(self, submodels: Submodels, call: Call) -> Cut | None:
+        place = _activation(call.output)
+        if place is None:
+            return None
+        activation: Tensor = tree_flatten(call.output)[0][place]
+        storage, now = self._value(activation), call.end
+        if activation.numel() * activation.itemsize != activation.untyped_storage().nbytes():
+            return None  # a part of something else
+        lower = self._lower(now)
+        inside = [(one.start, one.end) for one in (*self.replaced(call, lower), call)]
+        leaves: frozenset[int] = frozenset()
+        for value in self._values.values():
+            if value.name:
+                if 0 <= value.first <= now < value.last:
+                    return None
+            elif value.came <= now < value.last and value is not storage:
+                if value.learned or any(start < value.came <= end for start, end in inside):
+                    return None
+                leaves |= value.leaves
+        trained = {name for name, p in submodels.module.named_parameters() if p.requires_grad}
+        if not trained & lower or not trained - lower:
+            return None
+        sizes = submodels.parameters
+        owners = {name.rpartition(".")[0] for name in lower if name in sizes}
+        num_values = sum(sizes[name] for name in lower if name in sizes)
+        sample_bytes = activation.numel() * activation.itemsize / max(activation.shape[0], 1) if activation.dim() else 0
+        return Cut(call.path, lower, len(owners), num_values, tuple(sorted(leaves)), sample_bytes)
+
+    def _lower(self, now: int) -> frozenset[str]:
+        return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
+
+    def replaced(self, call: Call, lower: frozenset[str]) -> list[Call]:
+        """Return the calls before ``call`` that the server does not make: the outermost of modules with tensors in ``lower``."""
+        around = set()
+        parent = call.parent
+        while parent >= 0:
+            around.add(parent)
+            parent = self.calls[parent].parent
+        owners = {path for name in lower for path in _above(name)}
+        gone: set[int] = set()
+        found = []
+        for number, one in enumerate(self.calls):
+            if one is call:
+                break
+            if one.parent in gone:
+                gone.add(number)
+            elif number not in around and one.path in owners:
+                gone.add(number)
+                found.append(one)
+        return found
+
+    def frame(self, cut: Cut) -> Frame:
+        """Return what stands for the client's part at ``cut``.
+
+        Raises:
+            ValueError: with this batch the step does not come to the cut.
+        """
+        call = next((call for call in self.calls if call.path == cut.path and call.end >= 0), None)
+        place = None if call is None else _activation(call.output)
+        if call is None or place is None:
+            raise ValueError(f"the step does not call '{cut.path}'")
+        calls: dict[str, list[Any]] = {}
+        for one in self.replaced(call, cut.lower):
+            calls.setdefault(one.path, []).append(_detached(one.output))
+        output = _detached(call.output)
+        return Frame(cut.path, calls, output, place, tree_flatten(output)[0][place])
+
+
+def _activation(output: Any) -> int | None:
+    """Return the place of the one tensor in ``output`` that a gradient can go through; None = not exactly one."""
+    flat = tree_flatten(output)[0]
+    places = [i for i, item in enumerate(flat) if isinstance(item, Tensor) and item.requires_grad]
+    return places[0] if len(places) == 1 else None
+
+
+def _detached(output: Any) -> Any:
+    return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, output)
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
+    """Return the trace of a step of the whole model, for a batch of the example's form with these shapes.
+
+    Raises:
+        ValueError: there is no example batch, it holds other things than tensors, or the step cannot be followed.
+    """
+    flat, structure = tree_flatten(submodels.example_batch)
+    if not flat or not all(isinstance(item, Tensor) for item in flat):
+        raise ValueError("its batches are not made of tensors alone")
+    if not callable(getattr(submodels.module, "training_step", None)):
+        raise ValueError("it has no training_step")
+    sizes: Sequence[Any] = [item.shape for item in flat] if shapes is None else shapes
+    failure: Exception | None = None
+    for default in ("meta", "cpu"):
+        leaves = [torch.empty(size, dtype=item.dtype, device="meta") for size, item in zip(sizes, flat, strict=True)]
+        try:
+            with torch.device(default):
+                return Trace(submodels, tree_unflatten(leaves, structure)).run()
+        except Exception as error:
+            failure = failure or error
+    raise ValueError(f"its training step cannot be followed without values: {' '.join(str(failure).split())[:200]}")
+
+
+def cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
+    """Return the places to cut a model, from the first layer to the last, and where there are none, why; remembered."""
+    return submodels._cached("cuts", "all", lambda: _cuts_of(submodels))
+
+
+def _cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
+    try:
+        found = tuple(followed(submodels).cuts(submodels))
+    except ValueError as error:
+        return (), str(error)
+    return found, "" if found else "everywhere more than one value leads from the layers below to those above"

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raafl.algorithms import co_s2p, fed_avg
+from raafl.core.algorithm import Fleet, Training
+from raafl.core.state import GlobalState
+from raafl.core.types import Arrived, ClientInfo, Update
+from raafl.data import Dirichlet
+from raafl.devices.profiles import Profile
+from raafl.errors import BadInput
+from raafl.parts.co_s2p import MaskedAndDistilled
+from raafl.parts.importance_merge import ImportanceMerge
+from raafl.parts.merge import Deltas
+from raafl.parts.personal import SCORES, Noted, WithScores
+from raafl.parts.rated import Rated
+from raafl.parts.sample import Sample
+from raafl.parts.staleness import Staleness
+from raafl.parts.trigger import AllReported, EachArrival, MinRatio
+from raafl.parts.windows import RollingWindows, split_rate
+from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+from tests.federation import experiment, finish
+from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
+
+
+def test_every_argument_reaches_its_part():
+    algorithm = co_s2p(
+        rates=[0.25], width_depth=2.0, linear_masks="random", attention_masks="random", segments=4, mask_rounds=3,
+        mask_epochs=2, mask_lr=0.1, mask_strength=1.5, distil_weight=0.3, temperature=2.0, min_ratio=0.4, wait_s=7.0,
+        server_lr=0.5, cohort=4, concurrency=2,
+    )  # fmt: skip
+    assert algorithm.sample == Sample(4, 2)
+    assert algorithm.select == Noted(RollingWindows([0.25], 2.0, "random", "random", 4, 3, 2, None, True))
+    assert algorithm.local == MaskedAndDistilled(True, 0.3, 2.0, 1.5, 0.1, 4)
+    assert algorithm.trigger == MinRatio(0.4, 7.0)
+    assert algorithm.merge == WithScores(ImportanceMerge(0.5, 4))
+    other = co_s2p(distil=False, mask_steps=9, trigger="sync", merge="mean")
+    assert (other.select.inner.mask_epochs, other.select.inner.mask_steps) == (None, 9)
+    assert not other.select.inner.distils and not other.local.distils
+    assert (other.trigger, other.merge.inner) == (AllReported(), Deltas(1.0, Staleness()))
+    assert co_s2p(trigger="async").trigger == EachArrival()
+    assert co_s2p(submodel=Rated()).select == Noted(Rated())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rates": 1.5}, "a rate in rates is 1.5"),
+        ({"width_depth": -1}, "ratio is -1: give 0"),
+        ({"linear_masks": "learned"}, "linear is 'learned': did you mean 'trained'"),
+        ({"segments": 0}, "segments is 0"),
+        ({"mask_rounds": -1}, "mask_rounds is -1"),
+        ({"mask_steps": 3, "mask_epochs": 2}, "mask_epochs is 2, but mask_steps is 3: leave out the one"),
+        ({"mask_lr": 0}, "mask_lr is 0"),
+        ({"mask_strength": -1.0}, "mask_strength is -1.0"),
+        ({"distil_weight": 1.5}, "distil_weight is 1.5"),
+        ({"temperature": 0}, "temperature is 0"),
+        ({"trigger": "synch"}, "trigger is 'synch': did you mean"),
+        ({"trigger": "sync", "wait_s": 60.0}, "wait_s is 60.0, but trigger is sync"),
+        ({"min_ratio": 2.0}, "min_ratio is 2.0"),
+        ({"merge": "median"}, "merge is 'median'"),
+        ({"server_lr": 0}, "server_lr is 0"),
+        ({"rates": 0.5, "submodel": Rated()}, "rates is 0.5, but submodel says"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        co_s2p(**arguments)
+
+
+def test_how_a_rate_is_shared_by_width_and_depth():
+    assert split_rate(0.25, 1.0) == (0.5, 0.5)
+    assert split_rate(0.25, 0.0) == (1.0, 0.25)  # depth alone
+    assert split_rate(0.25, float("inf")) == (0.25, 1.0)  # width alone
+    width, depth = split_rate(0.125, 2.0)
+    assert (width, depth) == (pytest.approx(0.25), pytest.approx(0.5))
+    assert split_rate(0.125, 0.5) == (pytest.approx(0.5), pytest.approx(0.25))
+
+
+# ---- windows of a transformer ----
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    pytest.importorskip("transformers")
+    import model_zoo.vit
+    from raafl.parts.distilled import with_every_exit
+
+    before = model_zoo.vit.SIZES["micro"]
+    model_zoo.vit.SIZES["micro"] = (4, 16, 32, 4)
+    torch.manual_seed(0)
+    model = with_every_exit(model_zoo.ViT("micro", 8, 4, num_classes=3))
+    model_zoo.vit.SIZES["micro"] = before
+    submodels = Submodels(model, (torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)))
+    return model, submodels
+
+
+def fleet_of(fleet, **counts):
+    import random
+
+    model, submodels = fleet
+    state = GlobalState(submodels, submodels.state(model))
+    return Fleet(state, {}, random.Random(0), Training(), 4, local=MaskedAndDistilled())
+
+
+def tasks(select, fleet, number, client=None):
+    """The first so many tasks of a client, each of which is merged."""
+    client = client or ClientInfo(1, 10)
+    found = []
+    for merged in range(number):
+        fleet.state.counts[1] = merged
+        found.append(select(client, fleet))
+    return found
+
+
+def blocks(spec):
+    return sorted({int(name.split(".")[3]) for name in spec.trained if ".layers." in name})
+
+
+def test_a_small_clients_windows_move_up_and_train_every_block_alike(fleet):
+    select = RollingWindows(0.0625, mask_rounds=0)  # r_d = 1/4: one block of four
+    found = [work.spec for work in tasks(select, fleet_of(fleet), 8)]
+    assert [blocks(spec) for spec in found] == [[0], [1], [2], [3]] * 2
+    assert [list(dict(spec.blocks).get("model.vit.layers", range(4))) for spec in found[:4]] == [
+        [0], [0, 1], [0, 1, 2], [0, 1, 2, 3],
+    ]  # fmt: skip
+    assert [spec.exits for spec in found[:4]] == [("model.exit1",), ("model.exit2",), ("model.exit3",), ()]
+    kept = dict(found[2].kept)
+    assert {name: len(units) for name, units in kept.items()} == {
+        f"model.vit.layers.{i}.{axis}": 1 if axis == "heads" else 8 for i in range(3) for axis in ("heads", "ffn")
+    }
+    below, above = "model.vit.embeddings", "model.classifier"
+    assert below in found[0].trained and below not in found[1].trained
+    assert above in found[3].trained and above not in found[2].trained
+
+
+def test_exits_inside_a_window_train_as_students(fleet):
+    select = RollingWindows(0.25, mask_rounds=0)  # two blocks of four
+    first, second = (work.spec for work in tasks(select, fleet_of(fleet), 2))
+    assert first.exits == ("model.exit1", "model.exit2")
+    assert {"model.exits.exit1", "model.exits.exit2"} <= set(first.trained)
+    assert second.exits is None and blocks(second) == [2, 3]
+    assert {name.split(".")[2] for name in second.trained if "exits" in name} == {"exit3"}
+    plain = [work.spec for work in tasks(RollingWindows(0.25, mask_rounds=0, distils=False), fleet_of(fleet), 2)]
+    assert [spec.exits for spec in plain] == [("model.exit2",), ()]
+    assert RollingWindows(1.0)(ClientInfo(1, 10), fleet_of(fleet)).spec == FULL
+
+
+def test_scores_train_before_their_window_and_then_decide_it(fleet):
+    select, one = RollingWindows(0.25, segments=4, mask_rounds=2, mask_epochs=3), fleet_of(fleet)
+    masks, first, again, second, third = (tasks(select, one, 5)[i] for i in range(5))
+    assert [work.num_epochs for work in (masks, first, again, second, third)] == [3, None, 3, None, None]
+    assert masks.spec.trained == () and not masks.spec.kept  # whole in width, frozen
+    assert masks.extra["rate"] == 0.5
+    wanted = {f"model.vit.layers.{i}.{axis}" for i in (0, 1) for axis in ("heads", "ffn")}
+    assert masks.extra["scores"].keys() == wanted and again.extra["scores"].keys() == {
+        name.replace(".0.", ".2.").replace(".1.", ".3.") for name in wanted
+    }
+    assert all(values == [0.0] * 4 for values in masks.extra["scores"].values())
+    one.state.memory[SCORES] = {1: {name: [0.0, 3.0, -1.0, 2.0] for name in wanted}}
+    _, first, again, *_ = tasks(select, one, 5)
+    assert list(first.spec.indices("model.vit.layers.0.heads")) == [1, 3]
+    assert list(first.spec.indices("model.vit.layers.1.ffn")) == [*range(8, 16), *range(24, 32)]
+    # below the next window they are as narrow as these, and the window itself is whole
+    assert list(again.spec.indices("model.vit.layers.0.heads")) == [1, 3]
+    assert again.spec.indices("model.vit.layers.2.heads") is None
+
+
+@pytest.mark.parametrize(("linear", "attention"), [("random", "trained"), ("trained", "random"), ("random", "random")])
+def test_the_rows_of_table_7_train_no_scores_of_what_is_random(fleet, linear, attention):
+    select = RollingWindows(0.25, linear=linear, attention=attention, mask_rounds=1)
+    work, *rest = tasks(select, fleet_of(fleet), 6)
+    kinds = {name.rpartition(".")[2] for name in work.extra.get("scores", {})}
+    trained = {kind for kind, how in (("ffn", linear), ("heads", attention)) if how == "trained"}
+    assert kinds == trained
+    assert len({work.spec for work in rest}) > 3, "random masks are drawn anew"
+    for work in rest:
+        assert all(len(units) == (2 if name.endswith("heads") else 16) for name, units in work.spec.kept)
+
+
+def test_a_client_gets_what_its_memory_holds(fleet):
+    one, select = fleet_of(fleet), RollingWindows(1.0, mask_rounds=1)
+    need = one.cost(FULL).peak_bytes
+    small = ClientInfo(1, 10, Profile(memory_bytes=0.5 * need))
+    for work in tasks(select, one, 6, small):
+        assert one.local.cost(one.state.submodels, work.spec, 4, work.extra).peak_bytes <= 0.5 * need
+    tiny = ClientInfo(1, 10, Profile(memory_bytes=100.0))
+    (problem,) = select.check(Fleet(one.state, {1: tiny}, one.rng, Training(), 4))
+    assert "client 1: memory_bytes is 100, too little for any submodel" in problem
+
+
+def test_students_and_gates_cost_something_and_scores_travel(fleet):
+    one, submodels = MaskedAndDistilled(), fleet[1]
+    plain, distilled = submodels.cost(FULL, 4), one.cost(submodels, FULL, 4, {})
+    assert distilled.flops_per_sample > plain.flops_per_sample and distilled.up_bytes == plain.up_bytes
+    frozen = Spec(trained=(), exits=())
+    extra = {"scores": {"model.vit.layers.0.ffn": [0.0] * 16}, "rate": 0.5}
+    masks = one.cost(submodels, frozen, 4, extra)
+    assert masks.flops_per_sample > 1.5 * submodels.cost(frozen, 4).flops_per_sample
+    assert masks.up_bytes == 16 * 20
+    assert MaskedAndDistilled(distils=False).cost(submodels, FULL, 4, {}) == plain
+
+
+# ---- runs ----
+
+
+def eyes():
+    from model_zoo import ViT
+
+    class Small(ViT):
+        def forward(self, x):
+            return super().forward(x.view(-1, 1, 8, 8))
+
+    return Small("micro", image_size=8, patch_size=4, in_channels=1, lr=3e-3)
+
+
+@pytest.mark.slow
+def test_a_transformer_learns_and_repeats_bit_for_bit_with_any_number_of_workers(tmp_path):
+    pytest.importorskip("transformers")
+    algorithm = co_s2p(rates=[1.0, 0.25, 0.0625, 0.25], mask_rounds=1, mask_steps=2)
+    one, other = (
+        finish(experiment(tmp_path / f"{n}", algorithm, model=eyes, max_updates=14, workers=n)) for n in (1, 2)
+    )
+    assert one.digest == other.digest
+    assert one.text("clients.csv") == other.text("clients.csv")
+    merged = [row for row in one.rows() if row["outcome"] == "merged"]
+    assert any("trains nothing" in row["spec"] and int(row["bytes_up"]) < 2000 for row in merged)
+    assert one.summary["staleness"]["max"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trigger"),
+    [({"min_ratio": 1.0, "wait_s": 3.0}, "sync"), ({"min_ratio": 0.0, "wait_s": 0.0}, "async")],
+)
+def test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends(tmp_path, arguments, trigger):
+    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 20}
+    one = finish(experiment(tmp_path / "one", co_s2p(mask_rounds=1, mask_steps=2, **arguments), **more))
+    other = finish(experiment(tmp_path / "other", co_s2p(mask_rounds=1, mask_steps=2, trigger=trigger), **more))
+    assert one.digest == other.digest
+    assert (one.summary["staleness"]["max"] == 0) == (trigger == "sync")
+
+
+def test_whole_models_merged_alike_in_rounds_are_fed_avg():
+    first = coordinator_for(co_s2p(rates=1.0, merge="mean", trigger="sync"), min_clients=2)
+    second = coordinator_for(fed_avg(by_samples=False), min_clients=2)
+    for coordinator in (first, second):
+        asked = assigned(join(coordinator, [1, 2]))
+        for value in (1.0, 4.0, 2.5):
+            answer(coordinator, asked[1], value)
+            asked = assigned(answer(coordinator, asked[2], value + 1))
+    # fed_avg is sent values, co_s2p differences: 1.5 + 4.5 + 3
+    assert values_of(second.state).unique().tolist() == [3.0]
+    assert values_of(first.state).unique().tolist() == [9.0]
+
+
+def test_a_client_keeps_its_scores_through_a_checkpoint_and_hostile_ones_are_refused():
+    coordinator = coordinator_for(co_s2p(rates=0.25, mask_rounds=1), min_clients=2)
+    asked = assigned(join(coordinator, [1, 2]))
+    task = asked[1]
+    assert task.spec.trained == () and task.extra["scores"] == {"hidden": [0.0] * 4}
+    nothing = FlatTensors.empty(coordinator.state.submodels.layout(task.spec, "trained"))
+    bad = Update(task.id, 1, 0, nothing, 1, extra={"scores": {"hidden": [float("inf")] * 4}})
+    actions = coordinator.handle(Arrived(bad), 1.0)
+    assert any(getattr(action, "outcome", "") == "refused:non-finite" for action in actions)
+    asked |= assigned(actions)
+    good = Update(asked[1].id, 1, 0, nothing, 1, extra={"scores": {"hidden": [0.0, 2.0, 1.0, 0.0]}})
+    asked |= assigned(coordinator.handle(Arrived(good), 2.0))
+    assert coordinator.state.memory[SCORES] == {1: {"hidden": [0.0, 2.0, 1.0, 0.0]}}
+    assert list(asked[1].spec.indices("hidden")) == [1, 2]
+
+
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been():
+    for trigger in ("semi", "async"):
+        whole, again = cut_in_the_middle(
+            lambda trigger=trigger: coordinator_for(
+                co_s2p(rates=[1.0, 0.25], mask_rounds=0, trigger=trigger), min_clients=4
+            ),
+            7,
+            lambda step: 0.5 + step,
+        )
+        assert torch.equal(values_of(whole.state), values_of(again.state))
+
+
+def test_a_model_without_blocks_is_cut_in_width_and_the_run_says_so(tmp_path):
+    run = finish(experiment(tmp_path / "run", co_s2p(mask_rounds=1, mask_steps=2), max_updates=10))
+    assert run.summary["updates_merged"] >= 10
+    from raafl.build import build
+
+    made = build(experiment(tmp_path / "again", co_s2p()), pace=False)
+    said = made.coordinator.algorithm.notes(made.coordinator.fleet, 4)
+    assert any("no stack of blocks: its depth stays whole" in line for line in said)
+    assert any("nothing is distilled" in line for line in said)

@@ -1,0 +1,76 @@
+"""What memory a client says it has, and that one that is too small is told before it joins."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+
+from raafl import memory
+from raafl.algorithms import ALGORITHMS
+from raafl.build import client_infos, client_parts, load_data
+from raafl.devices.measure import Room
+from raafl.errors import BadInput
+from tests.federation import experiment, unequal
+
+ROOM = Room(1e9, "control group")
+USABLE = math.floor(0.9e9 - 64 * 2**20)
+
+
+def asked(tmp_path, monkeypatch, algorithm="fed_avg", room=ROOM, **fields):
+    """What client 3 of a run says."""
+    made = experiment(tmp_path / "run", algorithm, **fields)
+    made.check()
+    data = load_data(made)
+    submodels, _ = client_parts(made, data, made.fabric)
+    monkeypatch.setattr(memory, "memory_room", lambda device: room)
+    info, notes = memory.with_memory(made, client_infos(made, data)[2], submodels, data, "cpu")
+    return info.profile.memory_bytes, notes
+
+
+def test_a_client_that_declares_none_measures_it_and_says_so(tmp_path, monkeypatch):
+    found, (note,) = asked(tmp_path, monkeypatch)
+    assert found == USABLE
+    assert note.startswith("memory for a task: 833 MB of 1,000 MB left (control group); ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"memory": "none"}, math.inf),
+        ({"memory": "5e8"}, 5e8),
+        ({"memory": 5e8}, 5e8),
+        ({"devices": unequal(memory_bytes=7e8)}, 7e8),
+        ({"devices": unequal(memory_bytes=7e8), "memory": 5e8}, 7e8),
+        ({"room": Room(math.inf, "available memory")}, math.inf),
+    ],
+)
+def test_what_is_declared_is_not_measured(tmp_path, monkeypatch, fields, found):
+    assert asked(tmp_path, monkeypatch, **fields) == (found, [])
+
+
+def test_simulated_clients_never_measure(tmp_path):
+    assert {p.memory_bytes for p in experiment(tmp_path / "run").profiles()} == {math.inf}
+    assert {p.memory_bytes for p in experiment(tmp_path / "run", memory=3e8, devices=None).profiles()} == {3e8}
+
+
+@pytest.mark.parametrize("value", ["measured", "-1", "0", "nan"])
+def test_a_wrong_value_is_one_line(tmp_path, value):
+    with pytest.raises(BadInput, match=rf"^memory is '{value}': give measure, none, or a number of bytes above 0$"):
+        experiment(tmp_path / "run", memory=value).check()
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_client_too_small_for_anything_is_told_before_it_joins(tmp_path, monkeypatch, name):
+    """The smallest part of the model needs kilobytes. 10 bytes are too few for any; a gigabyte is enough for all."""
+    make = ALGORITHMS[name]
+    needs = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    if needs:
+        pytest.skip(f"{name} has to be given {needs[0]}")
+    asked(tmp_path, monkeypatch, name)
+    with pytest.raises(BadInput, match=r"^client 3: memory_bytes is 10, "):
+        asked(
+            tmp_path, monkeypatch, name, devices=[*unequal()[:2], dataclasses.replace(unequal()[2], memory_bytes=10.0)]
+        )

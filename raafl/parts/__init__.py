@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raafl.parts.rated import Rated
+    from raafl.parts.window_pieces import WindowPieces
+    from raafl.parts.windows import RollingWindows
 
-__all__ = ["Rated"]
+_HOME = {
+    "Rated": "raafl.parts.rated",
+    "RollingWindows": "raafl.parts.windows",
+    "WindowPieces": "raafl.parts.window_pieces",
+}
+
+__all__ = ["Rated", "RollingWindows", "WindowPieces"]
 
 
 def __getattr__(name: str) -> Any:
     """Import what a config names when it is first asked for: parts and core are made of each other."""
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'raafl.parts' has no attribute '{name}'")
-    from raafl.parts.rated import Rated
-
-    return Rated
+    return getattr(importlib.import_module(_HOME[name]), name)

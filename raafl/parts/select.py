@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -100,25 +101,30 @@ def offline_bound(costs: Sequence[Sequence[float]], capability: Sequence[float],
     return Ranking(sizes, rows).bound()
 
 
-@dataclass(frozen=True, slots=True)
-class Fragments(Select):
-    """Disjoint fragments, one at a time (Fed-RAA, Algorithm 2).
+class OneOf(Select):
+    """One of a fixed set of submodels for each task (Fed-RAA, Algorithm 2), which its subclasses name.
 
-    For an idle client n, ``S = {j : c(n, j) <= K}``; of S the fragment with the smallest q(j), ties at random
-    (gre_raa); any of S (random); or the smallest q(j) of all (fewest_updates, the paper's MP). A fragment that exceeds
+    For an idle client n, ``S = {j : c(n, j) <= K}``; of S the submodel with the smallest q(j), ties at random
+    (gre_raa); any of S (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds
     the client's memory is never chosen. c(n, j) is the predicted time of the task: the paper's
     ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over the client's data and epochs, divided by
     the client's FLOP/s, plus download and upload.
 
     Attributes:
-        ratios: share of each fragment.
         how: gre_raa, random or fewest_updates.
         bound_s: K in seconds; None = the offline bound of the clients present.
     """
 
-    ratios: tuple[float, ...]
-    how: Choice = "gre_raa"
-    bound_s: float | None = None
+    how: Choice
+    bound_s: float | None
+
+    @abstractmethod
+    def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
+        """Return the submodels to choose from, in the order of j = 1, 2, ..."""
+
+    @abstractmethod
+    def what(self) -> str:
+        """Return in words what is chosen from."""
 
     def __post_init__(self) -> None:
         """Raise `BadInput` for an unknown choice, a bound of zero or less, or one that the choice does not look at."""
@@ -143,9 +149,9 @@ class Fragments(Select):
         return Work(self.specs(fleet)[j - 1], region=j)
 
     def specs(self, fleet: Fleet) -> tuple[Spec, ...]:
-        """Return the spec of each fragment, smallest index first."""
+        """Return the spec of each submodel to choose from, smallest index first."""
         if "specs" not in fleet.cache:
-            fleet.cache["specs"] = fragment_specs(fleet.state.submodels, self.ratios)
+            fleet.cache["specs"] = self.pieces(fleet.state.submodels)
         specs: tuple[Spec, ...] = fleet.cache["specs"]
         return specs
 
@@ -229,4 +235,27 @@ class Fragments(Select):
             if self.how == "fewest_updates"
             else f", K {'offline' if self.bound_s is None else f'{self.bound_s:g} s'}"
         )
-        return f"{self.how} over fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %{bound}"
+        return f"{self.how} over {self.what()}{bound}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments(OneOf):
+    """Disjoint fragments of the width (Fed-RAA).
+
+    Attributes:
+        ratios: share of each fragment.
+        how: see `OneOf`.
+        bound_s: see `OneOf`.
+    """
+
+    ratios: tuple[float, ...]
+    how: Choice = "gre_raa"
+    bound_s: float | None = None
+
+    def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
+        """Return the fragments."""
+        return fragment_specs(submodels, self.ratios)
+
+    def what(self) -> str:
+        """Return the ratios in words."""
+        return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -103,7 +103,7 @@ class RollingWindows(Select):
         scores = fleet.state.memory.get(SCORES, {}).get(client.id, {})
         kept = self._kept(submodels, stop, size.width, scores, derive_seed(fleet.seed, "masks", client.id, round))
         if not trains_scores:
-            return Work(self._window(submodels, start, stop, kept, distils=self.distils), region=client.id)
+            return Work(self.window(submodels, start, stop, kept, distils=self.distils), region=client.id)
         wanted = self._trained_axes(submodels, start, stop, size.width)
         given = {
             axis: scores.get(axis, [first_score(size.width)] * len(self._cuts(submodels)[axis])) for axis in wanted
@@ -156,7 +156,7 @@ class RollingWindows(Select):
 
     # ---- depth ----
 
-    def _window(
+    def window(
         self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]], *, distils: bool
     ) -> Spec:
         """Return the submodel that trains a window with the exit at its top and, to distil, those inside."""
@@ -176,10 +176,10 @@ class RollingWindows(Select):
 
     def _frozen_window(self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]]) -> Spec:
         """Return the submodel in which scores train: its values are frozen, and of the exits it has the one at the top."""
-        spec = self._window(submodels, start, stop, kept, distils=False)
+        spec = self.window(submodels, start, stop, kept, distils=False)
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
-    def _starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
+    def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
         """Return where windows may begin, so that an exit, or the model's own end, is at the top of each."""
         stack = stack_of(submodels)
         if stack is None:
@@ -213,15 +213,15 @@ class RollingWindows(Select):
 
         def spec(rate: float, start: int | None = None) -> Spec:
             width, num_blocks, depth = self._shape(submodels, rate)
-            start = self._starts(submodels, num_blocks, depth)[0] if start is None else start
+            start = self.starts(submodels, num_blocks, depth)[0] if start is None else start
             kept = self._kept(submodels, start + num_blocks, width, {}, 0)
-            return self._window(submodels, start, start + num_blocks, kept, distils=self.distils)
+            return self.window(submodels, start, start + num_blocks, kept, distils=self.distils)
 
         if budget.memory_bytes < float("inf"):
             rates = [rate * i / STEPS for i in range(1, STEPS + 1)]
             rate = largest_rate(spec, fleet.cost, budget, rates=rates, who=f"client {client.id}")
         width, num_blocks, depth = self._shape(submodels, rate)
-        starts = self._starts(submodels, num_blocks, depth)
+        starts = self.starts(submodels, num_blocks, depth)
         trains_masks = self.mask_rounds > 0 and any(
             self._trained_axes(submodels, start, start + num_blocks, width) for start in starts
         )

@@ -54,24 +54,35 @@ class Adan(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["previous"] = 0, parameter.grad.clone()
+                    state |= {name: torch.zeros_like(parameter) for name in ("m", "v", "n")}
+                state["step"] += 1
+            steps = [self.state[p]["step"] for p in parameters]
+            for k in dict.fromkeys(steps):  # as a rule all alike
+                self._update([p for p, step in zip(parameters, steps, strict=True) if step == k], k, group)
         return loss
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"], state["previous"] = 0, gradient.clone()
-            state |= {name: torch.zeros_like(parameter) for name in ("m", "v", "n")}
+    def _update(self, parameters: list[Tensor], k: int, group: dict[str, Any]) -> None:
+        """Make step ``k`` of these parameters, all at once."""
+        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        previous, m, v, n = ([self.state[p][name] for p in parameters] for name in ("previous", "m", "v", "n"))
         b1, b2, b3 = group["betas"]
-        state["step"] += 1
-        k, difference = state["step"], gradient - state["previous"]
-        state["m"].lerp_(gradient, 1 - b1)
-        state["v"].lerp_(difference, 1 - b2)
-        ahead = torch.add(gradient, difference, alpha=b2)
-        state["n"].mul_(b3).addcmul_(ahead, ahead, value=1 - b3)
-        state["previous"].copy_(gradient)
-        move = (state["m"] / (1 - b1**k)).add_(state["v"], alpha=b2 / (1 - b2**k))
-        parameter.addcdiv_(move, (state["n"] / (1 - b3**k)).sqrt_().add_(group["eps"]), value=-group["lr"])
-        parameter.div_(1 + group["lr"] * group["weight_decay"])
+        differences = torch._foreach_sub(gradients, previous)
+        torch._foreach_lerp_(m, gradients, 1 - b1)
+        torch._foreach_lerp_(v, differences, 1 - b2)
+        ahead = torch._foreach_add(gradients, differences, alpha=b2)
+        torch._foreach_mul_(n, b3)
+        torch._foreach_addcmul_(n, ahead, ahead, value=1 - b3)
+        torch._foreach_copy_(previous, gradients)
+        moves = torch._foreach_div(m, 1 - b1**k)
+        torch._foreach_add_(moves, v, alpha=b2 / (1 - b2**k))
+        roots = torch._foreach_div(n, 1 - b3**k)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(parameters, moves, roots, value=-group["lr"])
+        if group["weight_decay"]:
+            torch._foreach_div_(parameters, 1 + group["lr"] * group["weight_decay"])

@@ -74,7 +74,7 @@ def summary(run):
 CLIENT_1_K = "client 1: its cheapest fragment, 1, takes 0.08665 s, more than K = 1e-09 s: set K to at least 0.08665"
 BAD = {
     "algorithm unknown": (["--algorithm", "fed_rra"], "algorithm is 'fed_rra': did you mean 'fed_raa'?"),
-    "algorithm without a name": (["--algorithm"], "--algorithm needs a name: fed_async, fed_avg, "),
+    "algorithm without a name": (["--algorithm"], "--algorithm needs a name: ada_vit, "),
     "option unknown": (["--cliens", "5"], "unknown option --cliens: did you mean '--clients'?"),
     "option abbreviated": (["--client", "5"], "unknown option --client: did you mean '--clients'?"),
     "option of a group": (

@@ -141,7 +141,7 @@ WRONG = {
         "algorithm.optimizer is 'sgd': give one of adam, yogi, adagrad"
     ),
     "partition: {class_path: raafl.data.Dirichlet, init_args: {beta: 1}}": (
-        "unknown field partition.beta: known: alpha, min_samples"
+        "unknown field partition.beta: known: alpha, min_samples, test_share"
     ),
     "partition: {class_path: raafl.data.ClassesPerClient}": (
         "partition.num_classes is missing: give it in the config, or as --partition.num_classes VALUE"
@@ -152,7 +152,7 @@ WRONG = {
         "devices holds something else than tables of fields: write each as {name: slow, flops_per_s: 1.0e9}"
     ),
     "devices: [{name: a, flops_per_s: -1.0}]": (
-        "device profile 'a': flops_per_s is -1.0; it must be a number above 0 (measure it with raafl.devices.measure)"
+        "device profile 'a': flops_per_s is -1.0; it must be a number above 0 (measure it with raafl plan --measure)"
     ),
     "devices: [{name: a, count: 0}]": "device 'a': count is 0; it must be a whole number, 1 or more",
 }
@@ -230,7 +230,7 @@ def test_names_of_algorithms_become_paths():
     assert expand_algorithm(["--algorithm", "mine.method"]) == ["--algorithm=mine.method"]
     assert expand_algorithm(["--algorithm.alpha", "1"]) == ["--algorithm.alpha", "1"]
     for argv in (["--algorithm"], ["--algorithm", "--seed"], ["--algorithm="]):
-        with pytest.raises(BadInput, match="--algorithm needs a name: fed_async, "):
+        with pytest.raises(BadInput, match="--algorithm needs a name: ada_vit, "):
             expand_algorithm(argv)
 
 

@@ -101,7 +101,8 @@ def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_mod
     notes = {(note["kind"], note["name"]): note for note in map(json.loads, result.stdout.splitlines())}
     for kind, reserve in RESERVE.items():
         fitted, full = notes[kind, "fitted"], notes[kind, "full"]
-        assert 0.9 * BUDGET < fitted["needed"] <= BUDGET, "as large as the budget allows"
+        least = 0.75 if kind == "vit" else 0.9  # one head more is a step of an eighth in every block
+        assert least * BUDGET < fitted["needed"] <= BUDGET, "as large as the budget allows"
         assert (fitted.get("steps"), fitted.get("refusal"), fitted.get("died")) == (3, None, None)
         assert full["needed"] > 1.5 * (BUDGET + reserve)
         assert "allocate memory" in full.get("died", "it lived"), full

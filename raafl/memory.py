@@ -37,7 +37,10 @@ def with_memory(
                 "devices with memory_bytes, or memory: BYTES, declare it, memory: none does without"
             )
     if info.profile.memory_bytes < math.inf:
-        _check(experiment, info, submodels, data)
+        try:
+            _check(experiment, info, submodels, data)
+        except BadInput as error:  # nobody gave the number that is too small: say where it comes from
+            raise BadInput("\n".join([str(error), *notes])) from None
     return info, notes
 
 

@@ -56,6 +56,13 @@ def test_simulated_clients_never_measure(tmp_path):
     assert {p.memory_bytes for p in experiment(tmp_path / "run", memory=3e8, devices=None).profiles()} == {3e8}
 
 
+def test_a_client_that_measured_too_little_is_told_where_the_number_comes_from(tmp_path, monkeypatch):
+    with pytest.raises(
+        BadInput, match=r"^client 3: memory_bytes is 1, .*\nmemory for a task: 0 MB of 1 MB left \(control group\)"
+    ):
+        asked(tmp_path, monkeypatch, room=Room(1e6, "control group"))
+
+
 @pytest.mark.parametrize("value", ["measured", "-1", "0", "nan"])
 def test_a_wrong_value_is_one_line(tmp_path, value):
     with pytest.raises(BadInput, match=rf"^memory is '{value}': give measure, none, or a number of bytes above 0$"):

@@ -21,7 +21,8 @@ The paper leaves open, or this does otherwise:
 - torch's own attention (`nn.MultiheadAttention`) shows no heads to a hook: there the sublayers alone are decided on.
 - In a model of another kind the first position of the input stands for the class token. Without blocks, heads are groups of
   units (or channels) of each hidden layer that one other layer reads, decided on by the layer's input, of images its mean over
-  pixels. A model with neither is trained plainly, and a note says so.
+  pixels. A model with neither is trained plainly, and so is one with LoRA adapters, whose other layers have no axes; a note
+  says so.
 - The loss that is reported while training has the usage loss in it.
 """
 

@@ -63,7 +63,7 @@ from raafl.parts.trigger import AllReported, EachArrival, MinRatio
 from raafl.parts.windows import Masks, RollingWindows
 
 RATES = [1.0, 0.5625, 0.25, 0.0625]
-"""Shares r that the paper's clients have (Table III), its smallest left out."""
+"""Shares r of the paper's clients (Table III) but the smallest, 0.0156, and 1."""
 
 MERGES = ("importance", "mean")
 TRIGGERS = ("semi", "sync", "async")

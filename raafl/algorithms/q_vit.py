@@ -16,7 +16,8 @@ The paper leaves open, or this does otherwise:
   norms, embeddings, recurrent layers and `nn.MultiheadAttention`'s own projections stay as they are.
 - An input without a number below 0 (after ReLU) has all levels at 0 and above: Q_n = 0, Q_p = 2^b - 1.
 - The step size of a weight begins at ``2 mean |w| / sqrt(Q_p)``; that of an input so by the first batch of each client's first
-  task, and is their mean after the first merge. Until then inputs are not quantised when the model is measured.
+  task, and is their mean after the first merge. Until then inputs are not quantised when the model is measured. A weight that
+  is 0 at the start, such as LoRA's B, gets its step size at the beginning of the first task that finds it otherwise.
 - The first and the last layer have 8 bits. Widths are from 2 to 8.
 - The paper's limit is on operations; here the mean width over all weights is drawn to ``bits``.
 - Nothing is saved: quantised values are held, multiplied and sent as floating-point numbers. A client's cost is that of the

@@ -19,6 +19,7 @@ from raafl.core.types import (
     Assignment,
     Checkpoint,
     ClientInfo,
+    Dismiss,
     Evaluate,
     Event,
     Finish,
@@ -30,8 +31,10 @@ from raafl.core.types import (
     Stop,
     Timer,
     Update,
+    Work,
     derive_seed,
 )  # fmt: skip
+from raafl.errors import BadInput
 
 TIME_UP = 0  # id of the timer that ends the run
 
@@ -66,8 +69,8 @@ class Coordinator:
         self._actions = []
         if self.finished is None:
             self._handlers[type(event)](event, now)
-        if self.finished is None:
-            self._go_on(now)
+        while self.finished is None and self._go_on(now):
+            pass
         return self._actions
 
     # ---- events ----
@@ -139,12 +142,12 @@ class Coordinator:
 
     # ---- what follows from an event ----
 
-    def _go_on(self, now: float) -> None:
-        """Merge if it is time, then hand out work."""
+    def _go_on(self, now: float) -> bool:
+        """Merge if it is time, then hand out work; return whether to look again, since all who might work were let go."""
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self._absent) < self.limits.min_clients:
-                return
+                return False
             self.started, self.opened_s = True, now
             if self.limits.max_time_s is not None:
                 self._actions.append(SetTimer(TIME_UP, self.limits.max_time_s))
@@ -159,8 +162,7 @@ class Coordinator:
             else:
                 self.algorithm.merge.keep(self.state)
                 self._set_timer(trigger.wake_at(waiting))
-        if self.finished is None:
-            self._hand_out(now)
+        return self.finished is None and self._hand_out(now) and not self.roster.num_out
 
     def _set_timer(self, at: float | None) -> None:
         if at is not None and at != self.wake[1]:
@@ -190,8 +192,8 @@ class Coordinator:
         if limits.checkpoint_every is not None and version % limits.checkpoint_every == 0:
             self._actions.append(Checkpoint(version))
 
-    def _hand_out(self, now: float) -> None:
-        """Draw clients where work may start, and start as many as may work at a time."""
+    def _hand_out(self, now: float) -> bool:
+        """Draw clients where work may start, and start as many as may work at a time; return whether one was let go."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
         if len(self.roster.idle) and (rolling or not self.waiting):
             if not (self.roster.num_out or self.waiting):
@@ -199,11 +201,19 @@ class Coordinator:
             clients = self.roster.draw(sample, self.rng, rolling=rolling)
             if not rolling:
                 self.algorithm.select.drawn(clients, self.fleet, self.opened_s)
+        dismissed = False
         while (client := self.roster.next_to_start(sample.concurrency)) is not None:
-            self._assign(client, now)
+            try:
+                work = self.algorithm.select(client, self.fleet)
+            except BadInput as error:  # nobody else is to suffer for it
+                self._drop(client.id, "unfit")
+                self._actions.append(Dismiss(client.id, client.incarnation, str(error)))
+                dismissed = True
+                continue
+            self._assign(client, work, now)
+        return dismissed
 
-    def _assign(self, client: ClientInfo, now: float) -> None:
-        work = self.algorithm.select(client, self.fleet)
+    def _assign(self, client: ClientInfo, work: Work, now: float) -> None:
         number, task = self.roster.number(client.id)
         assignment = Assignment(
             id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,

@@ -207,13 +207,22 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Let a client go that no work suits; it is in the fleet no more."""
+
+    client: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over; nothing more will be asked."""
 
     reason: str
 
 
-Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Finish
+Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | Finish
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ TEST = "test/"
 """Begins the names of what a client measured on its own test part, in `Update.metrics` and clients.csv."""
 PEAK = "memory/peak_bytes"
 """Name, in `Update.metrics`, of what `peak_bytes` says."""
+_RETURNED = "validation_step: "
 
 
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
@@ -69,7 +70,6 @@ def measure(
         context: around each step, such as the precision of the run.
     """
     recorder.clear()
-    returned = Recorder()
     module.eval()
     _call(module, "on_validation_epoch_start")
     for index, batch in enumerate(batches):
@@ -78,9 +78,13 @@ def measure(
             answer = module.validation_step(to_device(batch, device), index)  # type: ignore[operator]
         if isinstance(answer, Mapping):
             numbers = {name: value for name, value in answer.items() if _is_number(value)}
-            returned.log_dict(numbers, batch_size=batch_length(batch))
+            recorder.log_dict(
+                {_RETURNED + name: value for name, value in numbers.items()}, batch_size=batch_length(batch)
+            )
     _call(module, "on_validation_epoch_end")
-    return {**returned.means(), **recorder.means()}
+    found, recorder.weight = recorder.means(), 1.0  # all at once: what is both logged and returned is reset after it
+    returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}
+    return {**returned, **{name: value for name, value in found.items() if not name.startswith(_RETURNED)}}
 
 
 def measure_part(

@@ -49,15 +49,21 @@ class Draws:
     def __enter__(self) -> None:
         """Draw from this stream."""
         self._in_use.acquire()
-        self._outer = self._states()
-        if self._own is not None:
-            self._set(self._own)
+        try:
+            self._outer = self._states()
+            if self._own is not None:
+                self._set(self._own)
+        except BaseException:  # of a device that has failed: others are not to wait for ever
+            self._in_use.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
         """Go on with what was drawn from before."""
-        self._own = self._states()
-        self._set(self._outer)
-        self._in_use.release()
+        try:
+            self._own = self._states()
+            self._set(self._outer)
+        finally:
+            self._in_use.release()
 
     def _states(self) -> tuple[Any, ...]:
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None

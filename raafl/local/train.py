@@ -72,6 +72,7 @@ class _Built:
         self.recorder.clear()  # of a task that was given up
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self.module.train()
+        self.module.zero_grad()  # a task may have been given up between two batches of a step
         if self.schedulers:
             self._configure()
             return

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raafl.core.algorithm import Hook, Local, Task
 from raafl.errors import BadInput, fraction, positive
 from raafl.submodel import Axis, Member, Submodels
+from raafl.submodel.lora import is_lora
 from raafl.submodel.rules import rule_of
 
 NAME = "usage_policy"
@@ -179,7 +180,9 @@ class Adaptive(Local):
             positive(name, getattr(self, name))
 
     def prepare(self, module: Any) -> Any:
-        """Give each block its policy; without blocks, each layer whose units only one other layer reads."""
+        """Give each block its policy; without blocks, each layer whose units only one other layer reads; none beside LoRA."""
+        if _has_lora(module):  # the only axes are ranks then: what reads them is neither a head nor a sublayer
+            return module
         axes = list(Submodels(module).axes.values())
         blocks = [(path, part) for path, part in module.named_modules() if _is_block(part)]
         if blocks:
@@ -240,6 +243,8 @@ class Adaptive(Local):
     def notes(self, submodels: Submodels) -> list[str]:
         """Say what is gated, or that nothing is."""
         policies = list(_policies(submodels.module))
+        if _has_lora(submodels.module):
+            return ["ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these"]
         if not policies:
             return ["ada_vit finds neither blocks nor hidden units to decide on in this model: it is plain averaging"]
         units, sublayers = (sum(getattr(policy, kind) for policy in policies) for kind in ("units", "sublayers"))
@@ -253,6 +258,10 @@ class Adaptive(Local):
         """Return the answer in words."""
         words = f"usage policies by input, heads {self.heads:g}, blocks {self.blocks:g}, weight {self.weight:g}"
         return f"{super().__str__()}, {words}"
+
+
+def _has_lora(module: nn.Module) -> bool:
+    return any(is_lora(part) for part in module.modules())
 
 
 def _is_block(part: nn.Module) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Fleet
 from raafl.core.state import GlobalState
-from raafl.core.types import Assignment, ClientInfo, Update, Work
+from raafl.core.types import ClientInfo, Update, Work
 from raafl.parts.mask_training import scores_problem
-from raafl.parts.wrapped import Wrapped
+from raafl.parts.wrapped import Wrapped, WrappedSelect
 from raafl.submodel import Spec
 
 AT_WORK = "at_work"
@@ -34,14 +33,8 @@ def forget_work(state: GlobalState, client: int) -> None:
 
 
 @dataclass(frozen=True)
-class Noted(Select):
-    """A select whose clients' starts are noted, for `ImportanceMerge` and `WithScores`; passes everything on.
-
-    Attributes:
-        inner: the select that decides.
-    """
-
-    inner: Select
+class Noted(WrappedSelect):
+    """A select whose clients' starts are noted, for `ImportanceMerge` and `WithScores`; passes everything on."""
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the inner select's work."""
@@ -49,34 +42,10 @@ class Noted(Select):
         note_work(fleet.state, client.id, work)
         return work
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Pass it on."""
-        self.inner.joined(client, fleet)
-
     def lost(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what the client was at, and pass it on."""
         forget_work(fleet.state, client.id)
         self.inner.lost(client, fleet)
-
-    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
-        """Pass it on."""
-        self.inner.drawn(clients, fleet, opened_s)
-
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
-        """Pass it on."""
-        self.inner.answered(client, assignment, seconds, fleet)
-
-    def check(self, fleet: Fleet) -> list[str]:
-        """Return the inner select's problems."""
-        return self.inner.check(fleet)
-
-    def notes(self, fleet: Fleet) -> list[str]:
-        """Return the inner select's notes."""
-        return self.inner.notes(fleet)
-
-    def __str__(self) -> str:
-        """Return the inner select's words."""
-        return str(self.inner)
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,9 @@ class MaskTraining(Local):
         masked = scales_of(submodels, submodels.layout(part="trained"))
         num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
         rest = (
-            f"; the other {total - num:,} parameters (biases, norms, positions) stay as they are" if total > num else ""
+            f"; the other {total - num:,} parameters (biases, norms, positions, what is frozen) stay as they are"
+            if total > num
+            else ""
         )
         return [
             f"masks over {num:,} weights in {len(masked)} tensors, of which only the signs are as the model was made: pretrained "

@@ -63,7 +63,7 @@ class _Layer:
 
     Attributes:
         fixed_bits: of weight and input; None = they are learned.
-        sees_first: the next input in training sets the step sizes of the input, if they are not known.
+        sees_first: the next input in training sets step sizes that are not known.
     """
 
     fixed_bits: int | None
@@ -79,8 +79,9 @@ class _Layer:
         """Return input and weight, quantised."""
         if self.sees_first and self.training:
             self.sees_first = False
-            if bool((self.input_step == 0).all()):
-                self.set_steps("input", x.detach())
+            for kind, seen in (("input", x), ("weight", self.weight)):  # a weight may have begun at 0, as LoRA's B does
+                if bool((getattr(self, f"{kind}_step") == 0).all()):
+                    self.set_steps(kind, seen.detach())
         # what comes out of a ReLU, or pixels, needs no levels below 0
         signed = (x.detach() < 0).any()
         return self._quantised("input", x, signed), self._quantised("weight", self.weight, torch.ones_like(signed))
@@ -210,10 +211,16 @@ class Quantised(Local):
         layers = list(quantised(submodels.module))
         if not layers:
             return ["q_vit quantises nothing here: it is plain averaging"]
-        return [
+        found = [
             f"q_vit quantises weight and input of {len(layers)} layers in floating point: clients need more memory and time "
             "than without, and send as many bytes"
         ]
+        if len(layers) <= 2 and self.edge_bits not in (self.bits, NONE):
+            found.append(
+                f"q_vit has {self.edge_bits} bits for the first and the last layer (edge_bits), and there are no others: "
+                f"bits {self.bits} goes unused"
+            )
+        return found
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils._pytree import tree_flatten
 
@@ -160,7 +160,13 @@ def _num_samples(submodels: Submodels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Halved(Select):
-    """Everyone trains the whole model, cut as `Split` says; all of what the server expects on the wire is settled here."""
+    """Everyone trains the whole model, cut as `Split` says; all of what the server expects on the wire is settled here.
+
+    Attributes:
+        sends: what the merge takes (`Merge.sends`), of both halves.
+    """
+
+    sends: Literal["values", "delta"] = "values"
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the whole model and the run's own work, with where to cut it."""
@@ -170,6 +176,7 @@ class Halved(Select):
         training, batch_size = fleet.training, fleet.batch_size
         samples = training.samples(Work(), client.num_samples, batch_size)
         terms = {"cut": cut.path, "batch_size": batch_size, "num_samples": client.num_samples, "samples": samples}
+        terms["sends"] = self.sends
         if training.num_steps is not None:
             return Work(num_steps=training.num_steps, extra={KEY: terms})
         return Work(num_epochs=training.num_epochs or 1, extra={KEY: terms})

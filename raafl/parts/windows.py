@@ -102,9 +102,9 @@ class RollingWindows(Select):
         stop = start + size.num_blocks
         scores = fleet.state.memory.get(SCORES, {}).get(client.id, {})
         kept = self._kept(submodels, stop, size.width, scores, derive_seed(fleet.seed, "masks", client.id, round))
-        if not trains_scores:
+        wanted = self._trained_axes(submodels, start, stop, size.width) if trains_scores else []
+        if not wanted:  # this window may have no scores although others do
             return Work(self.window(submodels, start, stop, kept, distils=self.distils), region=client.id)
-        wanted = self._trained_axes(submodels, start, stop, size.width)
         given = {
             axis: scores.get(axis, [first_score(size.width)] * len(self._cuts(submodels)[axis])) for axis in wanted
         }

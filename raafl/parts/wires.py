@@ -116,9 +116,10 @@ class Wires:
         for way in WAYS:
             one, plain, wire = self.compressor(way), self.submodels.layout(spec, way), self.layout(spec, way)
             more.append(wire.num_bytes - plain.num_bytes)
-            if one is not None:  # what travels; the difference; the residual or the copy, and what was sent of it
+            if one is not None:  # what travels; the difference; residual or copy, what is taken of it, what went
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
-                held += self.submodels.layout(part=way).num_bytes + plain.num_bytes if one.feeds_back else 0
+                if one.feeds_back:
+                    held += self.submodels.layout(part=way).num_bytes + plain.num_bytes * (1 + (way == "trained"))
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
@@ -130,10 +131,10 @@ class Wires:
             if one is not None:
                 wire = self.layout(FULL, way).num_bytes
                 texts.append(f"{word} {type(one).__name__}, {wire:,} bytes in the place of {plain:,}")
-        if self.down is not None and self.down.feeds_back:
-            held += sent
-        if self.down is not None and self.sender_unpacks:
-            held += sent
+        if self.down is not None:
+            held += self.layout(FULL, "sent").num_bytes
+            held += 3 * sent if self.down.feeds_back else 0  # the copy, what is taken of it, what has changed
+            held += sent if self.sender_unpacks else 0
         if self.up is not None:
             held += trained
         words = f"compress: {'; '.join(texts)} for the whole model"

@@ -1,4 +1,4 @@
-"""What merges around other merges share."""
+"""What merges around other merges share, and selects around other selects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raafl.core.algorithm import Merge
+from raafl.core.algorithm import Fleet, Merge, Select
 from raafl.core.state import GlobalState
-from raafl.core.types import Update
+from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.submodel import Spec
 
 
@@ -61,3 +61,46 @@ class Wrapped(Merge):
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return what the inner merge reports."""
         return self.inner.report(state)
+
+
+@dataclass(frozen=True)
+class WrappedSelect(Select):
+    """A select around another; passes everything on, so that a subclass says only what it does otherwise.
+
+    Attributes:
+        inner: the select that decides.
+    """
+
+    inner: Select
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the inner select's work."""
+        return self.inner(client, fleet)
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Pass it on."""
+        self.inner.joined(client, fleet)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Pass it on."""
+        self.inner.lost(client, fleet)
+
+    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
+        """Pass it on."""
+        self.inner.drawn(clients, fleet, opened_s)
+
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+        """Pass it on."""
+        self.inner.answered(client, assignment, seconds, fleet)
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Return the inner select's problems."""
+        return self.inner.check(fleet)
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Return the inner select's notes."""
+        return self.inner.notes(fleet)
+
+    def __str__(self) -> str:
+        """Return the inner select's words."""
+        return str(self.inner)

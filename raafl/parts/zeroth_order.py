@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Fleet, Hook, Local, Merge, Select, Task
+from raafl.core.algorithm import Fleet, Hook, Local, Merge, Task
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
 from raafl.errors import positive
 from raafl.parts.merge import CHUNK, chunks, zeros_like
 from raafl.parts.staleness import Staleness
+from raafl.parts.wrapped import WrappedSelect
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cost import Cost
@@ -28,6 +29,9 @@ MEMORY = "zeroth_order"
 
 ANSWERED = "zeroth_order answered"
 """Key in `GlobalState.memory` of the task whose update comes next: its seed, and which parameters it trained."""
+
+EXPECTED = "zeroth_order expected"
+"""Key in `GlobalState.memory` of how many scalars each client's task has."""
 
 SCALARS = "scalars"
 """Key in `Update.extra` of the scalars g_t, in `Work.extra` of how many there will be."""
@@ -216,52 +220,29 @@ class ZerothOrder(Local):
 # ---- the server ----
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardOnly(Select):
-    """Another answer, of whose submodels no tensor comes back; notes for the merge from which seed each update came.
-
-    Attributes:
-        inner: which submodel.
-    """
-
-    inner: Select
+@dataclass(frozen=True)
+class ForwardOnly(WrappedSelect):
+    """Another answer, of whose submodels no tensor comes back; notes for the merge from which seed each update came."""
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the inner answer's work, its parameters frozen for those who would compute gradients."""
         work = self.inner(client, fleet)
-        extra = {**work.extra, SCALARS: _num_batches(client, work, fleet)}
+        expected = _num_batches(client, work, fleet)
+        fleet.state.memory.setdefault(EXPECTED, {})[client.id] = expected
+        extra = {**work.extra, SCALARS: expected}
         if work.spec.trained is not None:
             extra["trained"] = list(work.spec.trained)
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Expect no scalars of the client any more, and pass it on."""
+        fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
+        self.inner.lost(client, fleet)
 
     def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
         """Note the seed, for the merge which receives the update next."""
         fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
         self.inner.answered(client, assignment, seconds, fleet)
-
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Pass it on."""
-        self.inner.joined(client, fleet)
-
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Pass it on."""
-        self.inner.lost(client, fleet)
-
-    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
-        """Pass it on."""
-        self.inner.drawn(clients, fleet, opened_s)
-
-    def check(self, fleet: Fleet) -> list[str]:
-        """Return the inner answer's problems."""
-        return self.inner.check(fleet)
-
-    def notes(self, fleet: Fleet) -> list[str]:
-        """Return the inner answer's notes."""
-        return self.inner.notes(fleet)
-
-    def __str__(self) -> str:
-        """Return the answer in words."""
-        return str(self.inner)
 
 
 def _num_batches(client: ClientInfo, work: Work, fleet: Fleet) -> int:
@@ -305,12 +286,14 @@ class Rebuilt(Merge):
         positive("server_lr", self.server_lr)
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return why the scalars are not to be used: they are none, fewer than the steps, or not finite."""
+        """Return why the scalars are not to be used: none, fewer than the steps, more than asked for, or not finite."""
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:
             return "bad-scalars"
         if not scalars or len(scalars) < update.num_steps:
             return "missing-scalars"
+        if len(scalars) > state.memory.get(EXPECTED, {}).get(update.client, math.inf):  # each is a pass over the model
+            return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

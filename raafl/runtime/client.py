@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,6 +114,8 @@ class Client:
                     self._half.hear(message.tensors)
                     wait_s += self._waits.task_s
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
+                    reason = str(message.meta.get("reason", ""))
+                    warnings.warn(f"client {self._info.id}: the server refuses a batch: {reason}", stacklevel=1)
                     self._assignment = None  # given up in the middle; the next may come
                     self._half.hear(None)
         except Exception as error:

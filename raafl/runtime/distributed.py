@@ -21,6 +21,7 @@ from raafl.core.types import (
     Assign,
     Assignment,
     Checkpoint,
+    Dismiss,
     Evaluate,
     Event,
     Finish,
@@ -283,8 +284,19 @@ class Server:
                     now = self.now
                     self.record.due(version, now)
                     self._evaluator.offer(version, now, self.coordinator.state.values)
+            case Dismiss(client, incarnation, reason):
+                self._dismiss(client, incarnation, reason)
             case Finish(reason):
                 self.reason = reason
+
+    def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
+        """Tell a client that there is no work for it, and see that it goes."""
+        if self._is_current(client, incarnation):
+            session = self.sessions.pop(client)
+            self._announce(client, f"refused: {reason}")
+            session.stop(f"refused: {reason}")
+            self._leaving.append((self._clock() + self.waits.stop_s, session))
+        self._note_text(f"client {client} was let go: {reason}")
 
     def _paced(self, assignment: Assignment) -> Assignment:
         tested = self._num_tested.get(assignment.client, 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from raafl.core.types import Assignment, Settled, Update
 from raafl.local.metrics import PEAK, TEST
+from raafl.parts.wires import Wires
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
 NUM_TESTED = TEST + "num_samples"
@@ -16,6 +17,8 @@ CLIENT = "client_"
 """Begins the names of averages over clients, in metrics.csv and the summary."""
 MAX_ELEMENTS = 50_000_000
 """Elements of the largest model for which the union of several submodels is counted."""
+MOST = 2**53
+"""No client has as many samples or bytes."""
 _MAX_CACHED = 256
 
 
@@ -24,10 +27,10 @@ class Coverage:
 
     def __init__(self, submodels: Submodels) -> None:
         """Look at submodels of this model."""
-        self._submodels = submodels
+        self._submodels, self._wires = submodels, Wires(submodels)
         self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
-        layout = submodels.layout(FULL, "trained")
-        self._entries = [entry for entry in layout.entries if entry.name in submodels.parameters]
+        self._layout = submodels.layout(FULL, "trained")  # without what is frozen, which may be most of the model
+        self._entries = [entry for entry in self._layout.entries if entry.name in submodels.parameters]
         self._total = sum(entry.numel for entry in self._entries)
 
     def share(self, specs: Iterable[Spec]) -> float | None:
@@ -51,9 +54,9 @@ class Coverage:
             return sum(entries[e.name].numel for e in self._entries if e.name in entries) / self._total
         if self._total > MAX_ELEMENTS:
             return None
-        count = FlatTensors.zeros(self._submodels.layout())
+        count = FlatTensors.zeros(self._layout)
         for spec in specs:
-            self._submodels.plan(spec, "trained").cover_(count)
+            self._wires.plan(spec, "trained").cover_(count)
         return sum(int(count[entry.name].count_nonzero()) for entry in self._entries) / self._total
 
 
@@ -99,7 +102,7 @@ class Figures:
         tested = {} if update is None else _own_metrics(update, known)
         if update is not None:
             measured = update.metrics.get(PEAK, 0.0)
-            if 0 < measured < math.inf:
+            if 0 < measured < MOST:
                 cells["measured_bytes"] = int(measured)
                 self._memory[1] = max(self._memory[1], measured)
             cells |= {TEST + name: value for name, value in tested.items()}
@@ -188,7 +191,7 @@ class Figures:
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
     """Return what a client has measured on its own test part, of the metrics that are known; nothing without a sound size."""
-    if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < 2**53:
+    if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}
     return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -144,6 +144,9 @@ class Replay:
         )
         sound = row["refusal"] in (None, "non-finite")
         if assignment is None or snapshot is None or not known or not (sound or self._snapshots.remembers):
+            if assignment is not None and known and row["incarnation"] == assignment.incarnation:
+                self.executor.cancel(number)
+                self._release(number)
             nothing = FlatTensors.empty(self.coordinator.state.submodels.layout(part="trained"))
             return Arrived(Update(number, row["client"], row["incarnation"], nothing, 0, refusal=row["refusal"]))
         update = self.executor.result(number)

@@ -16,6 +16,7 @@ from raafl.core.types import (
     Assignment,
     Checkpoint,
     ClientInfo,
+    Dismiss,
     Evaluate,
     Event,
     Finish,
@@ -208,6 +209,8 @@ class Simulation:
                 self._push(max(at, self.now), TIMER, Timer(id))
             case Evaluate(version):
                 self._evaluate(version)
+            case Dismiss(client, _, reason) if self.progress is not None:
+                self.progress.note(f"client {client} was let go: {reason}")
             case Finish(reason):
                 self.reason = reason
 

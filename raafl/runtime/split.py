@@ -35,15 +35,13 @@ from raafl.submodel.flat import DTYPES
 MAX_BYTES = 1 << 31
 """Longest message of activations; samples are counted, but what else a batch's shapes say is the client's word."""
 
+MAX_SIZE, MAX_TIMES = 4096, 16
+"""Largest such size, or times the example batch's where that is more: a step may loop over it, which is followed."""
+
 PRECISIONS = {"32-true": (), "32": (), "bf16-mixed": (torch.bfloat16,)}
 """Precisions that both halves know -> dtypes that an activation may have beside the model's own."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def in_halves(assignment: Assignment) -> bool:
-    """Return whether a task is one in two halves."""
-    return KEY in assignment.extra
 
 
 # ---- the client's side ----
@@ -205,7 +203,7 @@ class ServerHalf:
             server's half. The tensors are this object's own, good until the next task.
 
         Raises:
-            Refused: the client has sent what it may not.
+            Refused: the client has sent what it may not, or what a step cannot be made with.
             Stopped: the run has ended.
         """
         torch.set_num_threads(self._num_threads)  # of this thread
@@ -214,8 +212,14 @@ class ServerHalf:
         stream = _Stream(upper, both["lower"].layout(FULL, "trained"), assignment, link, self._device)
         trainer = self._make(upper, stream.begin())
         received = upper.take_(FlatTensors.empty(upper.layout(FULL, "sent"), self._device), snapshot)
-        with stream.draws:
-            own = trainer.run(replace(assignment, seed=upper_seed(assignment.seed)), received, cast(Any, stream))
+        task = replace(assignment, seed=upper_seed(assignment.seed))
+        try:
+            with stream.draws:
+                own = trainer.run(task, received, cast(Any, stream))
+        except (Refused, Stopped, OSError, BadInput):
+            raise
+        except Exception as error:  # the step works on the server's own example: this batch of the client's is wrong
+            raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
         answer = stream.answer
         assert answer is not None and answer.tensors is not None
         if self._joined is None:
@@ -250,6 +254,7 @@ class _Stream:
         terms = assignment.extra[KEY]
         self.num_samples: int = terms["num_samples"]
         self._batch_size: int = terms["batch_size"]
+        self._sends: str = terms.get("sends", "values")
         self._upper, self._layout, self._assignment, self._link, self._device = upper, answer, assignment, link, device
         self._per_epoch: int = math.ceil(self.num_samples / self._batch_size)
         self._total: int = assignment.num_steps or self._per_epoch * (assignment.num_epochs or 1)
@@ -321,7 +326,7 @@ class _Stream:
             raise Refused("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
         terms = (meta.get("precision"), meta.get("accumulate"), meta.get("sends"))
         if self._index == 0:
-            self._terms = _checked_terms(*terms)
+            self._terms = _checked_terms(*terms, self._sends)
         elif terms != self._terms:
             raise Refused("bad-json", "precision, accumulate or sends have changed within a task")
         frames, shapes = self._upper.frames, self._checked_shapes(meta.get("shapes"))
@@ -358,12 +363,16 @@ class _Stream:
             good = good and all(type(size) is int and 0 < size < 2**31 for size in shape)
             if not good or (example and example[0] == samples and shape[0] != due):
                 raise Refused("wrong-shape", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
+            if any(n > max(MAX_SIZE, MAX_TIMES * size) for n, size in zip(shape[1:], example[1:], strict=True)):
+                raise Refused("too-large", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
         return tuple(tuple(shape) for shape in given)
 
 
-def _checked_terms(precision: Any, accumulate: Any, sends: Any) -> tuple[str, int, str]:
+def _checked_terms(precision: Any, accumulate: Any, sends: Any, wanted: str) -> tuple[str, int, str]:
     if precision not in PRECISIONS if isinstance(precision, str) else True:
         raise Refused("bad-json", f"precision {str(precision)[:40]}: two halves know {', '.join(PRECISIONS)}")
-    if type(accumulate) is not int or not 0 < accumulate < 2**31 or sends not in ("values", "delta"):
-        raise Refused("bad-json", f"accumulate {str(accumulate)[:40]}, sends {str(sends)[:40]}")
-    return precision, accumulate, sends
+    if type(accumulate) is not int or not 0 < accumulate < 2**31:
+        raise Refused("bad-json", f"accumulate {str(accumulate)[:40]}: a number of batches is expected")
+    if sends != wanted:
+        raise Refused("bad-json", f"sends {str(sends)[:40]}: the merge takes {wanted}")
+    return precision, accumulate, wanted

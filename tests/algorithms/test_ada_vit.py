@@ -248,6 +248,17 @@ def test_the_cost_is_the_whole_models_and_the_policies_and_a_note_says_so():
     )
 
 
+def test_ranks_of_lora_are_taken_for_neither_heads_nor_sublayers():
+    pytest.importorskip("peft")
+    from tests.adapted import lora_bert
+
+    model = Adaptive().prepare(lora_bert())
+    assert not any(isinstance(part, Policy) for part in model.modules())
+    assert Adaptive().notes(Submodels(model)) == [
+        "ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these"
+    ]
+
+
 def test_a_model_with_nothing_to_decide_on_is_averaged_and_a_note_says_so():
     model = Submodels(Adaptive().prepare(MLP(64, (), 10)))
     assert Adaptive().notes(model) == [

@@ -167,6 +167,19 @@ def test_scores_train_before_their_window_and_then_decide_it(fleet):
     assert again.spec.indices("model.vit.layers.2.heads") is None
 
 
+def test_a_window_without_scores_goes_straight_to_its_training(fleet, monkeypatch):
+    """Such as one of blocks whose masks cannot be trained, where others can."""
+    axes_of = RollingWindows._trained_axes
+    monkeypatch.setattr(
+        RollingWindows,
+        "_trained_axes",
+        lambda self, model, start, *more: [] if start else axes_of(self, model, start, *more),
+    )
+    found = tasks(RollingWindows(0.25, mask_rounds=2), fleet_of(fleet), 5)
+    assert ["scores" in work.extra for work in found] == [True, False, False, False, False]
+    assert [blocks(work.spec) for work in found[1:]] == [[0, 1], [2, 3], [2, 3], [0, 1]]
+
+
 @pytest.mark.parametrize(("linear", "attention"), [("random", "trained"), ("trained", "random"), ("random", "random")])
 def test_the_rows_of_table_7_train_no_scores_of_what_is_random(fleet, linear, attention):
     select = RollingWindows(0.25, linear=linear, attention=attention, mask_rounds=1)

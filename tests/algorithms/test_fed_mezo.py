@@ -12,7 +12,7 @@ from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.algorithms import fed_mezo, fed_rolex
 from raafl.core.algorithm import Fleet, Task, Training
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, Assignment, ClientInfo, Update, Work, derive_seed
+from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
 from raafl.data import Digits, FederatedData, Iid
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
@@ -20,6 +20,7 @@ from raafl.parts.rated import Rated
 from raafl.parts.select import Full
 from raafl.parts.zeroth_order import (
     ANSWERED,
+    EXPECTED,
     SCALARS,
     ForwardOnly,
     Rebuilt,
@@ -251,8 +252,8 @@ def answer(coordinator, task, scalars, num_samples=1, now=0.0):
 
 def test_a_round_of_two_clients_by_hand():
     coordinator = coordinator_for(fed_mezo(lr=0.1), line_state(value=0.5), min_clients=2)
-    tasks = assigned(join(coordinator, (1, 2)))
-    assert tasks[1].seed != tasks[2].seed and tasks[1].extra == {SCALARS: 1}
+    tasks = assigned([*coordinator.handle(Joined(ClientInfo(1, num_samples=2)), 0.0), *join(coordinator, (2,))])
+    assert tasks[1].seed != tasks[2].seed and (tasks[1].extra, tasks[2].extra) == ({SCALARS: 2}, {SCALARS: 1})
     answer(coordinator, tasks[1], [0.5, -1.0], num_samples=3)
     assert (values_of(coordinator.state) == 0.5).all()
     answer(coordinator, tasks[2], [2.0], num_samples=1)
@@ -308,6 +309,19 @@ def test_scalars_that_make_no_sense_are_refused(extra, reason):
     tensors = FlatTensors.empty(state.submodels.layout(NOTHING, "trained"))
     update = Update(1, 1, 0, tensors, 1, num_steps=2, extra=extra)
     assert Rebuilt().problem(state, update, NOTHING, 0) == reason
+
+
+def test_more_scalars_than_the_task_has_batches_are_refused():
+    """Each one costs the server a draw of the model's size."""
+    state = line_state()
+    tensors = FlatTensors.empty(state.submodels.layout(NOTHING, "trained"))
+    fleet = Fleet(state, {1: ClientInfo(1, num_samples=21)}, None, Training(num_epochs=1), batch_size=10)
+    select = ForwardOnly(Full())
+    select(fleet.clients[1], fleet)
+    updates = (Update(1, 1, 0, tensors, 21, num_steps=2, extra={SCALARS: pack([1.0] * n)}) for n in (3, 4))
+    assert [Rebuilt().problem(state, update, NOTHING, 0) for update in updates] == [None, "surplus-scalars"]
+    select.lost(fleet.clients[1], fleet)
+    assert state.memory[EXPECTED] == {}
 
 
 def test_a_client_that_diverges_is_refused_and_the_others_go_on(tmp_path):

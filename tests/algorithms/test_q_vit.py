@@ -146,6 +146,23 @@ def test_learned_bits_choose_levels_and_step_sizes():
     assert layer(x).tolist() == [[pytest.approx(3 * 0.7)] * 4]  # four bits: 7 levels of 0.1
 
 
+def test_a_weight_that_begins_at_zero_gets_its_step_size_later():
+    layer, x = one_layer(3, learn=False), torch.ones(2, 3)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight_step.zero_()
+    layer.sees_first = True
+    layer(x)
+    assert layer.weight_step.item() == 0 and layer.input_step.item() > 0
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    layer(x)
+    assert layer.weight_step.item() == 0, "set once in a task"
+    layer.sees_first = True
+    layer(x)
+    assert layer.weight_step.item() == pytest.approx(2 * 0.5 / math.sqrt(3))
+
+
 def test_the_mean_of_bits_is_weighed_by_weights():
     model = Quantised(4).prepare(deep_mlp())
     inner = [layer for layer in quantised(model) if layer.fixed_bits is None]
@@ -191,6 +208,11 @@ def test_costs_are_those_of_quantising_and_a_note_says_so():
     (note,) = Quantised().notes(model)
     assert note.startswith("q_vit quantises weight and input of 4 layers in floating point")
     assert Quantised().notes(plain) == ["q_vit quantises nothing here: it is plain averaging"]
+    edges = Submodels(Quantised(3).prepare(MLP(64, (24,), 10)))
+    assert Quantised(3).notes(edges)[1] == (
+        "q_vit has 8 bits for the first and the last layer (edge_bits), and there are no others: bits 3 goes unused"
+    )
+    assert len(Quantised(3, edge_bits=3).notes(edges)) == 1
 
 
 @pytest.mark.parametrize("model", [deep_mlp, deep_cnn], ids=["mlp", "cnn"])

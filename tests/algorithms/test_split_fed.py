@@ -240,7 +240,7 @@ def test_the_cost_is_that_of_the_clients_layers_and_of_every_samples_activation_
     local = split_fed(cut="layers.2").local
     fleet = fleet_for(submodels, split_fed(cut="layers.2"))
     work = split_fed().select(fleet.clients[1], fleet)
-    terms = {"cut": "layers.2", "batch_size": 32, "num_samples": 70, "samples": 210}
+    terms = {"cut": "layers.2", "batch_size": 32, "num_samples": 70, "samples": 210, "sends": "values"}
     assert work == Work(num_epochs=3, extra={"split": terms})
     cost = fleet.cost(FULL, work.extra)
     assert cost.params == 1560

@@ -142,6 +142,8 @@ def test_the_server_trains_its_half_by_hand(table):
         ({"precision": ["32-true"]}, "bad-json"),
         ({"accumulate": 0}, "bad-json"),
         ({"sends": "gold"}, "bad-json"),
+        ({"sends": "delta"}, "bad-json"),  # not what the merge takes
+        ({"shapes": [[2, 2**30], [2]]}, "too-large"),  # before it is tried what a step of it looks like
         ({"activation": [[3.0, 3.0]]}, "wrong-layout"),  # fewer numbers than it says
         ({"activation": [[float("nan"), 3.0], [1.0, 1.0]]}, "non-finite"),
         ({"number": 7}, "unknown-assignment"),
@@ -158,6 +160,24 @@ def test_activations_that_are_not_as_they_must_be_are_refused_once_and_the_next_
     table.assign(number=2)
     table.activations(0, [[3.0, 3.0], [1.0, -1.0]], [5.0, 2.0], number=2)
     assert table.gradient(2) == [[2.0, 2.0], [0.0, 0.0]]  # nothing is left of the first task
+
+
+def test_labels_that_break_the_servers_step_are_refused_and_the_next_task_goes_on(table, monkeypatch):
+    step = Trained.training_step
+
+    def strict(self, batch, index):
+        if bool((batch[1] > 100).any()):
+            raise IndexError("Target 101 is out of bounds.")
+        return step(self, batch, index)
+
+    monkeypatch.setattr(Trained, "training_step", strict)
+    table.assign()
+    table.activations(0, [[3.0, 3.0], [1.0, -1.0]], [5.0, 101.0])
+    assert table.hear().meta["reason"] == "failed-step: IndexError: Target 101 is out of bounds."
+    assert table.event().update.refusal == "failed-step"
+    table.assign(number=2)
+    table.activations(0, [[3.0, 3.0], [1.0, -1.0]], [5.0, 2.0], number=2)
+    assert table.gradient(2) == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def test_an_answer_before_all_batches_have_come_is_refused(table):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.core.module import Metric
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,3 +100,45 @@ def test_a_module_that_replaces_its_buffer_is_measured_with_the_values_given():
 def test_a_model_without_a_validation_step_is_named():
     with pytest.raises(BadInput, match="Net has no validation_step: define one"):
         evaluator_of(Net)
+
+
+class Both(Net):
+    """One metric object, logged under one name and returned under another; both names have its value."""
+
+    def __init__(self):
+        super().__init__()
+        self.hits = Hits()
+
+    def validation_step(self, batch, index):
+        self.hits.update(self(batch[0]), batch[1])
+        self.log("hits", self.hits)
+        return {"returned_hits": self.hits, "index": index}
+
+
+class Hits(Metric):
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("num", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits, y):
+        self.num += (logits.argmax(1) == y).sum()
+
+    def compute(self):
+        return self.num
+
+
+def test_a_metric_that_is_logged_and_returned_is_computed_before_it_is_reset():
+    evaluator, values, module = evaluator_of(Both)
+    x, y = samples().tensors
+    hits = float((module(x).argmax(1) == y).sum())
+    assert hits > 0
+    expected = {"returned_hits": hits, "index": pytest.approx((5 * (0 + 1 + 2 + 3) + 2 * 4) / 22), "hits": hits}
+    assert evaluator(values) == evaluator(values) == expected
+
+
+def test_what_is_logged_after_a_measurement_weighs_as_before():
+    evaluator, values, _ = evaluator_of(Returning)
+    evaluator(values)
+    assert evaluator._recorder.weight == 1.0

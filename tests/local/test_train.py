@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from raafl.core.algorithm import Local, Training
 from raafl.errors import BadInput
+from raafl.local.train import Stopped
 from raafl.submodel import Spec
 from tests.local.bench import NUM_SAMPLES, Bench, Net, assignment, batches, plain_loop, samples
 
@@ -124,6 +126,24 @@ def test_accumulated_batches_make_one_step_and_an_epoch_ends_a_step(much, num_st
     update, tensors = bench.run(task)
     assert same(tensors, plain_loop(bench, task, accumulate=3))
     assert update.num_steps == num_steps
+
+
+def test_a_task_given_up_between_two_batches_of_a_step_leaves_no_gradient():
+    bench, task = Bench.of(Net, accumulate_grad_batches=3), assignment(steps=6)
+    wanted = bench.run(task)[1]
+
+    class AtTheSecondBatch(threading.Event):
+        looks = 0
+
+        def is_set(self):
+            self.looks += 1
+            return self.looks == 2
+
+    bench.trainer.stop = AtTheSecondBatch()
+    with pytest.raises(Stopped):
+        bench.run(task)
+    bench.trainer.stop = None
+    assert same(bench.run(task)[1], wanted)
 
 
 def scheduled(form, interval):

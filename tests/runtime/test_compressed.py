@@ -219,11 +219,34 @@ def test_predicted_bytes_are_those_that_travel():
 
 def test_what_the_user_is_told():
     (note,) = wires("bf16", "top_k").notes(num_clients=10)
-    # the decoded model for the sum, and the decoded update: 26 elements each
+    # what is sent (52), the decoded model for the sum, and the decoded update: 26 elements each
     assert note == (
         "compress: down BFloat16, 52 bytes in the place of 104; up TopK, 48 bytes in the place of 104 for the whole model; "
-        "the server holds up to 2,080 bytes more, for 10 clients at work"
+        "the server holds up to 2,600 bytes more, for 10 clients at work"
     )
+
+
+def test_what_top_k_holds_at_either_end_is_predicted():
+    """Every element of 26 is 4 bytes; of a quarter, 6, go elements and places: 48 bytes."""
+    plain, full = model().cost(FULL), 4 * 26
+    assert wires(up="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == held_by(Up) == 48 + 4 * full
+    assert wires(down="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == 48 + 2 * full
+    (note,) = wires(down="top_k").notes(num_clients=1)
+    assert note.endswith(f"up to {held_by(Down):,} bytes more, for 1 clients at work")
+
+
+def held_by(end):
+    """What one end holds after a few tasks, beside what it is given."""
+    made = wires(**{end.__name__.lower(): "top_k"})
+    one, values = end(made), drawn(made.submodels.layout(FULL, "sent"), seed=1)
+    for number in range(1, 4):
+        values.buffers[torch.float32].add_(1.0)
+        if end is Down:
+            one.unpack(FULL, one.pack(task(number), values))
+        else:
+            one.pack(task(number), values, FlatTensors.zeros(values.layout))
+    scratch = sum(flat.num_bytes for kept in one._scratch._kept.values() for flat in kept.values())
+    return scratch + (one.copy if end is Down else one.residual).num_bytes
 
 
 def test_nothing_is_made_of_no_compressor():

@@ -16,7 +16,7 @@ from raafl.errors import BadInput
 from raafl.run import simulate
 from raafl.runtime.figures import Coverage, Figures
 from raafl.runtime.record import RunRecord, Target
-from raafl.submodel import FULL, Spec, Submodels
+from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
 from tests.tools import EXAMPLE, Line, filled, line_state
 
@@ -111,6 +111,24 @@ def test_what_is_frozen_or_no_parameter_is_not_to_be_covered():
     submodels = Submodels(Frozen(), EXAMPLE)
     spec = Spec.keep({"hidden": [2]})
     assert Coverage(submodels).share([spec]) == pytest.approx((3 + 1 + 2) / (13 + 2))  # with the norm's weight and bias
+
+
+def test_a_frozen_base_that_is_held_takes_no_memory_to_count(monkeypatch):
+    class Adapted(Line):
+        def __init__(self):
+            super().__init__(4)
+            self.base = nn.Linear(2, 2).requires_grad_(False)
+
+    module = Adapted()
+    submodels = Submodels(module, EXAMPLE)
+    submodels.hold(module)
+    zeros, made = FlatTensors.zeros, []
+    monkeypatch.setattr(
+        FlatTensors, "zeros", lambda layout, *more: made.append(layout.num_bytes) or zeros(layout, *more)
+    )
+    one, two = (Spec.keep({"hidden": units}) for units in ([0], [2, 3]))
+    assert Coverage(submodels).share([one, two]) == pytest.approx((3 * 3 + 1) / 13)
+    assert made == [4 * 13]
 
 
 def test_mean_and_least_coverage_over_versions(monkeypatch):

@@ -12,9 +12,11 @@ import torch
 from raafl.algorithms import ALGORITHMS
 from raafl.config import parse
 from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
 from raafl.rerun import replay
 from raafl.run import simulate
 from raafl.runtime import checkpoint
+from raafl.runtime.replay import Replay
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -119,6 +121,24 @@ def test_different_conditions_are_said(tmp_path):
 
     rewrite(tmp_path / "run", change)
     assert replay(tmp_path / "run")["differences"] == [f"torch was 1.0, is {torch.__version__} here"]
+
+
+def test_a_task_whose_answer_was_refused_is_not_trained_or_held(tmp_path, monkeypatch):
+    simulated(tmp_path / "run", "--max_updates=4", "--clients=2")
+    trained, replays = [], []
+    run, ready = LocalTrainer.run, Replay.__post_init__
+    monkeypatch.setattr(
+        LocalTrainer, "run", lambda self, task, *rest: trained.append(task.id) or run(self, task, *rest)
+    )
+    monkeypatch.setattr(Replay, "__post_init__", lambda self: replays.append(self) or ready(self))
+    replay(tmp_path / "run")
+    first = trained.pop(0)
+    trained.clear()
+    rewrite(
+        tmp_path / "run", lambda rows: next(r for r in rows if r["event"] == "arrived").update(refusal="wrong-layout")
+    )
+    replay(tmp_path / "run")
+    assert first not in trained and first not in replays[1]._out and first not in replays[1].executor._tasks
 
 
 def test_a_folder_that_is_not_a_run_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""The command line: raafl fit | simulate | serve | join | key | replay | algorithms."""
+"""The command line: raafl fit | simulate | serve | join | key | replay | report | plan | algorithms."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ usage: raafl COMMAND [options]
                  raafl key --client ID --secret_file FILE > client-ID.key
   replay       re-execute a recorded run from its journal, to the last bit:
                  raafl replay RUN [--until EVENT] [--workers N] [--json]
+  report       write one HTML page about a run, or about several compared:
+                 raafl report RUN [RUN ...] --output PAGE.html
+  plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
+                 raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
   algorithms   list the algorithms and what each does; raafl algorithms NAME says what one takes
 
 Every field of a config is an option too: raafl simulate --config C --algorithm fed_avg --seed 1
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
-        "algorithms": _algorithms,
+        "report": _page, "plan": _plan, "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -232,6 +236,14 @@ def _replay(argv: list[str]) -> int:
     return 1 if result["equal"] is False else 0
 
 
+def _page(argv: list[str]) -> int:
+    """Write a page about runs."""
+    from raafl.report.command import report
+
+    print(report(argv))
+    return 0
+
+
 def _client_file(text: str) -> tuple[int, str]:
     number, sign, file = text.partition("=")
     if not sign or not number.isdecimal() or not Path(file).is_file():
@@ -272,6 +284,19 @@ def _json_alone(argv: list[str]) -> Iterator[TextIO | None]:
         return
     with redirect_stdout(sys.stderr):
         yield sys.stderr
+
+
+def _plan(argv: list[str]) -> int:
+    from raafl.plan.command import command
+
+    def say(text: str) -> None:
+        print(f"raafl: {text}", file=sys.stderr, flush=True)
+
+    width, terminal = shutil.get_terminal_size((_WIDE, 24)).columns, sys.stdout.isatty()
+    with _json_alone(argv):
+        found = command(argv, say, width, terminal=terminal)
+    print(found, end="\n" if found else "")
+    return 0
 
 
 def _algorithms(argv: list[str]) -> int:

@@ -105,7 +105,9 @@ def make_parser(command: str) -> ArgumentParser:
             options["metavar"] = _METAVARS[name]
         if parameters[name].default is inspect.Parameter.empty:
             options["required"] = True
-        elif name == "partition" or not is_dataclass(hints[name]):  # a dataclass that is meant itself brings its own defaults
+        elif name == "partition" or not is_dataclass(
+            hints[name]
+        ):  # a dataclass that is meant itself brings its own defaults
             options["default"] = _default(Experiment, name)
         group_of.get(name, parser).add_argument(f"--{name}", **options)
     return parser

@@ -219,10 +219,14 @@ class Coordinator:
             id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
             spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
             seed=derive_seed(self.seed, client.id, task), assigned_s=now,
-            pace_s=self.fleet.cost_s(client, work) if self.pace else 0.0, extra=work.extra,
+            pace_s=self._pace_s(client, work, now), extra=work.extra,
         )  # fmt: skip
         self.roster.start(assignment)
         self._actions.append(Assign(assignment))
+
+    def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
+        """Return the least time of a wall-clock task: what it takes the emulated device from now on."""
+        return client.profile.as_it_goes(self.fleet.task_time(client, work), now).total_s if self.pace else 0.0
 
     def _drop(self, client: int, reason: str) -> None:
         """Forget a client; what it was working on is lost, what it has sent stays."""

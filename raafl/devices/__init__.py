@@ -1,7 +1,8 @@
-"""What client machines can do: described, loaded from files, generated, measured."""
+"""What client machines can do: described, shipped by name, drawn, loaded from files, measured."""
 
 from __future__ import annotations
 
 from raafl.devices.profiles import Device, Profile, TaskTime, assign, load_devices, two_classes
+from raafl.devices.shipped import names
 
-__all__ = ["Device", "Profile", "TaskTime", "assign", "load_devices", "two_classes"]
+__all__ = ["Device", "Profile", "TaskTime", "assign", "load_devices", "names", "two_classes"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,68 @@ def measure_flops_per_s(device: str | torch.device = "cpu", duration_s: float = 
     while time.perf_counter() < stop_s or best_s == math.inf:
         best_s = min(best_s, seconds(num_steps) / num_steps)
     return _STEP_FLOPS / best_s
+
+
+def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float]:
+    """Return FLOP/s and bytes/s with which FLOPs and bytes moved, added up, explain how long two pieces of work take.
+
+    The one is a matrix product, the other a layer of elementwise operations (activation, normalisation, addition), forward and
+    backward, whose bytes are counted as in `Cost.moved_bytes_per_sample`. Both are what training does, so a profile with
+    these two figures predicts a step of a small submodel, too. The fastest of several rounds counts.
+
+    Raises:
+        ValueError: ``duration_s`` is not above 0.
+    """
+    if not duration_s > 0:
+        raise ValueError(f"duration_s is {duration_s}; give a number of seconds above 0")
+    import torch
+    from torch.nn import functional
+
+    from raafl.submodel.ledger import Ledger
+
+    a, b, x = (torch.randn(shape, device=device) for shape in ((2048, 512), (512, 512), (4096, 512)))
+    x.requires_grad_()
+
+    def layer() -> None:
+        torch.autograd.grad((functional.layer_norm(functional.gelu(x), (512,)) + x).sum(), x)
+
+    def seconds(work: Callable[[], object]) -> float:
+        begin_s = time.perf_counter()
+        work()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin_s
+
+    with Ledger() as ledger:
+        layer()
+    best, stop_s = [math.inf, math.inf], time.perf_counter() + duration_s
+    while time.perf_counter() < stop_s or best[1] == math.inf:
+        best = [min(old, seconds(work)) for old, work in zip(best, (lambda: a @ b, layer), strict=True)]
+    bytes_per_s = ledger.moved_bytes / best[1]
+    flops, moved_bytes = 2.0 * 2048 * 512 * 512, 4.0 * (2 * 2048 * 512 + 512 * 512)
+    return flops / max(best[0] - moved_bytes / bytes_per_s, best[0] / 10), bytes_per_s
+
+
+def measure_machine(
+    name: str = "measured", device: str | torch.device = "cpu", duration_s: float = 2.0, address: str | None = None
+) -> Profile:
+    """Measure this machine whole: compute, memory traffic, memory, and the link to a server where an address is given.
+
+    Args:
+        name: the profile's name.
+        device: where the client will train.
+        duration_s: about how long each measurement may take.
+        address: HOST:PORT where `raafl plan --answer` runs; None = links are left free.
+
+    Raises:
+        BadInput: nobody answers at the address.
+    """
+    from raafl.devices.link import measure_link
+
+    link = {} if address is None else asdict(measure_link(address, duration_s))
+    flops_per_s, bytes_per_s = measure_speeds(device, duration_s)
+    room = memory_room(device, num_sharing=1).for_task_bytes
+    return Profile(name=name, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, memory_bytes=room, **link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +211,8 @@ def _system_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:
     return float(psutil.virtual_memory().available)
 
 
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "active_file", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
 
 
 def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
@@ -173,17 +235,18 @@ def _with_those_above(root: Path, path: str) -> Iterator[Path]:
         yield root.joinpath(*parts[:length])
 
 
-def _left_in(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> float:
+def _left_in(folder: Path, limit_file: str, usage_file: str, *cache_fields: str) -> float:
     try:
         limit = (folder / limit_file).read_text().strip()
+        limit_bytes = math.inf if limit == "max" else float(limit)
         used_bytes = float((folder / usage_file).read_text())
         stat = dict(line.split(None, 1) for line in (folder / "memory.stat").read_text().splitlines() if line.strip())
+        cache_bytes = sum(float(stat.get(field, 0)) for field in cache_fields)  # used, but given up when a process asks
     except (OSError, ValueError):
         return math.inf
-    if limit == "max" or float(limit) >= _NO_LIMIT:
+    if limit_bytes >= _NO_LIMIT:
         return math.inf
-    cache_bytes = float(stat.get(cache_field, 0))  # counted as used, but given up when a process asks
-    return max(float(limit) - used_bytes + cache_bytes, 1.0)
+    return max(limit_bytes - used_bytes + cache_bytes, 1.0)
 
 
 _NO_LIMIT = 2.0**62  # version 1 says "none" as the largest number of whole pages

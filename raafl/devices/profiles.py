@@ -7,16 +7,17 @@ cost model, selectors use it to size submodels. Times are seconds, sizes bytes, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+
+from raafl.devices import drawn, shipped
+from raafl.devices.checks import change_problems, joined, rate_problems, window_problems
+from raafl.devices.drawn import Presence
+from raafl.devices.files import read_rows, values
 
 _INF = math.inf
-_RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
-_NUMBERS = (*_RATES, "bytes_per_s", "latency_s", "period_s")
-
-Windows = tuple[tuple[float, float], ...]
+_AS_NAMED = math.nan  # what the shipped profile of that name says, or else the default of `Profile`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Profile:
         period_s: when given, the windows repeat every so many seconds (a day is 86400).
         bytes_per_s: memory traffic it sustains; its time then adds to that of the FLOPs, which small submodels need less of
             than of traffic. None = not looked at: ``flops_per_s`` stands for both.
+        speed_changes: ``[seconds, factor]`` pairs: from that time on the device computes at that factor of its speed, until
+            the next. No prediction knows of them: what a task really takes is said by `as_it_goes`.
 
     Raises:
         ValueError: a field is out of range; every bad field is named, with its value and what to write instead.
@@ -62,14 +65,18 @@ class Profile:
     availability: tuple[tuple[float, float], ...] | None = None
     period_s: float | None = None
     bytes_per_s: float | None = None
+    speed_changes: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         """Check every field; touching windows are joined, so that each boundary is a real change."""
-        problems = [*_rate_problems(self), *_window_problems(self)]
+        problems = [*rate_problems(self), *window_problems(self), *change_problems(self)]
         if problems:
             raise ValueError(f"device profile {self.name!r}: " + "; ".join(problems))
         if self.availability is not None:
-            object.__setattr__(self, "availability", _joined(self.availability))
+            object.__setattr__(self, "availability", joined(self.availability))
+        if self.speed_changes is not None:
+            changes = tuple((float(at_s), float(factor)) for at_s, factor in self.speed_changes)
+            object.__setattr__(self, "speed_changes", changes)
 
     def task_time(self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0) -> TaskTime:
         """Predict a task's duration from its training FLOPs, the bytes each way, and those its operations read and write."""
@@ -79,6 +86,21 @@ class Profile:
             compute_s=flops / self.flops_per_s + traffic_s,
             up_s=self.latency_s + up_bytes / self.up_bytes_per_s,
         )
+
+    def as_it_goes(self, predicted: TaskTime, start_s: float) -> TaskTime:
+        """Return what a task that was predicted so really takes when it starts at this time: the speed may change under way."""
+        if self.speed_changes is None:
+            return predicted
+        begun = now = start_s + predicted.down_s
+        left_s, factor = predicted.compute_s, 1.0  # left of it at full speed
+        for at_s, next_factor in self.speed_changes:
+            if at_s > now:
+                if left_s <= (at_s - now) * factor:
+                    break
+                left_s -= (at_s - now) * factor
+                now = at_s
+            factor = next_factor
+        return replace(predicted, compute_s=now + left_s / factor - begun)
 
     def available(self, at_s: float) -> bool:
         """Whether the client may work at this time."""
@@ -118,22 +140,81 @@ class Profile:
 class Device(Profile):
     """A profile and how many clients have it: one entry of `devices:` in a config or a device file.
 
+    What is left out, or NaN, is as in the shipped profile of that name (`raafl plan --profiles` lists them), or else the default of
+    `Profile`. Of a kind that is drawn, such as flash-phones, every client is another device.
+
     Args:
         count: number of consecutive clients with this profile.
+        presence: always; diurnal, markov or leaves: hours of availability that are drawn for each client, see
+            `raafl.devices.drawn.presence`.
+        on_s: seconds there, of presence.
+        off_s: seconds away, of presence.
+        seed: of what is drawn.
+
+    Raises:
+        ValueError: a field is out of range, or the name is nearly that of a shipped profile and says nothing else.
     """
 
+    flops_per_s: float = _AS_NAMED
+    down_bytes_per_s: float = _AS_NAMED
+    up_bytes_per_s: float = _AS_NAMED
+    latency_s: float = _AS_NAMED
+    memory_bytes: float = _AS_NAMED
     count: int = 1
+    presence: Presence = "always"
+    on_s: float | None = None
+    off_s: float | None = None
+    seed: int = 0
+    given: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the profile and the count."""
+        """Fill in what the name says; check the profile, the count and the presence."""
+        known, unsaid = shipped.figures(self.name), _not_said(self)
+        if not known and len(unsaid) == len(shipped.FIGURES) and (meant := shipped.nearly(self.name)):
+            raise ValueError(
+                f"device {self.name!r} is no shipped profile and gives no flops_per_s; did you mean {meant!r}?"
+            )
+        object.__setattr__(self, "given", tuple(name for name in shipped.FIGURES if name not in unsaid))
+        for name in unsaid:
+            object.__setattr__(self, name, known.get(name, _DEFAULTS[name]))
         Profile.__post_init__(self)
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"device {self.name!r}: count is {self.count!r}; it must be a whole number, 1 or more")
+        problems = drawn.presence_problems(self.presence, self.on_s, self.off_s, self.availability is not None)
+        for name, least in (("count", 1), ("seed", 0)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                problems.append(f"{name} is {number!r}; it must be a whole number, {least} or more")
+        if problems:
+            raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     @property
     def profile(self) -> Profile:
-        """The profile alone."""
-        return Profile(**{f.name: getattr(self, f.name) for f in fields(Profile)})
+        """The profile alone: of what is drawn, the first client's."""
+        return self._drawn(0)
+
+    def profiles(self) -> list[Profile]:
+        """Return the profile of each of its clients."""
+        if self.presence == "always" and not shipped.is_drawn(self.name):
+            return [self.profile] * self.count
+        return [self._drawn(number) for number in range(self.count)]
+
+    def _drawn(self, number: int) -> Profile:
+        own = {f.name: getattr(self, f.name) for f in fields(Profile)}
+        if shipped.is_drawn(self.name):
+            law = shipped.catalogue()["generators"][self.name]
+            own |= {k: v for k, v in drawn.draw(law, self.seed, number).items() if k not in self.given}
+        if self.presence != "always":
+            windows, period_s = drawn.presence(self.presence, self.on_s, self.off_s, self.seed, number)
+            own |= {"availability": windows, "period_s": period_s}
+        return Profile(**own)
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Profile)}
+
+
+def _not_said(device: Device) -> list[str]:
+    """Return the fields that are as the name says."""
+    values = {name: getattr(device, name) for name in shipped.FIGURES}
+    return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 
 
 def assign(devices: Sequence[Profile], num_clients: int, seed: int | None = None) -> list[Profile]:
@@ -153,7 +234,7 @@ def assign(devices: Sequence[Profile], num_clients: int, seed: int | None = None
         raise ValueError("devices is empty; name at least one device, or leave it out")
     pattern: list[Profile] = []
     for device in devices:
-        pattern += [device.profile] * device.count if isinstance(device, Device) else [device]
+        pattern += device.profiles() if isinstance(device, Device) else [device]
     counted = any(isinstance(device, Device) and device.count > 1 for device in devices)
     if counted and seed is None and len(pattern) > num_clients:
         raise ValueError(
@@ -213,21 +294,19 @@ def two_classes(
 def load_devices(path: str | Path) -> list[Device]:
     """Read a device file: YAML or JSON (a list of mappings, alone or under `devices:`) or CSV (one device per row).
 
-    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability is
-    written `start:stop` with `;` between windows.
+    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability and
+    speed_changes are written `start:stop` and `seconds:factor`, with `;` between pairs.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file cannot be read as devices; every bad entry is named.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no device file at {path}; give the path of a .yaml, .json or .csv file")
-    rows = _read_rows(path)
+    known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(read_rows(path), start=1):
         try:
-            devices.append(_device(row))
+            devices.append(Device(**values(row, known)))
         except ValueError as error:
             problems.append(f"entry {number}: {error}")
     if problems:
@@ -235,109 +314,6 @@ def load_devices(path: str | Path) -> list[Device]:
     if not devices:
         raise ValueError(f"{path} holds no devices; write at least one entry")
     return devices
-
-
-def _read_rows(path: Path) -> list[Any]:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".csv":
-        import csv
-
-        return [{key: cell for key, cell in row.items() if cell} for row in csv.DictReader(text.splitlines())]
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ValueError(f"{path}: unknown kind of device file {path.suffix!r}; use .yaml, .json or .csv")
-    import yaml
-
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    rows = data.get("devices") if isinstance(data, Mapping) else data
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of devices, alone or under the key 'devices'")
-    return rows
-
-
-def _device(row: Any) -> Device:
-    """One device from the mapping a file holds; numbers may be strings (YAML reads 2e9 as text)."""
-    known = [f.name for f in fields(Device)]
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{row!r} is not a mapping; write fields such as name and flops_per_s")
-    unknown = sorted(str(key) for key in row if key not in known)
-    if unknown:
-        raise ValueError(f"unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")
-    values = dict(row)
-    for key in _NUMBERS:
-        if isinstance(values.get(key), str):
-            values[key] = _number(key, values[key])
-    if "count" in values:
-        count = _number("count", values["count"])
-        values["count"] = int(count) if count.is_integer() else count
-    if isinstance(values.get("availability"), str):
-        pairs = [window.split(":") for window in values["availability"].split(";")]
-        values["availability"] = [tuple(_number("availability", edge) for edge in pair) for pair in pairs]
-    values["name"] = str(values.get("name", "default"))
-    return Device(**values)
-
-
-def _number(field: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{field} is {value!r}; it must be a number") from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _rate_problems(profile: Profile) -> Iterator[str]:
-    for field in _RATES:
-        value = getattr(profile, field)
-        if not _is_number(value) or value <= 0:
-            remedy = "leave it out for no limit" if field != "flops_per_s" else "measure it with raafl.devices.measure"
-            yield f"{field} is {value!r}; it must be a number above 0 ({remedy})"
-    traffic = profile.bytes_per_s
-    if traffic is not None and (not _is_number(traffic) or traffic <= 0):
-        yield f"bytes_per_s is {traffic!r}; it must be a number above 0 (leave it out to go by flops_per_s alone)"
-    if not _is_number(profile.latency_s) or not 0 <= profile.latency_s < _INF:
-        yield f"latency_s is {profile.latency_s!r}; it must be a finite number of seconds, 0 or more"
-
-
-def _window_problems(profile: Profile) -> Iterator[str]:
-    windows, period = profile.availability, profile.period_s
-    if period is not None and (not _is_number(period) or not 0 < period < _INF):
-        yield f"period_s is {period!r}; it must be a finite number of seconds above 0"
-        return
-    if windows is None:
-        if period is not None:
-            yield f"period_s is {period!r} but availability is not given; give the windows that repeat"
-        return
-    if not _are_pairs(windows) or not windows:
-        yield f"availability is {windows!r}; write [start, stop] pairs of seconds, or leave it out for always"
-        return
-    last = 0.0
-    for start, stop in windows:
-        if not last <= start < stop:
-            yield f"availability has the window [{start}, {stop}); write windows in order, start before stop"
-            return
-        last = stop
-    if period is not None and last > period:
-        yield f"availability ends at {last} but period_s is {period}; windows must lie within the period"
-
-
-def _are_pairs(windows: object) -> bool:
-    if not isinstance(windows, Sequence) or isinstance(windows, str):
-        return False
-    return all(isinstance(w, Sequence) and len(w) == 2 and all(map(_is_number, w)) for w in windows)
-
-
-def _joined(windows: Iterable[tuple[float, float]]) -> Windows:
-    joined: list[tuple[float, float]] = []
-    for start, stop in windows:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((float(start), float(stop)))
-    return tuple(joined)
 
 
 def _permutation(n: int, seed: int) -> list[int]:

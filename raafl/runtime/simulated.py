@@ -233,7 +233,9 @@ class Simulation:
         if tested := self._num_tested.get(client.id, 0):
             time = replace(time, compute_s=time.compute_s + measuring_s(fleet, client, work, tested))
         more_bytes = self._snapshots.more_bytes(assignment)
-        return replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s) if more_bytes else time
+        if more_bytes:
+            time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
+        return client.profile.as_it_goes(time, self.now)
 
     def _evaluate(self, version: int) -> None:
         if self.evaluator is None:

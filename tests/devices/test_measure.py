@@ -47,12 +47,13 @@ def test_a_container_leaves_its_limit_less_what_it_cannot_give_up(tmp_path):
     for name, text in (
         ("memory.max", "1000\n"),
         ("memory.current", "700\n"),
-        ("memory.stat", "anon 1\ninactive_file 200\n"),
+        ("memory.stat", "anon 1\nactive_file 150\ninactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert measuring._cgroup_left_bytes(tmp_path) == 1000 - 700 + 200
-    (tmp_path / "memory.max").write_text("max\n")
-    assert measuring._cgroup_left_bytes(tmp_path) == math.inf
+    assert measuring._cgroup_left_bytes(tmp_path) == 1000 - 700 + 150 + 50
+    for unlimited in ("max\n", "", "unknown\n"):
+        (tmp_path / "memory.max").write_text(unlimited)
+        assert measuring._cgroup_left_bytes(tmp_path) == math.inf
     assert measuring._cgroup_left_bytes(tmp_path / "nowhere") == math.inf
 
 

@@ -21,20 +21,14 @@ CLOCKS_AND_WIRES = (
 INPUT_AND_OUTPUT = ("os", "io", "pathlib", "shutil", "tempfile", "logging", "datetime")
 UPPER = ("raafl.runtime", "raafl.cli", "raafl.experiment", "raafl.report", "raafl.progress")
 
+DEVICES = ("raafl.core", "raafl.parts", "raafl.algorithms", "raafl.data", "raafl.submodel")
 FORBIDDEN = {
     "raafl/algorithms": (*CLOCKS_AND_WIRES, *UPPER),
     "raafl/parts": (*CLOCKS_AND_WIRES, *UPPER, "raafl.algorithms"),
     "raafl/core": (*CLOCKS_AND_WIRES, *UPPER, "raafl.algorithms"),
     "raafl/core/coordinator.py": (*CLOCKS_AND_WIRES, *INPUT_AND_OUTPUT, *UPPER),
     "raafl/submodel": (*UPPER, "raafl.core", "raafl.parts", "raafl.algorithms", "raafl.data"),
-    "raafl/devices/profiles.py": (
-        *UPPER,
-        "raafl.core",
-        "raafl.parts",
-        "raafl.algorithms",
-        "raafl.data",
-        "raafl.submodel",
-    ),
+    **{f"raafl/devices/{name}.py": (*UPPER, *DEVICES) for name in ("checks", "drawn", "files", "profiles", "shipped")},
     "model_zoo": ("raafl",),
 }
 

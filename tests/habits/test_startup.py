@@ -15,6 +15,7 @@ HEAVY = (
     "lightning",
     "transformers",
     "datasets",
+    "plotly",
     "wandb",
     "sklearn",
     "torchvision",

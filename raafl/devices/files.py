@@ -1,0 +1,96 @@
+"""Device files: rows read from YAML, JSON or CSV, and profiles written as YAML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raafl.devices.checks import number
+
+_NUMBERS = (
+    "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "period_s", "on_s",
+    "off_s",
+)  # fmt: skip
+_WHOLE = ("count", "seed")
+_PAIRS = ("availability", "speed_changes")
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Return the entries of a device file as they stand there.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no YAML, JSON or CSV, or holds no list.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no device file at {path}; give the path of a .yaml, .json or .csv file")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".csv":
+        import csv
+
+        return [{key: cell for key, cell in row.items() if cell} for row in csv.DictReader(text.splitlines())]
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ValueError(f"{path}: unknown kind of device file {path.suffix!r}; use .yaml, .json or .csv")
+    import yaml
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    rows = data.get("devices") if isinstance(data, Mapping) else data
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of devices, alone or under the key 'devices'")
+    return rows
+
+
+def values(row: Any, known: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of one entry; numbers may be text (YAML reads 2e9 as such), pairs ``start:stop;start:stop``.
+
+    Raises:
+        ValueError: it is no mapping, has an unknown field, or text where a number belongs.
+    """
+    known = list(known)
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{row!r} is not a mapping; write fields such as name and flops_per_s")
+    unknown = sorted(str(key) for key in row if key not in known)
+    if unknown:
+        raise ValueError(f"unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")
+    found = dict(row)
+    for key in _NUMBERS:
+        if isinstance(found.get(key), str):
+            found[key] = number(key, found[key])
+    for key in _WHOLE:
+        if found.get(key) is not None:
+            value = number(key, found[key])
+            found[key] = int(value) if value.is_integer() else value
+    for key in _PAIRS:
+        if isinstance(found.get(key), str):
+            pairs = [pair.split(":") for pair in found[key].split(";")]
+            found[key] = [tuple(number(key, edge) for edge in pair) for pair in pairs]
+    found["name"] = str(found.get("name", "default"))
+    return found
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "") -> None:
+    """Write entries, without what is None, as a YAML device file with ``comment`` above them.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = [f"# {line}" for line in comment.splitlines()] + ["devices:"]
+    for row in rows:
+        fields = [f"{key}: {_text(value)}" for key, value in row.items() if value is not None]
+        lines += [f"- {fields[0]}", *(f"  {field}" for field in fields[1:])]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return ".inf" if value == math.inf else f"{value:.4e}"
+    if isinstance(value, str):
+        import json
+
+        return json.dumps(value)
+    return str(value)

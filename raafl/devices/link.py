@@ -1,0 +1,157 @@
+"""How fast the link between two machines is: one answers, the other asks. Nothing is executed, stored or kept.
+
+A question is 17 bytes: magic, what is asked (p ping, d send me bytes, u take my bytes), how many bytes. Every wait has a
+deadline, and no more than `MOST_BYTES` are moved for one question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+from raafl.errors import BadInput
+
+MAGIC = b"RAAFLNK1"
+MOST_BYTES = 1 << 28
+DEADLINE_S = 30.0
+
+_QUESTION = struct.Struct("!8scQ")
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A measured link, as seen by the client: bytes a second each way, and seconds one way."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return both; raises `BadInput` where ``address`` is not HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise BadInput(f"address is '{address}': give HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+class Answerer:
+    """Answers the questions of one peer after the other, on the machine that is to be the server."""
+
+    def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
+        """Listen; port 0 takes a free one. Raises `BadInput` where that cannot be."""
+        host, port = host_and_port(address)
+        self._deadline_s = deadline_s
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise BadInput(f"address is '{address}', where nothing can listen: {error.strerror or error}") from error
+        self.port: int = self._listener.getsockname()[1]
+
+    def serve(self, num_peers: int | None = None) -> None:
+        """Answer so many peers, or for ever; a peer that breaks off or says something else is dropped."""
+        left = math.inf if num_peers is None else num_peers
+        while left > 0:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with peer:
+                peer.settimeout(self._deadline_s)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with contextlib.suppress(OSError):
+                    while self._answer(peer):
+                        pass
+            left -= 1
+
+    def _answer(self, peer: socket.socket) -> bool:
+        question = _take(peer, _QUESTION.size)
+        if len(question) < _QUESTION.size:
+            return False
+        magic, kind, size = _QUESTION.unpack(question)
+        if magic != MAGIC or size > MOST_BYTES or kind not in b"pdu":
+            return False
+        if kind == b"d":
+            _send(peer, size)
+        else:
+            if kind == b"u" and _drop(peer, size) < size:
+                return False
+            peer.sendall(kind)
+        return True
+
+    def close(self) -> None:
+        """Stop listening; `serve` returns."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+        self._listener.close()
+
+
+def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEADLINE_S) -> Link:
+    """Measure the link to a machine where `raafl plan --answer` runs, in about ``duration_s`` seconds.
+
+    Latency is half the shortest of ten round trips. Each way, twice as many bytes are sent as the time before, until they
+    take their share of the time; the last rate counts.
+
+    Raises:
+        BadInput: nobody answers there, or something else does.
+    """
+    host, port = host_and_port(address)
+    try:
+        with socket.create_connection((host, port), timeout=deadline_s) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            round_s = min(_ask(peer, b"p", 0) for _ in range(10))
+            return Link(_rate(peer, b"d", duration_s, round_s), _rate(peer, b"u", duration_s, round_s), round_s / 2)
+    except OSError as error:
+        raise BadInput(
+            f"address is '{address}', where nobody measures links ({error.strerror or error}): run "
+            f"`raafl plan --answer {address}` there"
+        ) from error
+
+
+def _rate(peer: socket.socket, kind: bytes, duration_s: float, round_s: float) -> float:
+    size = _CHUNK
+    while True:
+        took_s = _ask(peer, kind, size)
+        if took_s >= duration_s / 4 or 2 * size > MOST_BYTES:
+            return size / max(took_s - round_s, took_s / 10)  # one round trip is the question's
+        size *= 2
+
+
+def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
+    """Return the seconds from the question to the end of its answer."""
+    begin_s = time.perf_counter()
+    peer.sendall(_QUESTION.pack(MAGIC, kind, size))
+    if kind == b"u":
+        _send(peer, size)
+    wanted = size if kind == b"d" else 1
+    if _drop(peer, wanted) < wanted:
+        raise ConnectionError("it says something else")
+    return time.perf_counter() - begin_s
+
+
+def _send(peer: socket.socket, size: int) -> None:
+    chunk = os.urandom(_CHUNK)
+    for start in range(0, size, _CHUNK):
+        peer.sendall(chunk[: min(_CHUNK, size - start)])
+
+
+def _take(peer: socket.socket, size: int) -> bytes:
+    """Return so many bytes, or fewer where the peer ends."""
+    found = b""
+    while len(found) < size and (piece := peer.recv(size - len(found))):
+        found += piece
+    return found
+
+
+def _drop(peer: socket.socket, size: int) -> int:
+    """Receive so many bytes and forget them; return how many came."""
+    buffer, got = bytearray(_CHUNK), 0
+    while got < size and (more := peer.recv_into(buffer, min(_CHUNK, size - got))):
+        got += more
+    return got

@@ -1,0 +1,202 @@
+"""Running a federation over virtual time without training anything: coordinator, parts and devices are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from raafl.build import client_infos, load_data, make_model
+from raafl.core.algorithm import Algorithm, Fleet, Merge
+from raafl.core.coordinator import Coordinator
+from raafl.core.state import GlobalState
+from raafl.core.types import Assignment, ClientInfo, Update
+from raafl.data.federated import FederatedData
+from raafl.errors import BadInput
+from raafl.experiment import Experiment
+from raafl.runtime.pool import Executor
+from raafl.runtime.record import RunRecord
+from raafl.runtime.simulated import Simulation
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
+
+MOST_UPDATES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a run with one algorithm is predicted to do; None where it made no version.
+
+    Attributes:
+        name: of the algorithm.
+        updates: merged in the run that was gone through.
+        time_s: seconds on the run's own clock until then.
+        version_s: seconds for each version.
+        update_s: seconds for each merged update, all clients together.
+        utilisation: share of the clients' time in which they work at tasks.
+        staleness: mean over the merged updates.
+        bytes_per_update: down and up.
+        run_s: seconds until ``max_updates`` of the config.
+        least, most: merged updates of the client with the fewest, and with the most.
+        problem: why it cannot be run; the figures are then None or 0.
+    """
+
+    name: str
+    updates: int = 0
+    versions: int = 0
+    time_s: float = 0.0
+    version_s: float | None = None
+    update_s: float | None = None
+    utilisation: float | None = None
+    staleness: float | None = None
+    bytes_per_update: float | None = None
+    run_s: float | None = None
+    least: int = 0
+    most: int = 0
+    problem: str | None = None
+
+
+class World:
+    """What all predictions for one experiment share: its data and clients, and the model's structure with its costs."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Load the data and share it out. Raises `BadInput` as `raafl.build` does."""
+        torch.set_num_threads(experiment.threads)
+        self.experiment = experiment
+        self.data: FederatedData = load_data(experiment)
+        self.clients: list[ClientInfo] = client_infos(experiment, self.data)
+        self.batch_size: int = experiment.train.batch_size or self.data.batch_size or 1
+        self._submodels: dict[str, Submodels] = {}
+
+    def submodels(self, algorithm: Algorithm) -> Submodels:
+        """Return the submodels of the model as this algorithm trains it, without values."""
+        prepared = type(algorithm.local).prepare
+        key = "plain" if prepared.__qualname__ == "Local.prepare" else repr(algorithm.local)
+        if key not in self._submodels:
+            with skeleton():
+                module = make_model(replace(self.experiment, algorithm=algorithm))
+            self._submodels[key] = self.experiment.submodels.of(module, self.data.example_batch(2))
+        return self._submodels[key]
+
+    def fleet(self, algorithm: Algorithm) -> Fleet:
+        """Return what the parts are told of all clients, whether the algorithm suits them or not."""
+        fleet = self._coordinator(algorithm, None, real=False).fleet
+        return replace(fleet, clients={client.id: client for client in self.clients}, cache={})
+
+    def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
+        """Return the coordinator of a run that ends after so many updates; its model has values only if ``real``.
+
+        Raises:
+            BadInput: clients and submodels do not go together.
+        """
+        coordinator = self._coordinator(algorithm, max_updates, real=real)
+        everyone = {client.id: client for client in self.clients}
+        problems = algorithm.merge.check(coordinator.state)
+        problems += algorithm.select.check(replace(coordinator.fleet, clients=everyone, cache={}))
+        if problems:
+            raise BadInput(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
+        return coordinator
+
+    def _coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool) -> Coordinator:
+        experiment = replace(self.experiment, algorithm=algorithm)
+        submodels = self.submodels(algorithm)
+        if real:
+            module = make_model(experiment)
+            submodels = experiment.submodels.of(module, self.data.example_batch(2))
+            state = GlobalState(submodels, submodels.state(module))
+            submodels.hold(state.values)
+        else:
+            state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
+        there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
+        limits = replace(experiment.limits(there), max_updates=max_updates, checkpoint_every=None)
+        coordinator = Coordinator(
+            replace(algorithm, merge=Unmerged(algorithm.merge)), state, limits,
+            training=experiment.train, batch_size=self.batch_size, seed=experiment.seed,
+        )  # fmt: skip
+        coordinator.fleet = replace(coordinator.fleet, wires=experiment.wires(submodels))
+        return coordinator
+
+
+class Unmerged(Merge):
+    """Takes updates and does nothing with them: the model stays as it is, versions count."""
+
+    def __init__(self, inner: Merge) -> None:
+        """Stand in for ``inner``."""
+        self.sends, self.wire = inner.sends, inner.wire
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Do nothing."""
+
+    def apply(self, state: GlobalState) -> None:
+        """Do nothing."""
+
+
+class Untrained(Executor):
+    """Answers every task at once, with tensors that nobody looks at."""
+
+    def __init__(self, submodels: Submodels, sizes: Mapping[int, int]) -> None:
+        """Answer for clients with ``sizes`` samples by id."""
+        self._submodels, self._sizes = submodels, sizes
+        self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
+
+    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
+        """Keep the task."""
+        self._tasks[assignment.id] = assignment, snapshot.device
+
+    def result(self, assignment_id: int) -> Update:
+        """Return an update of the layout that is expected."""
+        task, device = self._tasks.pop(assignment_id)
+        tensors = FlatTensors.zeros(self._submodels.layout(task.spec, "trained"), device)
+        return Update(task.id, task.client, task.incarnation, tensors, self._sizes[task.client])
+
+    def cancel(self, assignment_id: int) -> None:
+        """Forget the task."""
+        self._tasks.pop(assignment_id, None)
+
+
+def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None) -> Prediction:
+    """Go through a run with this algorithm and return what it took; why it cannot be, in `Prediction.problem`.
+
+    Args:
+        world: data, clients and model.
+        algorithm: what decides.
+        name: to call it by; "" = its own.
+        max_updates: end there; None = where the config ends, at most `MOST_UPDATES` or 20 for each client.
+    """
+    name, wanted = name or algorithm.name, world.experiment.max_updates
+    if max_updates is None:
+        max_updates = min(wanted or MOST_UPDATES, max(MOST_UPDATES, 20 * len(world.clients)))
+    problem = ""
+    for real in (False, True):  # most need no values, and a large model would take its time
+        try:
+            return _gone_through(world, algorithm, name, max_updates, wanted, real)
+        except BadInput as error:
+            return Prediction(name, problem=" ".join(str(error).split()))
+        except (NotImplementedError, RuntimeError, KeyError, TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return Prediction(name, problem=f"its parts need trained updates to decide ({problem})")
+
+
+def _gone_through(
+    world: World, algorithm: Algorithm, name: str, max_updates: int, wanted: int | None, real: bool
+) -> Prediction:
+    coordinator = world.coordinator(algorithm, max_updates, real=real)
+    record = RunRecord(None)
+    executor = Untrained(coordinator.state.submodels, {client.id: client.num_samples for client in world.clients})
+    tested = dict(enumerate(world.data.test_sizes, start=1))
+    simulation = Simulation(coordinator, world.clients, executor, record, None, num_tested=tested)
+    reason = simulation.run()
+    summary: dict[str, Any] = record.summary(
+        algorithm=name, runtime="plan", seed=world.experiment.seed, version=coordinator.state.version,
+        values=FlatTensors.empty(Layout.pack([])), time_s=simulation.now, reason=reason,
+    )  # fmt: skip
+    updates, versions, time_s = summary["updates_merged"], summary["versions"], simulation.now
+    if reason.startswith("failed") or not versions:
+        return Prediction(name, time_s=time_s, problem=reason if reason.startswith("failed") else "no update in time")
+    tasks = summary["participation"].values()
+    return Prediction(
+        name, updates, versions, time_s, time_s / versions, time_s / updates, summary["utilisation"],
+        summary["staleness"]["mean"], (summary["bytes_up"] + summary["bytes_down"]) / updates,
+        None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
+    )  # fmt: skip

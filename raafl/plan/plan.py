@@ -1,0 +1,119 @@
+"""The whole plan of an experiment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from raafl.algorithms import ALGORITHMS
+from raafl.core.types import ClientInfo
+from raafl.devices.profiles import Profile
+from raafl.errors import BadInput, nearest
+from raafl.experiment import Experiment
+from raafl.plan.dry import Prediction, World, predict
+from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
+from raafl.submodel import FULL
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will take.
+
+    Attributes:
+        name: of the run.
+        num_clients: N.
+        batch_size: local.
+        params: of the whole model.
+        submodels: what can be trained.
+        devices: who would train it, and how long each takes.
+        advice: what to choose.
+        algorithms: what each algorithm makes of it; the config's own is the first.
+    """
+
+    name: str
+    num_clients: int
+    batch_size: int
+    params: int
+    submodels: list[SubmodelRow]
+    devices: list[DeviceRow]
+    advice: Advice
+    algorithms: list[Prediction]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data; what is infinite is None."""
+        data = asdict(replace(self, submodels=[], devices=[]))
+        data["submodels"] = [{**_without_spec(row), "spec": str(row.spec)} for row in self.submodels]
+        names = [row.name for row in self.submodels]
+        data["devices"] = [
+            {**asdict(row), "seconds": dict(zip(names, row.seconds, strict=True))} for row in self.devices
+        ]
+        found: dict[str, Any] = _finite(data)
+        return found
+
+
+def make_plan(
+    experiment: Experiment,
+    algorithms: Sequence[str] | None = None,
+    max_updates: int | None = None,
+    more: Sequence[Profile] = (),
+) -> Plan:
+    """Plan an experiment: its data is loaded and shared out, nothing is trained.
+
+    Args:
+        experiment: the run; is checked.
+        algorithms: names of others to predict beside its own; None = all of them.
+        max_updates: of each run that is gone through; see `raafl.plan.dry.predict`.
+        more: other devices, such as this machine, that the table of devices is to have as well.
+
+    Raises:
+        BadInput: the experiment is not valid, or an algorithm is unknown.
+    """
+    experiment.check()
+    for name in algorithms or ():
+        if name not in ALGORITHMS:
+            raise BadInput(f"algorithms has '{name}': {nearest(name, ALGORITHMS)}")
+    world = World(experiment)
+    own = experiment.algorithm
+    submodels = world.submodels(own)
+    fleet = world.fleet(own)
+    rows = submodel_rows(fleet, own.select)
+    advice = advise(fleet, world.clients)
+    samples = sorted(client.num_samples for client in world.clients)[(len(world.clients) - 1) // 2]
+    others = [ClientInfo(-i, samples, profile) for i, profile in enumerate(more, start=1)]
+    devices = device_rows(fleet, world.clients, rows) + [device_rows(fleet, [one], rows)[0] for one in others]
+    found = [predict(world, own, f"{own.name} (as configured)", max_updates)]
+    for name in ALGORITHMS if algorithms is None else algorithms:
+        found += _others(world, name, advice, max_updates)
+    params = submodels.cost(FULL, world.batch_size).params
+    return Plan(experiment.name, len(world.clients), world.batch_size, params, rows, devices, advice, found)
+
+
+def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:
+    """Return what is predicted for an algorithm with its defaults, or with the choice that the plan makes for it."""
+    choices: dict[str, dict[str, Any]] = {
+        "fed_raa": {"fragments": advice.fragments} if advice.fragments else {},
+        "fed_buff": {"buffer_size": advice.buffer_size},
+        "timely_fl": {"participation": round(advice.participation, 4)},
+    }
+    chosen = choices.get(name, {})
+    shown = name + "".join(f" ({key} {value})" for key, value in chosen.items())
+    try:
+        algorithm = ALGORITHMS[name](**chosen)
+        return [predict(world, algorithm, shown, max_updates)]
+    except (BadInput, TypeError) as error:  # of the method's own demands
+        return [Prediction(shown, problem=" ".join(str(error).split()))]
+
+
+def _without_spec(row: SubmodelRow) -> dict[str, Any]:
+    names = ("name", "params", "peak_bytes", "down_bytes", "up_bytes", "flops_per_sample")
+    return {name: getattr(row, name) for name in names}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

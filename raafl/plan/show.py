@@ -1,0 +1,154 @@
+"""A plan in words: tables by rich on a terminal, aligned columns in files and pipes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+
+from raafl.plan.dry import Prediction
+from raafl.plan.plan import Plan
+from raafl.plan.tasks import STRAGGLER
+
+_MOST_SUBMODELS = 9
+_LEFT = ("submodel", "device", "algorithm", "note", "field", "source")
+
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, names of the columns, cells."""
+
+
+def text(plan: Plan, width: int, *, terminal: bool) -> str:
+    """Return the plan as text, at most ``width`` columns wide on a terminal."""
+    shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
+    shown.insert(2, "\n".join(_advice(plan)))
+    head = f"{plan.name}: {plan.params:,} parameters, {plan.num_clients} clients, batches of {plan.batch_size}"
+    return "\n\n".join([head, *shown])
+
+
+def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool) -> str:
+    """Return a table with its title; numbers to the right."""
+    left = [name in _LEFT for name in names]
+    if terminal:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        drawn = RichTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        for name, is_left in zip(names, left, strict=True):
+            drawn.add_column(name, justify="left" if is_left else "right")
+        for row in rows:
+            drawn.add_row(*map(Text, row))
+        console = Console(file=io.StringIO(), width=width, force_terminal=True)
+        with console.capture() as captured:
+            console.print(drawn)
+        return captured.get().rstrip("\n")
+    lines = [list(names), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    aligned = [
+        "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(line, widths, left, strict=True))
+        for line in lines
+    ]
+    return "\n".join([title, *(line.rstrip() for line in aligned)])
+
+
+def _submodels(plan: Plan) -> Table:
+    names = ["submodel", "parameters", "peak memory", "down", "up", "MFLOP/sample"]
+    rows = [
+        [
+            row.name, f"{row.params:,}", size(row.peak_bytes), size(row.down_bytes), size(row.up_bytes),
+            f"{row.flops_per_sample / 1e6:.4g}",
+        ]
+        for row in plan.submodels
+    ]  # fmt: skip
+    return "What a task costs, by the share of every axis that is kept", names, rows
+
+
+def _devices(plan: Plan) -> Table:
+    submodels = plan.submodels[:_MOST_SUBMODELS]
+    names = ["device", "clients", "samples", "GFLOP/s", "memory", *(row.name for row in submodels), "note"]
+    rows = []
+    for row in plan.devices:
+        slow, num = len(row.stragglers), len(row.clients)
+        note = "" if not slow else "straggler" if slow == num else f"{slow} of {num} stragglers"
+        least, most = row.seconds_range
+        if num > 1 and most > least * 1.05:
+            note = f"{note}, whole: {seconds(least)} to {seconds(most)}".removeprefix(", ")
+        is_client = row.clients[0] > 0
+        cells = ["-" if one is None else seconds(one) for one in row.seconds[: len(submodels)]]
+        rows.append(
+            [
+                row.name, str(num) if is_client else "-", str(row.num_samples), f"{row.flops_per_s / 1e9:.4g}",
+                size(row.memory_bytes), *cells, note if is_client else "not a client",
+            ]
+        )  # fmt: skip
+    return "Seconds per task of the middle client of each kind (- does not fit its memory)", names, rows
+
+
+def _advice(plan: Plan) -> list[str]:
+    advice, num = plan.advice, plan.num_clients
+    lines = [
+        f"The whole model takes the median client {seconds(advice.median_s)} s a task, the slowest "
+        f"{seconds(advice.slowest_s)} s."
+    ]
+    slow = advice.stragglers
+    if slow:
+        shown = ", ".join(map(str, slow[:12])) + (f" and {len(slow) - 12} more" if len(slow) > 12 else "")
+        lines.append(
+            f"Stragglers ({STRAGGLER:g} x the median or more, or without the memory): {len(slow)} of {num}: {shown}."
+        )
+    else:
+        lines.append(f"No stragglers: nobody takes {STRAGGLER:g} x the median, and the whole model fits everywhere.")
+    if advice.fragments is not None and advice.fragment_s is not None:
+        lines.append(
+            f"fragments: {advice.fragments}: with the smallest the slowest client takes {seconds(advice.fragment_s)} s."
+        )
+    lines.append(
+        f"buffer_size: {advice.buffer_size}: as many as are no stragglers (participation {advice.participation:.2g})."
+    )
+    lines.append(f"deadline: {seconds(advice.deadline_s)} s: what the slowest of those takes for the whole model.")
+    return lines
+
+
+def _algorithms(plan: Plan) -> Table:
+    names = ["algorithm", "s/version", "s/update", "utilisation", "staleness", "per update", "tasks", "run", "note"]
+    rows = [_prediction(one) for one in sorted(plan.algorithms[1:], key=_order)]
+    return "Predicted, with nothing trained", names, [_prediction(plan.algorithms[0]), *rows]
+
+
+def _order(one: Prediction) -> tuple[float, str]:
+    return (math.inf if one.update_s is None else one.update_s, one.name)
+
+
+def _prediction(one: Prediction) -> list[str]:
+    if one.version_s is None or one.update_s is None:
+        return [one.name, *["-"] * 7, _short(one.problem or "")]
+    return [
+        one.name, seconds(one.version_s), seconds(one.update_s), f"{one.utilisation or 0:.0%}", f"{one.staleness or 0:.3g}",
+        size(one.bytes_per_update or 0), f"{one.least} to {one.most}", "" if one.run_s is None else _duration(one.run_s), "",
+    ]  # fmt: skip
+
+
+def _short(problem: str) -> str:
+    return problem if len(problem) <= 100 else problem[:97] + "..."
+
+
+def seconds(value: float) -> str:
+    """Return seconds to three digits."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _duration(value: float) -> str:
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if value >= 2 * unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.3g} s"
+
+
+def size(value: float) -> str:
+    """Return bytes in the unit that suits them; infinite is no limit."""
+    if math.isinf(value):
+        return "no limit"
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f} B"

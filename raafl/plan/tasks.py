@@ -1,0 +1,160 @@
+"""Tasks by device and submodel, who is slow, and the choices that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from raafl.core.algorithm import Fleet
+from raafl.core.types import ClientInfo, Work
+from raafl.parts.select import TABLE_4, OneOf, fragment_specs
+from raafl.parts.selectors import leading
+from raafl.parts.selectors.units import axes_of
+from raafl.submodel import FULL, Spec
+
+RATES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+STRAGGLER = 2.0
+"""A client is a straggler when the whole model takes it more than so many times the median, or does not fit its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmodelRow:
+    """What a task of one submodel costs whoever trains it; bytes as they travel, FLOPs for each sample."""
+
+    name: str
+    spec: Spec = field(repr=False)
+    params: int
+    peak_bytes: int
+    down_bytes: int
+    up_bytes: int
+    flops_per_sample: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """The clients with one kind of device, and what tasks take the middle one of them.
+
+    Attributes:
+        name: of the kind.
+        clients: their ids.
+        num_samples: of the middle one.
+        flops_per_s, memory_bytes: of the middle one.
+        seconds: of a task of each submodel, in their order; None where it does not fit the memory.
+        seconds_range: least and most over the clients for the whole model, memory aside.
+        stragglers: ids of those that are.
+    """
+
+    name: str
+    clients: list[int]
+    num_samples: int
+    flops_per_s: float
+    memory_bytes: float
+    seconds: list[float | None]
+    seconds_range: tuple[float, float]
+    stragglers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What follows from the devices; every figure can be checked by hand against the table.
+
+    Attributes:
+        stragglers: ids of clients that take the whole model more than `STRAGGLER` times the median, or cannot hold it.
+        median_s: median over the clients of a task with the whole model.
+        slowest_s: of the slowest client.
+        fragments: the least M of Fed-RAA's Table 4 with which every client holds its smallest fragment and the slowest takes
+            no longer for it than the median client for the whole model; else the M with which it takes the least time.
+        fragment_s: what the slowest client then takes.
+        buffer_size: K, the number of clients that are no stragglers: so many are back without waiting for one.
+        deadline_s: what the slowest of those takes.
+        participation: K as a share of the clients, for TimelyFL.
+    """
+
+    stragglers: list[int]
+    median_s: float
+    slowest_s: float
+    fragments: int | None
+    fragment_s: float | None
+    buffer_size: int
+    deadline_s: float
+    participation: float
+
+
+def submodel_rows(fleet: Fleet, select: object = None) -> list[SubmodelRow]:
+    """Return the model at each rate, the first units of each axis, and the pieces that ``select`` chooses from, if any."""
+    axes = axes_of(fleet.state.submodels)
+    named: dict[Spec, str] = {FULL: "1"}
+    for rate in RATES[1:] if axes else ():
+        named.setdefault(leading(axes, rate), str(Fraction(rate)))
+    if isinstance(select, OneOf):
+        pieces = select.specs(fleet)
+        for j, spec in enumerate(pieces if len(pieces) > 1 else (), start=1):
+            named.setdefault(spec, f"piece {j}")
+    rows = []
+    for spec, name in named.items():
+        cost = fleet.cost(spec)
+        rows.append(
+            SubmodelRow(name, spec, cost.params, cost.peak_bytes, cost.down_bytes, cost.up_bytes, cost.flops_per_sample)
+        )
+    return rows
+
+
+def device_rows(fleet: Fleet, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]) -> list[DeviceRow]:
+    """Return a row for each kind of device, by the name of its profile, in the order of the clients."""
+    kinds: dict[str, list[ClientInfo]] = {}
+    everyone = list(clients)
+    for client in everyone:
+        kinds.setdefault(client.profile.name, []).append(client)
+    slow = set(stragglers(fleet, everyone))
+    rows = []
+    for name, members in kinds.items():
+        ranked = sorted(members, key=lambda client: fleet.cost_s(client, Work()))
+        middle = ranked[(len(ranked) - 1) // 2]
+        seconds = [fleet.cost_s(middle, Work(s.spec)) if fleet.fits(middle, s.spec) else None for s in submodels]
+        ends = (fleet.cost_s(ranked[0], Work()), fleet.cost_s(ranked[-1], Work()))
+        rows.append(
+            DeviceRow(
+                name,
+                [client.id for client in members],
+                middle.num_samples,
+                middle.profile.flops_per_s,
+                middle.profile.memory_bytes,
+                seconds,
+                ends,
+                [c.id for c in members if c.id in slow],
+            )
+        )
+    return rows
+
+
+def stragglers(fleet: Fleet, clients: Sequence[ClientInfo]) -> list[int]:
+    """Return the ids of the clients that are; see `STRAGGLER`."""
+    limit_s = STRAGGLER * _median([fleet.cost_s(client, Work()) for client in clients])
+    return [c.id for c in clients if fleet.cost_s(c, Work()) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
+
+
+def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
+    """Return the choices that follow from what tasks take."""
+    slow = set(stragglers(fleet, clients))
+    whole_s = {client.id: fleet.cost_s(client, Work()) for client in clients}
+    quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]
+    median_s, buffer_size = _median(list(whole_s.values())), max(len(clients) - len(slow), 1)
+    found: dict[int, float] = {}
+    if fleet.state.submodels.axes:
+        for number, ratios in TABLE_4.items():
+            smallest = min(fragment_specs(fleet.state.submodels, ratios), key=lambda spec: fleet.cost(spec).params)
+            if all(fleet.fits(client, smallest) for client in clients):
+                found[number] = max(fleet.cost_s(client, Work(smallest)) for client in clients)
+    within = [number for number, seconds in found.items() if seconds <= median_s * (1 + 1e-9)]
+    chosen = min(within) if within else min(found, key=lambda number: found[number], default=None)
+    return Advice(
+        sorted(slow), median_s, max(whole_s.values()), chosen, None if chosen is None else found[chosen],
+        buffer_size, max(quick_s), buffer_size / len(clients),
+    )  # fmt: skip
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the lower of the two in the middle of an even number."""
+    return sorted(values)[(len(values) - 1) // 2] if values else math.nan

@@ -1,0 +1,240 @@
+"""How much each client took part, against its speed; and which samples it has."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from raafl.report.figure import Cell, Chart, Table, View, axis, banded, rounded, thin_rows
+from raafl.report.folder import MERGED, Run
+from raafl.report.groups import Group
+from raafl.report.timeline import in_order, lane, lanes_height
+
+_MAX_DOTS = 1500
+_BANDS = 40
+_MAX_BARS = 60
+Classes = Mapping[int, Sequence[int]]
+"""Samples of each class, by client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One client of a run; ``task_s`` is the median time of its tasks, ``share`` that of the versions it took part in."""
+
+    name: str
+    tasks: int
+    flops_per_s: float
+    task_s: float
+    merged: int
+    share: float
+
+
+def participation(groups: Sequence[Group]) -> Chart:
+    """Return how much each client took part, against its speed."""
+    speeds = {
+        "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
+        "time of a task": ("task_s", "median seconds of a task"),
+    }
+    measures = {
+        "merged updates": ("merged", "merged updates"),
+        "share of versions": ("share", "share of the versions it took part in"),
+    }
+    of_runs = {id(run): _points(run) for group in groups for run in group.runs}
+    points = {group.label: [point for run in group.runs for point in of_runs[id(run)]] for group in groups}
+    views: dict[tuple[str, ...], View] = {}
+    for speed, (x, speed_title) in speeds.items():
+        if not any(math.isfinite(getattr(point, x)) for some in points.values() for point in some):
+            continue
+        for measure, (y, title) in measures.items():
+            traces = [trace for group in groups for trace in _dots(group, points[group.label], x, y)]
+            layout = {
+                "xaxis": axis(speed_title, type="log"), "hovermode": "closest",
+                "yaxis": axis(title, rangemode="tozero", **({"tickformat": ".0%"} if y == "share" else {})),
+            }  # fmt: skip
+            views[(measure, speed)] = View(traces, layout)
+    tables = [_table(group, of_runs) for group in groups]
+    if not views:
+        note = "Neither the journal nor clients.csv says how fast the clients are."
+        return Chart("participation", "Participation and speed", note, {}, tables)
+    note = "One dot for each client of each run."
+    if any(len(some) > _MAX_DOTS for some in points.values()):
+        note += f" More than {_MAX_DOTS:,} are drawn as {_BANDS} bands of clients of like speed: their mean, and"
+        note += " from the least to the most."
+    choices = {
+        "Show": [m for m in measures if any(m in key for key in views)],
+        "Against": [s for s in speeds if any(s in key for key in views)],
+    }
+    return Chart("participation", "Participation and speed", note, views, tables, choices)
+
+
+def _points(run: Run) -> list[Point]:
+    tasks, merged = run.tasks, run.tasks.are(MERGED)
+    lasted_s = tasks["arrived_s"] - tasks["assigned_s"]
+    versions = float(np.nanmax(tasks["merged_version"], initial=0.0)) or 1.0
+    order = np.argsort(tasks.client, kind="stable")
+    found, starts = np.unique(tasks.client[order], return_index=True)
+    rows = dict(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(found) else {}
+    points = []
+    for client in run.client_ids():
+        mine = rows.get(client, np.empty(0, np.int64))
+        seconds = lasted_s[mine][np.isfinite(lasted_s[mine])]
+        took_part = np.unique(tasks["merged_version"][mine][merged[mine]])
+        speed = run.clients[client].flops_per_s if client in run.clients else math.nan
+        median_s = float(np.median(seconds)) if len(seconds) else math.nan
+        num_merged = int(merged[mine].sum())
+        points.append(Point(lane(run, client), len(mine), speed, median_s, num_merged, len(took_part) / versions))
+    return points
+
+
+def _dots(group: Group, points: Sequence[Point], x: str, y: str) -> list[dict[str, object]]:
+    speed, measure = attrgetter(x), attrgetter(y)
+    known = [point for point in points if speed(point) > 0]
+    if not known:
+        return []
+    dots: dict[str, object] = {
+        "type": "scatter", "mode": "markers", "name": group.label,
+        "marker": {"color": group.colour, "size": 9, "opacity": 0.75},
+    }  # fmt: skip
+    if len(known) <= _MAX_DOTS:
+        return [{
+            **dots, "x": rounded([speed(point) for point in known]), "y": rounded([measure(point) for point in known]),
+            "customdata": [f"client {point.name}, {point.tasks} tasks" for point in known],
+            "hovertemplate": "%{customdata}<br>%{y} at %{x:.4s}<extra></extra>",
+        }]  # fmt: skip
+    known.sort(key=speed)
+    bands = [
+        np.array([(speed(known[i]), measure(known[i])) for i in band]) for band in banded(range(len(known)), _BANDS)
+    ]
+    means = np.array([band[:, 1].mean() for band in bands])
+    return [{
+        **dots, "x": rounded([float(np.median(band[:, 0])) for band in bands]), "y": rounded(means),
+        "error_y": {
+            "type": "data", "symmetric": False, "thickness": 1, "width": 2,
+            "array": rounded(np.array([band[:, 1].max() for band in bands]) - means),
+            "arrayminus": rounded(means - np.array([band[:, 1].min() for band in bands])),
+        },
+        "customdata": [f"{len(band)} clients" for band in bands],
+        "hovertemplate": "%{customdata}<br>%{y} on average at %{x:.4s}<extra></extra>",
+    }]  # fmt: skip
+
+
+def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
+    rows: list[list[Cell]] = []
+    for run in group.runs:
+        for client, point in zip(run.client_ids(), points[id(run)], strict=True):
+            num_samples = run.clients[client].num_samples if client in run.clients else None
+            numbers = rounded([point.flops_per_s, point.task_s])
+            share = rounded([point.share], 3)
+            rows.append([run.name, point.name, num_samples, *numbers, point.tasks, point.merged, *share])
+    kept, said = thin_rows(rows)
+    columns = ["run", "client", "samples", "FLOP/s", "median task, s", "tasks", "merged", "share of versions"]
+    return Table(columns, kept, f"{group.label}. {said}")
+
+
+def partition(runs: Sequence[tuple[str, Run]], classes: Mapping[int, Classes | str], left_out: int = 0) -> Chart:
+    """Return how many samples each client has; of which classes, for the runs (by id) of which that is known.
+
+    Args:
+        runs: named.
+        classes: by id() of the run: samples of each class by client, or why that is not known.
+        left_out: runs that are not among ``runs``.
+    """
+    views: dict[tuple[str, ...], View] = {}
+    tables, reasons, grouped = [], [], False
+    for name, run in runs:
+        sizes = {client: run.clients[client].num_samples for client in in_order(run) if client in run.clients}
+        found = classes.get(id(run), "")
+        if isinstance(found, str):
+            reasons += [f"{name}: {found}"] if found else []
+            found = {}
+        if not sizes:
+            continue
+        grouped = grouped or len(sizes) > _MAX_BARS
+        views[(name,)] = _bars(run, sizes, found) if len(sizes) <= _MAX_BARS else _histogram(sizes, found)
+        tables.append(_partition_table(name, run, sizes, found))
+    if not views:
+        return Chart(
+            "partition", "Data of the clients", "Without a journal it is not known who has how many samples.", {}
+        )
+    note = "Training samples of each client, the fastest devices on top."
+    if grouped:
+        note = f"Training samples of each client; of more than {_MAX_BARS}: how many of them have how many samples."
+    if not any(not isinstance(found, str) for found in classes.values()):
+        note += (
+            " A run folder does not hold the classes of the samples: raafl report --labels reads the data that the config"
+            " names, deals them out again and shows them."
+        )
+    if left_out:
+        note += f" {left_out} more runs are left out here: the first of each group is shown."
+    note += "".join(f" {reason}" for reason in reasons)
+    return Chart("partition", "Data of the clients", note, views, tables, {"Run": [name for (name,) in views]})
+
+
+def _bars(run: Run, sizes: Mapping[int, int], classes: Classes) -> View:
+    names = [lane(run, client) for client in sizes]
+    bar = {"type": "bar", "orientation": "h", "y": names}
+    traces = [{**bar, "x": list(sizes.values()), "name": "samples", "hovertemplate": "%{x} samples"}]
+    if classes:
+        num_classes = max(len(counts) for counts in classes.values())
+        traces = [
+            {**bar, "x": [_count(classes, client, label) for client in sizes], "name": f"class {label}",
+             "hovertemplate": f"%{{x}} of class {label}"}
+            for label in range(num_classes)
+        ]  # fmt: skip
+        unknown = [0 if client in classes else size for client, size in sizes.items()]
+        if any(unknown):
+            traces.append({**bar, "x": unknown, "name": "data of its own", "hovertemplate": "%{x} of its own"})
+    layout = {
+        "barmode": "stack", "xaxis": axis("samples"), "hovermode": "y unified", "height": lanes_height(len(sizes)),
+        "yaxis": {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False},
+    }  # fmt: skip
+    return View(traces, layout)
+
+
+def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
+    """Draw many clients: how many have how many samples, or, with classes, which classes bands of them have."""
+    if not classes:
+        counts, edges = np.histogram(list(sizes.values()), _BANDS)
+        trace = {
+            "type": "bar", "x": rounded((edges[1:] + edges[:-1]) / 2), "y": counts.tolist(), "name": "clients",
+            "hovertemplate": "%{y} clients with about %{x} samples<extra></extra>",
+        }  # fmt: skip
+        return View([trace], {"xaxis": axis("samples"), "yaxis": axis("clients"), "bargap": 0.05})
+    main = {client: int(np.argmax(counts)) for client, counts in classes.items()}
+    order = sorted(classes, key=lambda client: (main[client], client))
+    num_classes = max(len(counts) for counts in classes.values())
+    bands = banded(order, _BANDS)
+    shares = []
+    for band in bands:
+        counts = np.array([sum(_count(classes, client, label) for client in band) for label in range(num_classes)])
+        shares.append(rounded(counts / max(counts.sum(), 1), 3))
+    names = [f"{len(band)} clients ({i})" for i, band in enumerate(bands, start=1)]
+    trace = {
+        "type": "heatmap", "x": [str(label) for label in range(num_classes)], "y": names, "z": shares, "zmin": 0,
+        "colorscale": "theme", "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0},
+        "hovertemplate": "%{y}: %{z:.1%} of class %{x}<extra></extra>",
+    }  # fmt: skip
+    y = {"type": "category", "autorange": "reversed", "automargin": True}
+    return View([trace], {"xaxis": axis("class", type="category"), "yaxis": y, "hovermode": "closest"})
+
+
+def _count(classes: Classes, client: int, label: int) -> int:
+    counts = classes.get(client, ())
+    return counts[label] if label < len(counts) else 0
+
+
+def _partition_table(name: str, run: Run, sizes: Mapping[int, int], classes: Classes) -> Table:
+    num_classes = max((len(counts) for counts in classes.values()), default=0)
+    rows: list[list[Cell]] = [
+        [lane(run, client), size, *(_count(classes, client, label) for label in range(num_classes))]
+        for client, size in sizes.items()
+    ]
+    kept, said = thin_rows(rows)
+    total = Counter(run.clients[client].own_data for client in sizes)
+    said += f" {total[True]} clients have data of their own." if total[True] else ""
+    return Table(["client", "samples", *(f"class {label}" for label in range(num_classes))], kept, f"{name}. {said}")

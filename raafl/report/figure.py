@@ -1,0 +1,100 @@
+"""What a page is made of: charts with views to choose from, and the table of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raafl.report.folder import Numbers
+
+Cell = str | int | float | None
+MAX_ROWS = 200
+"""Rows of the longest table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; ``caption`` says what it leaves out, if anything."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One state of a chart: plotly's traces and layout. Texts are plain: they are escaped when the page is written."""
+
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart.
+
+    Attributes:
+        name: its place in the page, `[a-z-]+`.
+        note: how to read it, and what is left out.
+        choices: what a reader chooses between, by the name of the choice; may be none.
+        views: by one option of each choice. None at all: the chart says in its note why there is nothing to see.
+        height: pixels.
+    """
+
+    name: str
+    title: str
+    note: str
+    views: Mapping[tuple[str, ...], View]
+    tables: Sequence[Table] = ()
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    height: int = 380
+
+
+def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 5) -> list[float | None]:
+    """Return numbers to so many significant digits; what is not finite becomes None, a gap in a line."""
+    return [
+        None if not math.isfinite(value) else float(f"{value:.{digits}g}")
+        for value in np.asarray(values, np.float64).tolist()
+    ]
+
+
+def thinned(length: int, most: int) -> npt.NDArray[np.int64]:
+    """Return at most so many places out of ``length``, evenly, the first and the last among them."""
+    if length <= most:
+        return np.arange(length)
+    return np.unique(np.linspace(0, length - 1, max(most, 2)).round().astype(np.int64))
+
+
+def thin_rows(rows: Sequence[Sequence[Cell]], most: int = MAX_ROWS) -> tuple[list[Sequence[Cell]], str]:
+    """Return at most so many rows, evenly, and a caption that says so where rows are left out."""
+    places = thinned(len(rows), most)
+    said = f"{len(places)} of {len(rows):,} rows, evenly picked." if len(places) < len(rows) else ""
+    return [rows[place] for place in places], said
+
+
+def gap(num_bars: int) -> float:
+    """Return the share of a bar chart that is left free, so that a few bars are not as broad as the page."""
+    return max(0.2, 1 - num_bars / 10)
+
+
+def briefly(value: float) -> str:
+    """Return a positive number in three digits with a letter for its thousands, as in 2.5 G, to put a unit behind."""
+    power = min(max(math.floor(math.log10(value) / 3), 0), 5)
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
+
+
+def banded(items: Sequence[int], most: int) -> list[list[int]]:
+    """Return items in order in at most ``most`` bands of as equal a size as can be."""
+    return [
+        band.tolist() for band in np.array_split(np.array(items, np.int64), min(most, len(items)) or 1) if len(band)
+    ]
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return an axis with a title."""
+    return {"title": {"text": title}, **more}

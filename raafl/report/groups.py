@@ -1,0 +1,132 @@
+"""Which runs belong together: those of one config but for the seed, on the same clock; and what to call them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raafl.report.folder import Run
+
+_NOT_THE_EXPERIMENT = (
+    "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "checkpoint_every", "checkpoint_s",
+    "keep_checkpoints",
+)  # fmt: skip
+_MAX_IN_LABEL = 3
+_LONGEST_VALUE = 40
+COLOURS = (
+    "#4269d0", "#e8684a", "#3ca951", "#c98a00", "#a463f2", "#d6588f", "#2f9fb5", "#9c6b4e", "#7f7f7f", "#97a600",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs of one config but for the seed.
+
+    Attributes:
+        label: what tells it from the other groups, in a few words.
+        colour: of its lines.
+        differs: the fields of its config in which the groups differ, with its values.
+    """
+
+    label: str
+    colour: str
+    runs: tuple[Run, ...]
+    differs: Mapping[str, str]
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Return the runs by experiment, in the order in which the experiments come first."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(_key(run), []).append(run)
+    members = list(found.values())
+    fields = [flat(_experiment(some[0])) for some in members]
+    for some, mine in zip(members, fields, strict=True):
+        mine["clock"] = "virtual" if some[0].is_simulated else "wall"
+        mine["algorithm"] = algorithm_of(some[0])
+    labels = _labels(members, fields)
+    names = sorted({name for mine in fields for name in mine})
+    differing = [name for name in names if len({mine.get(name) for mine in fields}) > 1]
+    return [
+        Group(label, COLOURS[i % len(COLOURS)], tuple(some), {name: mine.get(name, "–") for name in differing})
+        for i, (label, some, mine) in enumerate(zip(labels, members, fields, strict=True))
+    ]
+
+
+def algorithm_of(run: Run) -> str:
+    """Return the name of a run's algorithm."""
+    named = (run.summary or {}).get("algorithm")
+    if not named:
+        section = run.config.get("algorithm")
+        named = section.get("class_path") if isinstance(section, Mapping) else section
+    return str(named or "unknown").rpartition(".")[2]
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Return nested mappings and lists as dotted names with their values' texts."""
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = [(str(name), item) for name, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        items = [(str(i), item) for i, item in enumerate(value)]
+    if not items:
+        return {prefix: _text(value)}
+    found: dict[str, str] = {}
+    for name, item in items:
+        found |= flat(item, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _experiment(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.config.items() if name not in _NOT_THE_EXPERIMENT}
+
+
+def _key(run: Run) -> str:
+    if not run.config:
+        return f"alone {run.path}"
+    return json.dumps([_experiment(run), run.runtime], sort_keys=True, default=str)
+
+
+def _labels(members: Sequence[Sequence[Run]], fields: Sequence[Mapping[str, str]]) -> list[str]:
+    """Name each group by its algorithm, and by what tells it from the other groups of that algorithm."""
+    labels: list[str] = []
+    for some, mine in zip(members, fields, strict=True):
+        alike = [other for other in fields if other["algorithm"] == mine["algorithm"]]
+        names = sorted({name for other in alike for name in other}, key=lambda name: (name.count("."), name))
+        told = [name for name in names if len({other.get(name) for other in alike}) > 1]
+        parts = list(dict.fromkeys(_part(name, mine.get(name, ""), some[0].name) for name in told))[:_MAX_IN_LABEL]
+        labels.append(", ".join([mine["algorithm"], *parts]))
+    repeated = {label for label in labels if labels.count(label) > 1}
+    return [
+        f"{label} ({some[0].name})" if label in repeated else label for label, some in zip(labels, members, strict=True)
+    ]
+
+
+def _part(name: str, value: str, folder: str) -> str:
+    if name == "clock":
+        return f"{value} clock"
+    if any(part.isdecimal() for part in name.split(".")):  # within a list, such as the devices
+        return f"{name.partition('.')[0]} of {folder}"
+    short = value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 1] + "…"
+    return f"{name.rpartition('.')[2]} {short}"
+
+
+def names_of(groups: Sequence[Group]) -> dict[int, str]:
+    """Return what to call each run, by its id(): its group, its seed, and its folder where those do not tell it apart."""
+    called: dict[int, str] = {}
+    for group in groups:
+        for run in group.runs:
+            seed = f", seed {run.seed}" if run.seed is not None else ""
+            called[id(run)] = f"{group.label}{seed}"
+    all_names = list(called.values())
+    for group in groups:
+        for run in group.runs:
+            if all_names.count(called[id(run)]) > 1:
+                called[id(run)] += f" ({run.name})"
+    return called

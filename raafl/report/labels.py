@@ -1,0 +1,46 @@
+"""The classes of each client's samples, found by dealing out the config's data again; a run folder does not hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from raafl.errors import BadInput
+from raafl.report.folder import Run
+
+_MAX_CLASSES = 100
+
+
+def classes_of(run: Run) -> Mapping[int, Sequence[int]] | str:
+    """Return the number of samples of each class by client, clients with data of their own left out; or why not.
+
+    This reads the data set and runs the code that the run's config names.
+    """
+    if not run.config:
+        return "there is no config to deal the data out by"
+    from raafl.build import load_data
+    from raafl.config import load_experiment
+    from raafl.data.labels import labels_of
+
+    try:
+        data = load_data(load_experiment(run.path / "config.yaml", "--output=null", "--resume=null"))
+        labels = labels_of(data.datamodule.train_dataloader().dataset)
+    except (BadInput, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
+        return f"the data cannot be dealt out again: {' '.join(str(error).split())[:300]}"
+    names, numbers = np.unique(labels, return_inverse=True)
+    if len(names) > _MAX_CLASSES:
+        return f"the samples have {len(names):,} classes, too many to show"
+    found: dict[int, Sequence[int]] = {}
+    for client in range(1, data.num_clients + 1):
+        rows = data.indices(client).numpy()
+        known = run.clients.get(client)
+        if known is None or known.own_data:
+            continue
+        if known.num_samples != len(rows):
+            return (
+                f"the config's data are not those of the run: client {client} had {known.num_samples:,} samples, "
+                f"and would have {len(rows):,}"
+            )
+        found[client] = np.bincount(numbers[rows], minlength=len(names)).tolist()
+    return found

@@ -1,0 +1,163 @@
+"""The figures of each run in a table, what became of its tasks, and its config."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raafl.outcome import REASONS
+from raafl.report.curves import metric_names
+from raafl.report.figure import Cell, Table, rounded
+from raafl.report.folder import KINDS, MERGED, Run, number
+from raafl.report.groups import Group, algorithm_of
+
+_MAX_METRICS = 8
+
+
+def figures(run: Run) -> dict[str, Cell]:
+    """Return a run's figures by name: from its summary, or, where it has none, from the other files."""
+    summary, tasks = run.summary or {}, run.tasks
+    merged = tasks.are(MERGED)
+    stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
+    clock = {"simulated": "virtual", "distributed": "wall"}.get(run.runtime, run.runtime)
+    found: dict[str, Cell] = {
+        "algorithm": algorithm_of(run), "clock": clock, "seed": None if run.seed is None else str(run.seed),
+        "ended": ended(run),
+        "merged updates": _whole(summary.get("updates_merged"), int(merged.sum())),
+        "versions": _whole(summary.get("versions"), int(np.nanmax(tasks["merged_version"], initial=0.0))),
+    }  # fmt: skip
+    for kind in KINDS[1:]:
+        found[kind] = int(tasks.are(kind).sum())
+    down_and_up = [_last(run, "bytes_down"), _last(run, "bytes_up")]
+    seconds = number(summary.get("time_s"))
+    staleness = summary.get("staleness") if isinstance(summary.get("staleness"), Mapping) else {}
+    coverage = summary.get("coverage") if isinstance(summary.get("coverage"), Mapping) else {}
+    some: dict[str, float] = {
+        "seconds": run.end_s if math.isnan(seconds) else seconds,
+        "wall seconds": _either(summary.get("wall_s"), _last(run, "wall_s")),
+        "MB down": _either(summary.get("bytes_down"), down_and_up[0]) / 1e6,
+        "MB up": _either(summary.get("bytes_up"), down_and_up[1]) / 1e6,
+        "utilisation": _either(summary.get("utilisation"), _last(run, "utilisation")),
+        "mean staleness": _either((staleness or {}).get("mean"), float(stale.mean()) if len(stale) else math.nan),
+        "most staleness": _either((staleness or {}).get("max"), float(stale.max()) if len(stale) else math.nan),
+        "coverage": _either((coverage or {}).get("mean"), _last(run, "coverage")),
+    }
+    return found | dict(zip(some, rounded(list(some.values())), strict=True))
+
+
+def ended(run: Run) -> str:
+    """Return why a run ended, in words."""
+    reason = (run.summary or {}).get("finished")
+    return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
+
+
+def final(run: Run, metrics: Sequence[str]) -> list[float]:
+    """Return the model's metrics at the end of a run, or at its last evaluation; NaN where there is none."""
+    known = (run.summary or {}).get("final")
+    known = known if isinstance(known, Mapping) else {}
+    return [_either(known.get(name), _last(run, name)) for name in metrics]
+
+
+def model_metrics(groups: Sequence[Group]) -> list[str]:
+    """Return the metrics of the model alone: the run's own figures stand elsewhere."""
+    own = {"utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up", "bytes_down"}
+    return [name for name in metric_names(groups) if name not in own][:_MAX_METRICS]
+
+
+def runs_table(groups: Sequence[Group]) -> Table:
+    """Return a row for each run."""
+    metrics = model_metrics(groups)
+    rows: list[list[Cell]] = []
+    columns: list[str] = []
+    for group in groups:
+        for run in group.runs:
+            found = figures(run)
+            columns = list(found)
+            rows.append([run.name, *found.values(), *rounded(final(run, metrics))])
+    return Table(["run", *columns, *metrics], rows)
+
+
+def groups_table(groups: Sequence[Group]) -> Table | None:
+    """Return mean and least to most of each group's results; None where no group has several runs."""
+    if all(len(group.runs) == 1 for group in groups):
+        return None
+    metrics = model_metrics(groups)
+    targets = list(dict.fromkeys(t for group in groups for run in group.runs for t in _time_to(run)))
+    names = [*metrics, *(f"seconds to {target}" for target in targets), "seconds", "mean staleness", "utilisation"]
+    rows: list[list[Cell]] = []
+    for group in groups:
+        results = []
+        for run in group.runs:
+            own = figures(run)
+            to_target = [number(_time_to(run).get(target)) for target in targets]
+            results.append([*final(run, metrics), *to_target, *(number(own[name]) for name in names[-3:])])
+        rows.append([group.label, len(group.runs), *(_spread(column) for column in zip(*results, strict=True))])
+    return Table(["group", "runs", *names], rows, "Mean over runs, and from the least to the most.")
+
+
+def outcomes_table(groups: Sequence[Group]) -> Table:
+    """Return how the tasks of each run ended, by outcome."""
+    counts = {id(run): Counter(run.tasks.outcome) for group in groups for run in group.runs}
+    outcomes = sorted({o for some in counts.values() for o in some}, key=lambda o: (o != MERGED, o))[:40]
+    rows: list[list[Cell]] = [
+        [run.name, *(counts[id(run)][outcome] for outcome in outcomes)] for group in groups for run in group.runs
+    ]  # fmt: skip
+    return Table(["run", *outcomes], rows)
+
+
+def differences_table(groups: Sequence[Group]) -> Table | None:
+    """Return the fields in which the groups' configs differ; None where there is one group."""
+    fields = list(groups[0].differs)
+    if len(groups) < 2 or not fields:
+        return None
+    rows = [[name, *(group.differs.get(name, "") for group in groups)] for name in fields]
+    return Table(["field", *(group.label for group in groups)], rows[:300])
+
+
+def notes_of(run: Run) -> list[str]:
+    """Return what a reader has to know of a run: what is missing, what was not written, what was warned of."""
+    summary = run.summary or {}
+    notes = list(run.notes)
+    unwritten = summary.get("unwritten")
+    if isinstance(unwritten, Mapping):
+        notes += [f"{count} of {name} could not be written" for name, count in unwritten.items()]
+    warnings = summary.get("warnings")
+    notes += [str(warning) for warning in warnings[:20]] if isinstance(warnings, list) else []
+    if str(summary.get("finished", "")).startswith("failed"):
+        notes.append(str(summary["finished"]))
+    return notes
+
+
+def _time_to(run: Run) -> Mapping[str, Any]:
+    found = (run.summary or {}).get("time_to")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _spread(values: Sequence[float]) -> str:
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "–"
+    text = f"{sum(known) / len(known):.4g}"
+    if len(values) > 1:
+        text += f" ({min(known):.4g} to {max(known):.4g})"
+    return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)} runs"
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    found = number(value)
+    return otherwise if math.isnan(found) else int(found)
+
+
+def _either(value: Any, otherwise: float) -> float:
+    found = number(value)
+    return otherwise if math.isnan(found) else found
+
+
+def _last(run: Run, name: str) -> float:
+    values = run.metrics.get(name, np.empty(0))
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else math.nan

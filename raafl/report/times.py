@@ -1,0 +1,156 @@
+"""Who did what when: tasks as stretches of time, and what each client's time went into."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raafl.report.folder import KINDS, LOST, MERGED, Client, Numbers, Run, number
+
+OPEN = len(KINDS)
+"""Kind of a task that was under way when the run ended."""
+KIND_NAMES = ("merged", "not used", "refused", "lost", "under way at the end")
+KIND_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#e8684a", "#6cc5b0")
+
+TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
+    "training", "transfer", "training and transfer", "work that was not merged", "waiting", "away",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Tasks as stretches of time, an entry a task.
+
+    Attributes:
+        row: index into the run's tasks; -1 for a task that has no row.
+        kind: index into `KIND_NAMES`.
+    """
+
+    client: npt.NDArray[np.int64]
+    start_s: Numbers
+    stop_s: Numbers
+    kind: npt.NDArray[np.int64]
+    row: npt.NDArray[np.int64]
+
+
+def stretches(run: Run) -> Stretches:
+    """Return when each task began and ended.
+
+    A task whose answer came ends with its arrival; a lost one when its client was lost, or, where the journal does not say,
+    when the client begins its next; any other was under way when the run ended.
+    """
+    tasks, end_s = run.tasks, run.end_s
+    start_s, stop_s = tasks["assigned_s"].copy(), tasks["arrived_s"].copy()
+    rows = np.flatnonzero(np.isfinite(start_s))
+    begun: dict[int, list[float]] = {}
+    for row in rows:
+        begun.setdefault(int(tasks.client[row]), []).append(float(start_s[row]))
+    for times in begun.values():
+        times.sort()
+    kind = tasks.kind.copy()
+    for row in rows[~np.isfinite(stop_s[rows])]:
+        client, since = int(tasks.client[row]), float(start_s[row])
+        stop_s[row] = end_s
+        if kind[row] == KINDS.index(LOST):
+            stop_s[row] = min(
+                _first(run.lost_at.get(client, ()), since, end_s), _after(begun[client], since, end_s), end_s
+            )
+    num_open = len(run.open_tasks)
+    return Stretches(
+        np.concatenate([tasks.client[rows], np.array([client for client, _ in run.open_tasks], np.int64)]),
+        np.concatenate([start_s[rows], np.array([since for _, since in run.open_tasks], np.float64)]),
+        np.concatenate([np.maximum(stop_s[rows], start_s[rows]), np.full(num_open, end_s)]),
+        np.concatenate([kind[rows], np.full(num_open, OPEN, np.int64)]),
+        np.concatenate([rows, np.full(num_open, -1, np.int64)]),
+    )
+
+
+def _first(times: Sequence[float], since: float, otherwise: float) -> float:
+    """Return the first of ascending times that is not before ``since``."""
+    place = bisect_left(times, since)
+    return times[place] if place < len(times) else otherwise
+
+
+def _after(times: Sequence[float], since: float, otherwise: float) -> float:
+    return _first(times, math.nextafter(since, math.inf), otherwise)
+
+
+def uses(run: Run, found: Stretches) -> dict[int, dict[str, float]]:
+    """Return what each client's seconds went into, from 0 to the run's end, by client and `USES`.
+
+    The transfers of a task are what its device's links take for its bytes; where they are not known, a task is not divided.
+    """
+    end_s = run.end_s
+    times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
+    lasted = np.clip(found.stop_s, None, end_s) - np.clip(found.start_s, None, end_s)
+    transfers = transfer_s(run)
+    for client, kind, row, seconds in zip(
+        found.client.tolist(), found.kind.tolist(), found.row.tolist(), lasted.tolist(), strict=True
+    ):
+        mine = times[client]
+        if kind != KINDS.index(MERGED):
+            mine[NOTHING] += seconds
+        elif math.isnan(transfers[row]):
+            mine[TASK] += seconds
+        else:
+            on_the_way = min(float(transfers[row]), seconds)
+            mine[TRANSFER] += on_the_way
+            mine[TRAIN] += seconds - on_the_way
+    for client, mine in times.items():
+        busy = sum(mine.values())
+        mine[WAIT] = max(_present_s(run, client, end_s) - busy, 0.0)
+        mine[AWAY] = max(end_s - busy - mine[WAIT], 0.0)
+    return times
+
+
+def _present_s(run: Run, client: int, end_s: float) -> float:
+    known = run.clients.get(client)
+    if known is None:
+        return end_s
+    return sum(max(min(to, end_s) - min(since, end_s), 0.0) for since, to in known.spells)
+
+
+def transfer_s(run: Run) -> Numbers:
+    """Return the seconds that each task's bytes spend on its device's links, `(tasks,)`; NaN where that is not known."""
+    tasks = run.tasks
+    down_s, up_s, latency_s = (np.full(len(tasks), math.nan) for _ in range(3))
+    links = {client.id: _link(client, run.is_simulated) for client in run.clients.values()}
+    for row, client in enumerate(tasks.client.tolist()):
+        if client in links:
+            down_s[row], up_s[row], latency_s[row] = links[client]
+    total: Numbers = (
+        2 * latency_s + np.nan_to_num(tasks["bytes_down"]) * down_s + np.nan_to_num(tasks["bytes_up"]) * up_s
+    )
+    return total
+
+
+def _link(client: Client, is_simulated: bool) -> tuple[float, float, float]:
+    """Return seconds per byte down and up, and the latency; NaN where the link is a real one of unknown speed."""
+    down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
+    latency = number(client.profile.get("latency_s"))
+    latency = 0.0 if math.isnan(latency) else latency
+    if not client.profile or (not is_simulated and math.isnan(down) and math.isnan(up)):
+        return math.nan, math.nan, math.nan
+    down_s, up_s = (0.0 if math.isnan(rate) or rate <= 0 else 1 / rate for rate in (down, up))
+    return down_s, up_s, latency
+
+
+def at_work(found: Stretches, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
+    """Return the share of its time that each band of clients was in tasks, `(bands, len(edges) - 1)`, 0 to 1."""
+    band_of = {client: band for band, members in enumerate(clients) for client in members}
+    bands = np.array([band_of.get(client, -1) for client in found.client.tolist()], np.int64)
+    shares = np.zeros((len(clients), len(edges) - 1))
+    widths = np.diff(edges)
+    for band, members in enumerate(clients):
+        mine = bands == band
+        worked = np.zeros(len(edges))
+        for edge in range(len(edges)):  # seconds worked until then
+            until = np.minimum(found.stop_s[mine], edges[edge]) - np.minimum(found.start_s[mine], edges[edge])
+            worked[edge] = until.sum()
+        shares[band] = np.diff(worked) / (widths * max(len(members), 1))
+    return np.clip(shares, 0.0, 1.0)

@@ -1,0 +1,53 @@
+"""Two sides on this machine; what is measured is only looked at for its order of magnitude."""
+
+import contextlib
+import socket
+import struct
+import threading
+
+import pytest
+
+from raafl.devices.link import MAGIC, MOST_BYTES, Answerer, host_and_port, measure_link
+from raafl.errors import BadInput
+
+
+@pytest.fixture
+def answerer():
+    found = Answerer("127.0.0.1:0", deadline_s=20.0)
+    thread = threading.Thread(target=found.serve, kwargs={"num_peers": 2}, daemon=True)
+    thread.start()
+    yield found
+    found.close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_link_is_measured_both_ways_and_the_next_peer_is_answered_too(answerer):
+    for _ in range(2):
+        link = measure_link(f"127.0.0.1:{answerer.port}", duration_s=0.05)
+        assert link.down_bytes_per_s > 1e5 and link.up_bytes_per_s > 1e5
+        assert 0 < link.latency_s < 5
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!8scQ", MAGIC, b"d", MOST_BYTES + 1),
+        struct.pack("!8scQ", MAGIC, b"x", 1),
+    ],
+)
+def test_whoever_says_something_else_gets_nothing(answerer, said):
+    with socket.create_connection(("127.0.0.1", answerer.port), timeout=20) as peer:
+        peer.sendall(said)
+        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+
+
+def test_nobody_there_and_bad_addresses_are_said(free_port):
+    with pytest.raises(BadInput, match=f"127.0.0.1:{free_port}', where nobody measures links"):
+        measure_link(f"127.0.0.1:{free_port}", duration_s=0.05)
+    for address in ("somewhere", "host:", "host:99999", ":5"):
+        with pytest.raises(BadInput, match="give HOST:PORT"):
+            host_and_port(address)

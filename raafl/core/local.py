@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,12 +52,7 @@ class Hook:
     A task is a pure function of its assignment, the values received and the client's data: a hook keeps nothing from one
     task to the next. What is to be remembered goes to the server in the answer of `finish`, and comes back in
     `Assignment.extra`.
-
-    Attributes:
-        tested: whether what the task has trained is a model, which the client measures on its own test part.
     """
-
-    tested: ClassVar[bool] = True
 
     def __init__(self, task: Task) -> None:
         """Begin; called after the task's seed is set, before its first batch."""
@@ -116,6 +111,10 @@ class Local:
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return what a task of ``spec`` costs a client that trains it this way, at a batch size."""
         return submodels.cost(spec, batch_size)
+
+    def tests(self, extra: Mapping[str, Any]) -> bool:
+        """Return whether a client measures what such a task has trained on its own test part, if it has one."""
+        return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Return why its steps cannot be run with these settings of `fabric`, one line each."""

@@ -189,11 +189,11 @@ class LocalTrainer:
         seed_everything(assignment.seed, self.fabric.device)
         self._generator.manual_seed(assignment.seed)
         with masking:
-            hook, num_steps, loss, extra = self._steps(built, assignment, received, data)
+            num_steps, loss, extra = self._steps(built, assignment, received, data)
         self._check_base(built)
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
-        if data.test is not None and hook.tested:
+        if data.test is not None and self.local.tests(assignment.extra):
             metrics |= self._test(built, data.test)
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
@@ -261,8 +261,8 @@ class LocalTrainer:
 
     def _steps(
         self, built: _Built, assignment: Assignment, received: FlatTensors, data: ClientData
-    ) -> tuple[Hook, int, float, dict[str, Any]]:
-        """Do the local steps; return the hook, the number of optimiser steps, the mean loss, and what the hook has to say."""
+    ) -> tuple[int, float, dict[str, Any]]:
+        """Do the local steps; return the number of optimiser steps, the mean loss, and what the hook has to say."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps
@@ -289,7 +289,7 @@ class LocalTrainer:
                     for scheduler, interval in built.schedulers:
                         if interval == "step" or ends_epoch:
                             scheduler.step()
-            return hook, num_steps, float(total) / max(num_batches, 1), hook.finish()
+            return num_steps, float(total) / max(num_batches, 1), hook.finish()
         finally:
             hook.close()
 

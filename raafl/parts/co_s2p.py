@@ -64,6 +64,10 @@ class MaskedAndDistilled(Local):
             return Distilled(task, self.weight, self.temperature)
         return Hook(task)
 
+    def tests(self, extra: Mapping[str, Any]) -> bool:
+        """Scores are no model: nothing is measured after a task that trains them."""
+        return "scores" not in extra
+
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of a plain step, and on top of it what the hook adds to forward and backward pass; cached."""
         cost = submodels.cost(spec, batch_size)

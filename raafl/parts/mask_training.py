@@ -65,8 +65,6 @@ class MaskTraining(Hook):
     ``Assignment.extra`` has "scores", a list for each axis, and "rate", r_w. `finish` returns the scores as they are now.
     """
 
-    tested = False
-
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
         """Begin from the assignment's scores.
 

@@ -7,7 +7,7 @@ from raafl.algorithms import co_s2p, fed_avg
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Update
-from raafl.data import Dirichlet
+from raafl.data import Dirichlet, Iid
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.co_s2p import MaskedAndDistilled
@@ -304,3 +304,12 @@ def test_a_model_without_blocks_is_cut_in_width_and_the_run_says_so(tmp_path):
     said = made.coordinator.algorithm.notes(made.coordinator.fleet, 4)
     assert any("no stack of blocks: its depth stays whole" in line for line in said)
     assert any("nothing is distilled" in line for line in said)
+
+
+def test_after_a_task_of_masks_no_client_measures_a_model(tmp_path):
+    algorithm = co_s2p(rates=[0.25], mask_rounds=1, mask_steps=2, trigger="sync")
+    run = finish(experiment(tmp_path / "run", algorithm, partition=Iid(test_share=0.2), max_updates=8))
+    masks = {row["id"] for row in run.journal() if row["event"] == "assigned" and row["spec"].get("trained") == []}
+    measured = {int(row["assignment"]): bool(row["test/accuracy"]) for row in run.rows() if row["outcome"] == "merged"}
+    assert len(masks) == 4 and len(measured) == 8
+    assert measured == {number: number not in masks for number in measured}

@@ -39,8 +39,9 @@ def test_a_link_is_measured_both_ways_and_the_next_peer_is_answered_too(answerer
 )
 def test_whoever_says_something_else_gets_nothing(answerer, said):
     with socket.create_connection(("127.0.0.1", answerer.port), timeout=20) as peer:
-        peer.sendall(said)
-        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have been hung up on before it has said all
+            peer.sendall(said)
+            peer.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(1) == b""
 

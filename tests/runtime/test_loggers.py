@@ -171,6 +171,7 @@ class Counts:
 
     wall_s = bytes_up = bytes_down = 0
     outcomes = {"merged": 0}  # noqa: RUF012
+    row = {}  # noqa: RUF012
 
 
 def test_one_that_cannot_be_made_is_reported(tmp_path):

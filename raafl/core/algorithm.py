@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,6 +25,7 @@ from raafl.core.local import Hook, Local, Task
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.devices.profiles import TaskTime
+from raafl.errors import BadInput
 from raafl.submodel.cost import Cost
 from raafl.submodel.spec import Spec
 
@@ -102,6 +103,16 @@ class Fleet:
     def cost_s(self, client: ClientInfo, work: Work) -> float:
         """Return the sum of `task_time`, the papers' c(n, j)."""
         return self.task_time(client, work).total_s
+
+    def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
+        """Return what ``ask`` raises as `BadInput`, client by client."""
+        found = []
+        for client in self.clients.values():
+            try:
+                ask(client)
+            except BadInput as error:
+                found.append(str(error))
+        return found
 
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
         """Return whether the memory that a task of ``spec`` is predicted to need, `Cost.peak_bytes`, is within the client's."""

@@ -78,8 +78,7 @@ class Dealt(Select):
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client whose memory the largest share exceeds."""
         specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
-        costs = fleet.state.submodels.cost
-        largest = max({specs[0], specs[-1]}, key=lambda spec: costs(spec, fleet.batch_size).peak_bytes)
+        largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
     def _problem(self, client: ClientInfo, fleet: Fleet, spec: Spec) -> str:

@@ -323,20 +323,16 @@ class BestUnits(Select):
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
-        problems = []
-        for client in fleet.clients.values():
-            try:
-                self._limit().rate(client)
-                if fleet.state.submodels.axes:
-                    self._fits(client, fleet)
-                else:
-                    largest_rate(
-                        lambda _: FULL, fleet.cost, Budget(client.profile.memory_bytes), rates=[1.0],
-                        who=f"client {client.id}",
-                    )  # fmt: skip
-            except BadInput as error:
-                problems.append(str(error))
-        return problems
+
+        def ask(client: ClientInfo) -> None:
+            self._limit().rate(client)
+            if fleet.state.submodels.axes:
+                self._fits(client, fleet)
+            else:
+                budget = Budget(client.profile.memory_bytes)
+                largest_rate(lambda _: FULL, fleet.cost, budget, rates=[1.0], who=f"client {client.id}")
+
+        return fleet.problems(ask)
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client's memory; its scores stay."""

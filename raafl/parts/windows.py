@@ -242,13 +242,7 @@ class RollingWindows(Select):
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
-        problems = []
-        for client in fleet.clients.values():
-            try:
-                self._size(client, fleet)
-            except BadInput as error:
-                problems.append(str(error))
-        return problems
+        return fleet.problems(lambda client: self._size(client, fleet))
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""

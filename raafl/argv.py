@@ -1,8 +1,31 @@
-"""Reading a command line before the config's parser does, which needs torch: `--option VALUE` or `--option=VALUE`."""
+"""Reading a command line without the config's parser, which needs torch: `--option VALUE` or `--option=VALUE`."""
 
 from __future__ import annotations
 
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
+
+from raafl.errors import BadInput
+
+
+def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Namespace:
+    """Return what a command of its own parser is given, which is made with ``exit_on_error=False``.
+
+    Args:
+        parser: its ``prog`` is the command.
+        argv: what stands behind the command.
+        takes: all that the command takes, for the message.
+
+    Raises:
+        BadInput: an option is wrong, or unknown.
+    """
+    try:
+        options, unknown = parser.parse_known_args(list(argv))
+    except ArgumentError as error:
+        raise BadInput(f"{parser.prog}: {error}") from None
+    if unknown:
+        raise BadInput(f"unknown option '{unknown[0]}': {parser.prog} takes {takes}")
+    return options
 
 
 def name_of(item: str) -> str:

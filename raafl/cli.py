@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from raafl._lean import quick_imports
-from raafl.argv import name_of, values, without
+from raafl.argv import name_of, options_of, values, without
 from raafl.errors import BadInput, RunFailed, nearest
 from raafl.outcome import summary_lines
 from raafl.shipped_configs import with_paths
@@ -181,7 +181,7 @@ def _key(argv: list[str]) -> int:
 
 def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 when the same model came out, 1 when not."""
-    from argparse import ArgumentError, ArgumentParser
+    from argparse import ArgumentParser
 
     from raafl.rerun import replay
 
@@ -196,14 +196,7 @@ def _replay(argv: list[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
     )
-    try:
-        options, unknown = parser.parse_known_args(argv)
-    except ArgumentError as error:
-        raise BadInput(f"raafl replay: {error}") from None
-    if unknown:
-        raise BadInput(
-            f"unknown option '{unknown[0]}': raafl replay takes RUN, --until, --workers, --client_data and --json"
-        )
+    options = options_of(parser, argv, "RUN, --until, --workers, --client_data and --json")
     if options.workers < 1:
         raise BadInput(f"workers is {options.workers}: give 1 or more")
     with _json_alone(argv):

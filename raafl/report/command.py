@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from raafl.argv import options_of
 from raafl.errors import BadInput
 from raafl.report import overview
 from raafl.report.clients import Classes, participation, partition
@@ -41,12 +42,7 @@ def report(argv: Sequence[str]) -> str:
     )
     if not argv:
         raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
-    try:
-        options, unknown = parser.parse_known_args(list(argv))
-    except ArgumentError as error:
-        raise BadInput(f"raafl report: {error}") from None
-    if unknown:
-        raise BadInput(f"unknown option '{unknown[0]}': raafl report takes RUN [RUN ...], --output and --labels")
+    options = options_of(parser, argv, "RUN [RUN ...], --output and --labels")
     output: Path = options.output
     if output.is_dir():
         raise BadInput(f"output is '{output}', which is a folder: name a file, such as {output / 'report.html'}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import ArgumentError, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from raafl.argv import options_of
 from raafl.errors import BadInput
 from raafl.progress import MODES, Progress
 from raafl.watch.folder import SILENT_S, Watched
@@ -54,12 +55,7 @@ def _options(argv: Sequence[str]) -> Namespace:
         "--progress", choices=[mode for mode in MODES if mode != "quiet"], default="auto", metavar="MODE",
         help="live (a table), plain (lines), verbose (a line for each task too), auto: live on a terminal, else plain",
     )  # fmt: skip
-    try:
-        options, unknown = parser.parse_known_args(list(argv))
-    except ArgumentError as error:
-        raise BadInput(f"raafl watch: {error}") from None
-    if unknown:
-        raise BadInput(f"unknown option '{unknown[0]}': raafl watch takes RUN, --once, --json and --progress")
+    options = options_of(parser, argv, "RUN, --once, --json and --progress")
     if options.run is None:
         raise BadInput("RUN is missing: give the folder of a run")
     return options

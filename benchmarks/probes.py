@@ -20,8 +20,6 @@ class Probes:
     read and written as in a training step.
     """
 
-    PRODUCT_FLOPS, PRODUCT_BYTES = 2 * 2048 * 512 * 512, 4 * (2 * 2048 * 512 + 512 * 512)
-
     def __init__(self, clock: Callable[[], float]) -> None:
         """Prepare both; ``clock`` returns seconds."""
         a, b, x = torch.randn(2048, 512), torch.randn(512, 512), torch.randn(8192, 512, requires_grad=True)
@@ -29,10 +27,15 @@ class Probes:
         def layer() -> None:
             torch.autograd.grad((F.layer_norm(F.gelu(x), (512,)) + x).sum(), x)
 
-        with Ledger() as ledger:
+        def product() -> None:
+            a @ b
+
+        self.product, self.layer = Ledger(), Ledger()
+        with self.product:
+            product()
+        with self.layer:
             layer()
-        self.layer_bytes = ledger.moved_bytes
-        self.clock, self.calls = clock, (lambda: a @ b, layer)
+        self.clock, self.calls = clock, (product, layer)
         self.best = [math.inf, math.inf]
 
     def take(self) -> None:
@@ -46,5 +49,5 @@ class Probes:
     def speed(self) -> tuple[float, float]:
         """Return FLOP/s and bytes/s with which FLOPs and bytes moved, added up, explain both."""
         product_s, layer_s = self.best
-        bytes_per_s = self.layer_bytes / layer_s
-        return self.PRODUCT_FLOPS / (product_s - self.PRODUCT_BYTES / bytes_per_s), bytes_per_s
+        bytes_per_s = self.layer.moved_bytes / layer_s
+        return self.product.flops / (product_s - self.product.moved_bytes / bytes_per_s), bytes_per_s

@@ -104,14 +104,18 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
             torch.cuda.synchronize(device)
         return time.perf_counter() - begin_s
 
-    with Ledger() as ledger:
-        layer()
+    def product() -> None:
+        a @ b
+
+    ledgers = Ledger(), Ledger()
+    for ledger, work in zip(ledgers, (product, layer), strict=True):
+        with ledger:
+            work()
     best, stop_s = [math.inf, math.inf], time.perf_counter() + duration_s
     while time.perf_counter() < stop_s or best[1] == math.inf:
-        best = [min(old, seconds(work)) for old, work in zip(best, (lambda: a @ b, layer), strict=True)]
-    bytes_per_s = ledger.moved_bytes / best[1]
-    flops, moved_bytes = 2.0 * 2048 * 512 * 512, 4.0 * (2 * 2048 * 512 + 512 * 512)
-    return flops / max(best[0] - moved_bytes / bytes_per_s, best[0] / 10), bytes_per_s
+        best = [min(old, seconds(work)) for old, work in zip(best, (product, layer), strict=True)]
+    bytes_per_s = ledgers[1].moved_bytes / best[1]
+    return ledgers[0].flops / max(best[0] - ledgers[0].moved_bytes / bytes_per_s, best[0] / 10), bytes_per_s
 
 
 def measure_machine(

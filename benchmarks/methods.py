@@ -3,7 +3,8 @@
 A comparison is a file in benchmarks/comparisons: a config, seeds, options of all runs, and rows, each with the options by
 which it differs from them. Of each row: mean and standard deviation over the seeds of the final metrics, of the best
 accuracy on the way, of what the run cost, and of the lead of the first row: how many times as long this one takes to its best
-accuracy as the first does to as much. On standard error: each run as it ends.
+accuracy as the first does to as much, over those seeds (`lead_seeds`) where the first gets there. On standard error: each run as
+it ends.
 
     python -m benchmarks.methods NAME [--seeds 0 1] [--rows "RAM-Fed L-Arb" FedAvg] [--jobs 2] [-- OPTION ...]
     (--json prints one JSON object; --out FILE saves it; options after -- go to every run, such as --max_updates 100)
@@ -67,13 +68,18 @@ def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
     return [Setting(label, config, options, seed) for label, options in rows for seed in found["seeds"]], found
 
 
+def experiment_of(setting: Setting) -> Any:
+    """Read what is to be simulated; raises `BadInput` where an option is wrong."""
+    from raafl.config import load_experiment
+
+    return load_experiment(setting.config, *setting.options, "--seed", str(setting.seed), "--progress", "quiet")
+
+
 def run(setting: Setting) -> Row:
     """Simulate in this process and return what came of it."""
     from raafl import simulate
-    from raafl.config import load_experiment
 
-    options = (*setting.options, "--seed", str(setting.seed), "--progress", "quiet")
-    experiment: Any = load_experiment(setting.config, *options)
+    experiment = experiment_of(setting)
     with tempfile.TemporaryDirectory() as folder:
         experiment.output = str(Path(folder) / "run")
         summary, path = simulate(experiment)
@@ -105,6 +111,8 @@ def lead(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, floa
 def rows(settings: Iterable[Setting], jobs: int) -> list[Row]:
     """Run all, so many at a time, and return a row for each method: mean and, as ``..._sd``, standard deviation."""
     wanted = list(settings)
+    for setting in {setting.label: setting for setting in wanted}.values():
+        experiment_of(setting)  # a wrong option ends it now, not after hours
     with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn"), initializer=_quiet) as pool:
         found = []
         for row in pool.map(run, wanted):
@@ -115,6 +123,7 @@ def rows(settings: Iterable[Setting], jobs: int) -> list[Row]:
     first = {row["seed"]: row["curve"] for row in found if row["method"] == labels[0]}
     for row in found:
         row["lead"] = lead(first[row["seed"]], row.pop("curve"))
+        print(f"{row['method']}, seed {row['seed']}: lead {row['lead']}", file=sys.stderr, flush=True)
     return [_summary([row for row in found if row["method"] == label]) for label in labels]
 
 
@@ -122,7 +131,9 @@ def _summary(runs: Sequence[Row]) -> Row:
     summary: Row = {"method": runs[0]["method"], "seeds": len(runs)}
     for name in runs[0]:
         values = [row[name] for row in runs if isinstance(row.get(name), int | float) and name != "seed"]
-        if len(values) == len(runs):
+        if name == "lead":
+            summary |= {"lead": statistics.fmean(values) if values else None, "lead_seeds": len(values)}
+        elif len(values) == len(runs):
             summary[name] = statistics.fmean(values)
             if len(values) > 1 and name in (METRIC, f"best_{METRIC}", "time_s", "time_to"):
                 summary[f"{name}_sd"] = statistics.stdev(values)

@@ -70,12 +70,12 @@ TRIGGERS = ("semi", "sync", "async")
 
 
 def co_s2p(
-    rates: Rates | None = None, width_depth: float = 1.0, linear_masks: Masks = "trained", attention_masks: Masks = "trained",
-    segments: int = 16, mask_rounds: int = 20, mask_epochs: int | None = 5, mask_steps: int | None = None,
-    mask_lr: float = 1e-2, mask_strength: float = 1.0, distil: bool = True, distil_weight: float = 0.2,
-    temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi", min_ratio: float = 0.5, wait_s: float = 0.0,
-    merge: Literal["importance", "mean"] = "importance", server_lr: float = 1.0, cohort: int | None = None,
-    concurrency: int | None = None, submodel: Select | None = None,
+    rates: Rates | None = None, width_depth: float | Literal["inf"] = 1.0, linear_masks: Masks = "trained",
+    attention_masks: Masks = "trained", segments: int = 16, mask_rounds: int = 20, mask_epochs: int | None = 5,
+    mask_steps: int | None = None, mask_lr: float = 1e-2, mask_strength: float = 1.0, distil: bool = True,
+    distil_weight: float = 0.2, temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi",
+    min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean"] = "importance", server_lr: float = 1.0,
+    cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
     """Make Co-S2P.
 
@@ -108,7 +108,7 @@ def co_s2p(
         refuse_unused(f"mask_steps is {mask_steps}", mask_epochs=(mask_epochs or 5, 5))
         mask_epochs = None
     asked = RollingWindows(
-        list(RATES) if rates is None else rates, width_depth, linear_masks, attention_masks, segments, mask_rounds,
+        list(RATES) if rates is None else rates, float(width_depth), linear_masks, attention_masks, segments, mask_rounds,
         mask_epochs, mask_steps, distil,
     )  # fmt: skip
     return Algorithm(

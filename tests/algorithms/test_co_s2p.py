@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from raafl.algorithms import co_s2p, fed_avg
+from raafl.config import load_experiment
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Update
@@ -41,6 +44,12 @@ def test_every_argument_reaches_its_part():
     assert (other.trigger, other.merge.inner) == (AllReported(), Deltas(1.0, Staleness()))
     assert co_s2p(trigger="async").trigger == EachArrival()
     assert co_s2p(submodel=Rated()).select == Noted(Rated())
+    assert co_s2p(width_depth="inf").select.inner.ratio == float("inf")
+
+
+def test_width_alone_is_asked_for_on_the_command_line():
+    experiment = load_experiment(Path("configs/co-s2p.yaml"), "--algorithm.width_depth", "inf")
+    assert experiment.algorithm.select.inner.ratio == float("inf")
 
 
 @pytest.mark.parametrize(

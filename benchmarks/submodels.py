@@ -173,9 +173,12 @@ def rows(
 ) -> list[Row]:
     """Measure every model and return a row for each submodel; without ``resident`` the memory it needs only."""
     found: list[Row] = []
+    timed = {}
+    for model in models:  # first all that wants a calm machine
+        timed[model] = _in_process(["--time", model, "--rates", *map(str, rates), "--turns", str(turns)], threads)
+        print("timed", model, file=sys.stderr, flush=True)
     for model in models:
-        timed = _in_process(["--time", model, "--rates", *map(str, rates), "--turns", str(turns)], threads)
-        for case, row in zip(cases(model, rates), timed, strict=True):
+        for case, row in zip(cases(model, rates), timed[model], strict=True):
             place = json.dumps([case.model, case.rate, case.window])
             row["peak_bytes"] = _in_process(["--memory", place], threads, AT_ONCE)
             if resident:

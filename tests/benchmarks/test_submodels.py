@@ -88,7 +88,12 @@ def test_speeds_are_those_that_explain_both_probes():
     # Forward: gelu 2, norm 2, addition 3 and total 1 tensors of 8192 x 512. Backward: norm 2 (the gradient that comes to it
     # is one value), gelu 3, and 2 to add both gradients. The norm writes two numbers for each row and reads them again. Of
     # the loss: the total is written, its gradient made of it, and read by the norm and by the addition of gradients.
-    assert probes.layer_bytes == 15 * 4 * 8192 * 512 + 4 * 4 * 8192 + 5 * 4
+    # GELU counts one and a half times, plain arithmetic and the norm half.
+    tensor, rows = 4 * 8192 * 512, 2 * 4 * 8192
+    gelu, norm = 1.5 * 5 * tensor, 0.5 * (2 * tensor + rows) + 0.5 * (2 * tensor + rows + 4)
+    assert probes.layer.moved_bytes == gelu + norm + 0.5 * ((3 + 1 + 2) * tensor + 4 + 4) + 8
+    assert probes.product.flops == 2 * 2048 * 512 * 512
+    assert probes.product.moved_bytes == 0.5 * 4 * (2 * 2048 * 512 + 512 * 512)
     # one second for the product's FLOPs beside that for its bytes, at 100 MB/s; the layer has bytes only
-    probes.best = [1.0 + probes.PRODUCT_BYTES / 1e8, probes.layer_bytes / 1e8]
-    assert probes.speed() == pytest.approx((probes.PRODUCT_FLOPS, 1e8))
+    probes.best = [1.0 + probes.product.moved_bytes / 1e8, probes.layer.moved_bytes / 1e8]
+    assert probes.speed() == pytest.approx((probes.product.flops, 1e8))

@@ -107,8 +107,9 @@ def co_s2p(
     if mask_steps is not None:
         refuse_unused(f"mask_steps is {mask_steps}", mask_epochs=(mask_epochs or 5, 5))
         mask_epochs = None
+    ratio = float("inf") if width_depth == "inf" else width_depth
     asked = RollingWindows(
-        list(RATES) if rates is None else rates, float(width_depth), linear_masks, attention_masks, segments, mask_rounds,
+        list(RATES) if rates is None else rates, ratio, linear_masks, attention_masks, segments, mask_rounds,
         mask_epochs, mask_steps, distil,
     )  # fmt: skip
     return Algorithm(

@@ -7,12 +7,15 @@ import datetime
 import json
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+TIMEOUT_S = 3600.0
 
 
 def hardware() -> dict[str, Any]:
@@ -55,6 +58,17 @@ def table(rows: Sequence[Row]) -> str:
     cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def in_process(name: str, arguments: list[str], threads: int) -> Any:
+    """Run a part of a benchmark in a process of its own, with so many threads, and return the JSON that it printed last."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--threads", str(threads)],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"benchmarks.{name} {' '.join(arguments)} failed with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None) -> None:

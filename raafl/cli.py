@@ -127,6 +127,9 @@ def _fit(argv: list[str]) -> int:
 
 
 def _simulate(argv: list[str]) -> int:
+    from raafl.local.heap import keep_freed
+
+    keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
         from raafl.config import parse
         from raafl.run import simulate
@@ -265,6 +268,9 @@ def _json_alone(argv: list[str]) -> Iterator[TextIO | None]:
 
 
 def _plan(argv: list[str]) -> int:
+    from raafl.local.heap import keep_freed
+
+    keep_freed()  # so that what it measures of this machine is what a client would find
     from raafl.plan.command import command
 
     def say(text: str) -> None:

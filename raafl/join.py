@@ -21,7 +21,7 @@ from raafl.data.partition import Iid
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment
 from raafl.local.train import LocalTrainer
-from raafl.memory import with_memory
+from raafl.memory import settle_heap, with_memory
 from raafl.runtime.client import Client
 from raafl.runtime.session import Waits
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
@@ -90,6 +90,7 @@ class Site:
             mine, info = data.client(client), client_infos(experiment, data)[client - 1]
         submodels, trainer = client_parts(experiment, data, experiment.fabric.on_this_machine())
         info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+        settle_heap(experiment, info, submodels, data, trainer.fabric.device)
         alike = sections(config_yaml, own_data=own_data or data_named)
         return cls(experiment, info, submodels, trainer, mine, alike, notes)
 

@@ -1,4 +1,4 @@
-"""How much memory a client says it has: what its device declares, what the config gives all, or what it finds itself."""
+"""How much memory a client says it has, declared or found by itself, and how its process lives with it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from raafl.core.algorithm import Fleet
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
@@ -15,7 +17,11 @@ from raafl.data.federated import FederatedData
 from raafl.devices.measure import memory_room
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
-from raafl.submodel import FlatTensors, Submodels
+from raafl.local import heap
+from raafl.submodel import FULL, FlatTensors, Submodels
+
+_HOLES = 1.5
+"""So many times what its tensors need has a process been seen to take that keeps what it frees (`benchmarks.submodels`)."""
 
 
 def with_memory(
@@ -44,12 +50,30 @@ def with_memory(
     return info, notes
 
 
+def settle_heap(
+    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device
+) -> None:
+    """Have this process keep what a step frees for the next one, or, where its memory could be too small for that, nothing.
+
+    There is room enough if the whole model could train in it, holes between blocks included; always where another device
+    holds the model, whose memory the heap is not in.
+    """
+    needs_bytes = 0.0
+    if info.profile.memory_bytes < math.inf and device.type == "cpu":
+        with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
+            needs_bytes = _HOLES * submodels.cost(FULL, _batch_size(experiment, data)).peak_bytes
+    if needs_bytes > info.profile.memory_bytes:
+        heap.free_at_once()
+    else:
+        heap.keep_freed()
+
+
 def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData) -> None:
     """Ask the algorithm whether this client can take part; not of one that must see the model's values to say so."""
     problems: list[str] = []
     with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
         state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
-        batch_size = experiment.train.batch_size or data.batch_size or 1
+        batch_size = _batch_size(experiment, data)
         algorithm = experiment.algorithm
         free = [replace(profile, memory_bytes=math.inf) for profile in experiment.profiles()]
         clients = {i: ClientInfo(i, 1, profile) for i, profile in enumerate(free, start=1)} | {info.id: info}
@@ -66,3 +90,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
         problems = algorithm.select.check(fleet)
     if problems:
         raise BadInput("\n".join(problems))
+
+
+def _batch_size(experiment: Experiment, data: FederatedData) -> int:
+    return experiment.train.batch_size or data.batch_size or 1

@@ -18,7 +18,7 @@ from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
 from raafl.local.trial import explained, try_training
-from raafl.memory import with_memory
+from raafl.memory import settle_heap, with_memory
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
@@ -316,6 +316,7 @@ def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
     info = client_infos(experiment, data)[rendezvous.rank - 1]
     submodels, trainer = client_parts(experiment, data, rendezvous.fabric_options())
     info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+    settle_heap(experiment, info, submodels, data, trainer.fabric.device)
     for note in notes:
         Progress("plain", sys.stderr).note(f"raafl, client {info.id}: {note}")
     try:

@@ -7,12 +7,14 @@ import inspect
 import math
 
 import pytest
+import torch
 
 from raafl import memory
 from raafl.algorithms import ALGORITHMS
 from raafl.build import client_infos, client_parts, load_data
 from raafl.devices.measure import Room
 from raafl.errors import BadInput
+from raafl.submodel import FULL
 from tests.federation import experiment, unequal
 
 ROOM = Room(1e9, "control group")
@@ -49,6 +51,32 @@ def test_a_client_that_declares_none_measures_it_and_says_so(tmp_path, monkeypat
 )
 def test_what_is_declared_is_not_measured(tmp_path, monkeypatch, fields, found):
     assert asked(tmp_path, monkeypatch, **fields) == (found, [])
+
+
+@pytest.mark.parametrize(
+    ("times", "device", "what"),
+    [
+        (math.inf, "cpu", "keep_freed"),
+        (1.51, "cpu", "keep_freed"),
+        (1.49, "cpu", "free_at_once"),
+        (0.5, "cpu", "free_at_once"),
+        (0.5, "cuda", "keep_freed"),
+    ],
+)
+def test_what_is_freed_is_kept_where_the_whole_model_and_half_of_it_has_room(
+    tmp_path, monkeypatch, times, device, what
+):
+    made = experiment(tmp_path / "run", "fed_avg")
+    data = load_data(made)
+    submodels, _ = client_parts(made, data, made.fabric)
+    done = []
+    for name in ("keep_freed", "free_at_once"):
+        monkeypatch.setattr(memory.heap, name, lambda name=name: done.append(name))
+    info = client_infos(made, data)[0]
+    room = times * submodels.cost(FULL, made.train.batch_size or data.batch_size).peak_bytes
+    info = dataclasses.replace(info, profile=dataclasses.replace(info.profile, memory_bytes=room))
+    memory.settle_heap(made, info, submodels, data, torch.device(device))
+    assert done == [what]
 
 
 def test_simulated_clients_never_measure(tmp_path):

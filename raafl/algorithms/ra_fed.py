@@ -46,6 +46,7 @@ def ra_fed(
     coverage: int | None = None,
     rest: int | None = None,
     full_first: bool = False,
+    rescale: bool = False,
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
@@ -61,6 +62,7 @@ def ra_fed(
         coverage: clients that train a trained region, at least (Gamma*); None = 1 where trained or rest is given, else chance.
         rest: rounds in a row for which a client may leave a region alone (tau_q); None = any number.
         full_first: the first round has all regions on all clients, as far as their memory allows.
+        rescale: scale a cut layer's activation by 1/keep-fraction while training.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains instead of regions, such as `raafl.parts.Rated`; all before cohort must be left as it
@@ -71,7 +73,7 @@ def ra_fed(
         paper="Wang et al. 2023, RA-Fed",
         sample=Sample(cohort, concurrency),
         select=regions_of(Regions(mask, regions, trained, every, coverage, rest, full_first), cohort, submodel),
-        local=Local(),
+        local=Local(rescale=rescale),
         trigger=AllReported(),
         merge=Mean(by_samples=False),
     )

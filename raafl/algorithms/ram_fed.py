@@ -53,6 +53,7 @@ def ram_fed(
     coverage: int | None = None,
     rest: int | None = None,
     full_first: bool = False,
+    rescale: bool = False,
     trigger: Literal["all", "each"] = "all",
     server_lr: float | None = None,
     staleness: Kind = "constant",
@@ -76,6 +77,7 @@ def ram_fed(
         coverage: clients that train a trained region, at least (Gamma*); None = 1 where trained or rest is given, else chance.
         rest: rounds in a row for which a client may leave a region alone (tau_q); None = any number.
         full_first: the first round has all regions on all clients, as far as their memory allows.
+        rescale: scale a cut layer's activation by 1/keep-fraction while training.
         trigger: all (the paper's rounds) or each (asynchronous).
         server_lr: factor of v, in (0, 1]; None = 1 in rounds, 1/N where each arrival is merged.
         staleness: s(.) where each arrival is merged: constant, polynomial or hinge.
@@ -98,7 +100,7 @@ def ram_fed(
         paper="Wang et al. 2023, RAM-Fed",
         sample=Sample(cohort, concurrency),
         select=regions_of(wanted, cohort, submodel),
-        local=Local(),
+        local=Local(rescale=rescale),
         trigger=TRIGGERS[trigger](),
         merge=Remembered(server_lr, Staleness(staleness, staleness_a, staleness_b), max_age, folder),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,36 +86,12 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
     """
     if not duration_s > 0:
         raise ValueError(f"duration_s is {duration_s}; give a number of seconds above 0")
-    import torch
-    from torch.nn import functional
+    from raafl.devices.probes import Probes
 
-    from raafl.submodel.ledger import Ledger
-
-    a, b, x = (torch.randn(shape, device=device) for shape in ((2048, 512), (512, 512), (4096, 512)))
-    x.requires_grad_()
-
-    def layer() -> None:
-        torch.autograd.grad((functional.layer_norm(functional.gelu(x), (512,)) + x).sum(), x)
-
-    def seconds(work: Callable[[], object]) -> float:
-        begin_s = time.perf_counter()
-        work()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin_s
-
-    def product() -> None:
-        a @ b
-
-    ledgers = Ledger(), Ledger()
-    for ledger, work in zip(ledgers, (product, layer), strict=True):
-        with ledger:
-            work()
-    best, stop_s = [math.inf, math.inf], time.perf_counter() + duration_s
-    while time.perf_counter() < stop_s or best[1] == math.inf:
-        best = [min(old, seconds(work)) for old, work in zip(best, (product, layer), strict=True)]
-    bytes_per_s = ledgers[1].moved_bytes / best[1]
-    return ledgers[0].flops / max(best[0] - ledgers[0].moved_bytes / bytes_per_s, best[0] / 10), bytes_per_s
+    probes, stop_s = Probes(device), time.perf_counter() + duration_s
+    while time.perf_counter() < stop_s or probes.best_s[1] == math.inf:
+        probes.take()
+    return probes.speeds()
 
 
 def measure_machine(

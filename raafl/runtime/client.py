@@ -12,6 +12,7 @@ from typing import Any
 import raafl
 from raafl.core.types import Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
+from raafl.local.heap import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.parts.compress import Unsound
@@ -182,6 +183,8 @@ class Client:
             self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, packed))
         except (PeerLost, PeerTimeout):
             return
+        finally:
+            give_back()
         self.unsent = None
         self.num_answered += 1
 

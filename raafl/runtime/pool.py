@@ -27,6 +27,7 @@ import torch
 from raafl.core.types import Assignment, Update, assignment_from_json, assignment_to_json
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, RunFailed
+from raafl.local.heap import give_back, keep_freed
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Layout, Submodels
 
@@ -321,6 +322,7 @@ def _worker(queue: _TaskQueue, pipe: connection.Connection, bench: _Bench, num_t
     """Train what is queued until told to end, or until the parent is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a cluster sends them to all; the parent sees to them
         signal.signal(number, signal.SIG_IGN)
+    keep_freed()  # before there are threads
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # In a thread of its own: where the forking thread has computed with several threads, OpenMP believes in this one
@@ -335,6 +337,7 @@ def _train(queue: _TaskQueue, pipe: connection.Connection, bench: _Bench, num_th
     try:
         while message := queue.take():
             pipe.send_bytes(json.dumps(bench.train(message)).encode())
+            give_back()  # the next task may be long in coming
     except (EOFError, OSError):
         pass
     except BadInput as error:

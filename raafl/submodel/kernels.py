@@ -1,44 +1,45 @@
-"""What kernels of a CPU do beside what their operands and results say: copies, padding, slow and fresh elements.
+"""What kernels of a CPU do beside what their operands and results say: copies, padding, slow elements.
 
 oneDNN computes convolutions in blocks of channels: where the channels of a value are not a multiple of a block it takes a
 padded copy of it, otherwise a reordered one, and frees it at the end. Where oneDNN is not used, every window is unfolded into
-a column. Found with torch 2 on a processor with AVX2, by what the allocator notes; with AVX-512 blocks may be twice as large.
+a column. Found with torch 2 on processors with AVX2 and with AVX-512, by what the allocator notes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 _Convolution = tuple[Tensor, Tensor, Tensor, int, Sequence[bool], bool]
 _aten = torch.ops.aten
-_BLOCK = 8
-_FLOPS_PER_BYTE = 10.0
-"""That take as long as a byte that counts once (8.2 to 10.5 by `benchmarks.probes`): what padding costs, as bytes."""
-_COPY = 5
-"""Bytes that take as long as one that is reordered: read in strides, written to new memory."""
+_BLOCK, _FLOPS_PER_BYTE = (16, 25.0) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (8, 10.0)
+"""Channels of a block, and FLOPs that take as long as a byte that counts once, by which padding counts as bytes."""
+_SMALL_BLOCK = 8
+_CONVOLUTION = 0.75
+"""How many times the bytes of a convolution count, those of its copies included."""
 _TIMES = {
-    _aten.max_pool2d_with_indices: 8.0, _aten.max_pool3d_with_indices: 8.0,
-    _aten.bernoulli: 8.0, _aten.bernoulli_: 8.0, _aten.native_dropout: 8.0,
-    _aten.native_batch_norm: 2.5, _aten._native_batch_norm_legit: 2.5,
-    _aten.gelu: 1.5, _aten.gelu_backward: 1.5,
-    _aten._scaled_dot_product_flash_attention_for_cpu: 1.5, _aten._scaled_dot_product_flash_attention_for_cpu_backward: 1.5,
-    _aten.mm: 0.5, _aten.addmm: 0.5, _aten.bmm: 0.5, _aten.baddbmm: 0.5,  # operands are read while others are multiplied
-    _aten.add: 0.5, _aten.sub: 0.5, _aten.mul: 0.5, _aten.div: 0.5, _aten.sqrt: 0.5, _aten.sum: 0.5, _aten.clone: 0.5,
-    _aten.native_layer_norm: 0.5, _aten.native_layer_norm_backward: 0.5,
-    _aten.max_pool2d_with_indices_backward: 0.25, _aten.max_pool3d_with_indices_backward: 0.25,
-    _aten.add_: 0.25, _aten.sub_: 0.25, _aten.mul_: 0.25, _aten.div_: 0.25,  # in memory that is there
-    _aten.lerp_: 0.25, _aten.addcmul_: 0.25, _aten.addcdiv_: 0.25, _aten.zero_: 0.25, _aten.fill_: 0.25,
+    _aten.bernoulli: 8.5, _aten.bernoulli_: 8.5, _aten.native_dropout: 8.5,
+    _aten.max_pool2d_with_indices: 7.0, _aten.max_pool3d_with_indices: 7.0,
+    _aten._softmax: 6.0, _aten._safe_softmax: 6.0,
+    _aten.sqrt: 2.2,  # of 0 it takes several times as long as of other values, and there are many in a table's averages
+    _aten._scaled_dot_product_flash_attention_for_cpu: 2.3, _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.3,
+    _aten.native_batch_norm: 2.0, _aten._native_batch_norm_legit: 2.0,
+    _aten.cat: 1.8,
+    _aten.addmm: 1.2, _aten.baddbmm: 1.2,
+    _aten.gelu: 0.8, _aten.gelu_backward: 0.8,
+    _aten.mm: 0.7, _aten.native_layer_norm: 0.7, _aten.native_layer_norm_backward: 0.7, _aten.native_batch_norm_backward: 0.7,
+    _aten.max_pool2d_with_indices_backward: 0.7, _aten.max_pool3d_with_indices_backward: 0.7,
+    _aten.div: 0.7, _aten.sum: 0.7, _aten.clone: 0.7,
+    _aten.add: 0.45, _aten.sub: 0.45, _aten.mul: 0.45, _aten.relu: 0.45, _aten.threshold_backward: 0.45, _aten.bmm: 0.45,
+    _aten.add_: 0.45, _aten.sub_: 0.45, _aten.mul_: 0.45, _aten.div_: 0.45, _aten.lerp_: 0.45, _aten.addcmul_: 0.45,
+    _aten.addcdiv_: 0.45, _aten.zero_: 0.45, _aten.fill_: 0.45, _aten.relu_: 0.45,
 }  # fmt: skip
-"""How many times the bytes of an operation count; those of what is not here once. Measured operation by operation in steps of
-ViT-Tiny, BERT-Small and the CNN, in bytes of the layer of `benchmarks.probes`: plain arithmetic runs at the speed of
-memory, an activation at that of its exponentials."""
-_FROM_SYSTEM_BYTES, _FAULT = 32 * 2**20, 4
-"""Larger blocks the C library takes from the system each time (glibc's M_MMAP_THRESHOLD), page by page: so many times as long."""
+"""How many times the bytes of an operation count; those of what is not here once. By `benchmarks.operations`, in bytes of
+the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
 def extra_traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> int:
@@ -57,26 +58,14 @@ def extra_traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], move
     if shape is None:
         return int((_TIMES.get(packet, 1.0) - 1.0) * moved_bytes)
     x, weight, y, groups, masks, uses_onednn = shape
+    total = (_CONVOLUTION - 1.0) * moved_bytes
     if not uses_onednn:
-        return _COPY * _unfolded(x, weight, y)
+        return int(total + _CONVOLUTION * _unfolded(x, weight, y))
     flops = 2 * math.prod(weight.shape[1:]) * math.prod(y.shape)
-    total = 0.0
-    for needed, plain in (
-        (not masks, x.shape[1] < _BLOCK),
-        (bool(masks) and masks[0], False),
-        (bool(masks) and masks[1], x.shape[1] == 3),
-    ):
-        if needed:
-            in_blocks = not (plain and groups == 1)
-            copies = (_blocked(x) if in_blocks else 0) + _weights(weight, groups, in_blocks=in_blocks) + _blocked(y)
-            padded = _weights(weight, groups, in_blocks=in_blocks) / _bytes(weight)
-            total += _COPY * copies + (padded - 1) * flops / _FLOPS_PER_BYTE
+    for one in _passes(x, weight, y, groups, masks):
+        total += _CONVOLUTION * (one.x_bytes + one.weight_bytes + one.y_bytes)
+        total += (one.weight_bytes / _bytes(weight) - 1) * flops / _FLOPS_PER_BYTE
     return int(total)
-
-
-def fault_traffic(num_bytes: int) -> int:
-    """Return the bytes whose writing would take as long as getting a new block of this size from the system."""
-    return _FAULT * num_bytes if num_bytes > _FROM_SYSTEM_BYTES else 0
 
 
 def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
@@ -94,13 +83,14 @@ def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) ->
     if not uses_onednn:
         return _unfolded(x, weight, y)
     results = sum(map(_bytes, made))
-    if not masks:
-        return _forward(x, weight, y, groups) - results
-    kept = _bytes(x) if masks[0] else 0
-    needs = [_backward_weights(x, weight, y, groups) + kept if masks[1] else 0]
+    passes = _passes(x, weight, y, groups, masks)
+    if not masks:  # while it is computed, or while the result is put in order
+        return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - results
+    kept, needs = _bytes(x) if masks[0] else 0, [0]
+    if masks[1]:
+        needs.append(passes[-1].num_bytes + y.itemsize * y.shape[1] + kept)
     if masks[0]:
-        needs.append(_blocked(y) + _weights(weight, groups, in_blocks=True) + _blocked(x))
-        needs.append(kept + _blocked(x))
+        needs += [passes[0].num_bytes, kept + passes[0].x_bytes]
     return max(max(needs) - results, 0)
 
 
@@ -121,32 +111,44 @@ def _unfolded(x: Tensor, weight: Tensor, y: Tensor) -> int:
     return x.itemsize * x.shape[0] * x.shape[1] * windows * math.prod(y.shape[2:]) if windows > 1 else 0
 
 
-def _forward(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
-    """Return the most of a forward pass, its result included: while it is computed, or while that is put in order."""
-    plain = x.shape[1] < _BLOCK and groups == 1
-    inside = (0 if plain else _blocked(x)) + _weights(weight, groups, in_blocks=not plain) + _blocked(y)
-    return max(inside, _blocked(y) + _bytes(y))
+class _Pass(NamedTuple):
+    """What a pass of a convolution copies: its input (0 where it is read as it is), weights and output, or their gradients."""
+
+    x_bytes: int
+    weight_bytes: int
+    y_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self)
 
 
-def _backward_weights(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
-    plain = x.shape[1] == 3 and groups == 1  # colours have a kernel of their own
-    bias = y.itemsize * y.shape[1]
-    return (0 if plain else _blocked(x)) + _blocked(y) + _weights(weight, groups, in_blocks=not plain) + bias
+def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[bool]) -> list[_Pass]:
+    """Return the forward pass, or those for the gradients of the input and of the weights that are wanted."""
+    channels, outputs = x.shape[1], y.shape[1]
+
+    def one(block: int, plain: bool = False) -> _Pass:
+        if groups > 1:
+            block = _BLOCK if groups == channels == outputs else 1
+        wide_x = channels if plain and groups == 1 else _up(channels, block)
+        wide_y = _up(outputs, block)
+        weight_bytes = (
+            weight.itemsize * wide_y * (wide_x if groups == 1 else weight.shape[1]) * math.prod(weight.shape[2:])
+        )
+        x_bytes = 0 if plain and groups == 1 else _bytes(x) // max(channels, 1) * wide_x
+        return _Pass(x_bytes, weight_bytes, _bytes(y) // max(outputs, 1) * wide_y)
+
+    if not masks:
+        return [one(_BLOCK, plain=channels < _BLOCK)]
+    found = [one(_BLOCK)] if masks[0] else []
+    if masks[1]:  # colours have kernels of their own
+        plain = channels == 3 or (_BLOCK > _SMALL_BLOCK and channels < 3)
+        found.append(one(_BLOCK if plain or channels >= _BLOCK else _SMALL_BLOCK, plain))
+    return found
 
 
-def _weights(weight: Tensor, groups: int, *, in_blocks: bool) -> int:
-    if groups > 1:
-        return _bytes(weight)
-    inputs = _up(weight.shape[1]) if in_blocks else weight.shape[1]
-    return weight.itemsize * _up(weight.shape[0]) * inputs * math.prod(weight.shape[2:])
-
-
-def _blocked(value: Tensor) -> int:
-    return _bytes(value) // max(value.shape[1], 1) * _up(value.shape[1])
-
-
-def _up(channels: int) -> int:
-    return -(-channels // _BLOCK) * _BLOCK
+def _up(channels: int, block: int) -> int:
+    return -(-channels // block) * block
 
 
 def _bytes(value: Tensor) -> int:

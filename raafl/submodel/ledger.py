@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raafl.submodel.kernels import extra_traffic, fault_traffic, workspace_bytes
+from raafl.submodel.kernels import extra_traffic, workspace_bytes
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -29,8 +29,7 @@ class Ledger(TorchDispatchMode):
     Attributes:
         flops: multiplications and additions of matrix products, convolutions and attention.
         moved_bytes: bytes of operands and results of every operation that is not a mere view; of a table from which rows
-            are looked up, the rows; and so many more as what kernels do beside takes as long as (`extra_traffic`,
-            `fault_traffic`).
+            are looked up, the rows; and so many more as what kernels do beside takes as long as (`extra_traffic`).
         live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
         peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
     """
@@ -38,10 +37,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         """Start with nothing; the storages of ``held`` are never counted as alive."""
         super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry
-
         self.flops, self.moved_bytes, self.live_bytes, self.peak_bytes = 0.0, 0, 0, 0
-        self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
         self._alive: dict[int, weakref.ref[Any]] = {}
         for tensor in held:
             self._note(tensor, counted=False)
@@ -54,12 +50,10 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return result
-        formula = self._formulas.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
+        flops, _, moved_bytes = counted(func, args, kwargs, result)
+        self.flops += flops
+        self.moved_bytes += moved_bytes
         made = tensors_in(result)
-        moved_bytes = _moved_bytes(func, args, kwargs, made)
-        self.moved_bytes += moved_bytes + extra_traffic(func._overloadpacket, args, made, moved_bytes)
         for tensor in made:
             self._note(tensor)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(func._overloadpacket, args, made))
@@ -76,10 +70,26 @@ class Ledger(TorchDispatchMode):
             self.live_bytes -= num_bytes
             self._alive.pop(key, None)
 
-        self.moved_bytes += fault_traffic(num_bytes)
         self._alive[key] = weakref.ref(storage, gone)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def counted(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int, int]:
+    """Return the FLOPs of an operation, the bytes that it reads and writes, and as how many of them its time counts."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return 0.0, 0, 0
+    formula, made = _formulas().get(func._overloadpacket), tensors_in(result)
+    flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
+    num_bytes = _moved_bytes(func, args, kwargs, made)
+    return flops, num_bytes, num_bytes + extra_traffic(func._overloadpacket, args, made, num_bytes)
+
+
+@cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
 
 
 def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:

@@ -161,9 +161,22 @@ def test_what_no_schedule_can_keep_is_found_before_training(tmp_path):
 def test_full_coverage_is_fed_avg_to_the_last_bit(tmp_path):
     runs = [
         finish(experiment(tmp_path / name, algorithm))
-        for name, algorithm in (("ra", ra_fed(mask=[4])), ("avg", fed_avg(by_samples=False)))
+        for name, algorithm in (
+            ("ra", ra_fed(mask=[4])),
+            ("avg", fed_avg(by_samples=False)),
+            ("scaled", ra_fed(mask=[4], rescale=True)),  # by 1: nothing is cut
+        )
     ]
-    assert runs[0].digest == runs[1].digest
+    assert runs[0].digest == runs[1].digest == runs[2].digest
+
+
+@pytest.mark.parametrize("algorithm", [ra_fed, ram_fed])
+def test_scaling_changes_what_cut_clients_learn(algorithm, tmp_path):
+    plain, scaled = (
+        finish(experiment(tmp_path / str(value), algorithm(mask="S-Arb", rescale=value))).digest
+        for value in (False, True)
+    )
+    assert plain != scaled
 
 
 def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path):

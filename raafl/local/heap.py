@@ -1,0 +1,82 @@
+"""What becomes of memory that a client's process frees between two steps, where the C library is glibc.
+
+Left alone, glibc gives large blocks back to the system as soon as they are free, and each step gets them anew, page by page,
+each page cleared by the kernel first: a tenth to a half of the time of a step with large tables. It also keeps
+holes between smaller blocks: half as much again as the tensors of a task have been seen to take. So a process does better
+with one of two extremes: keep all of it while the task runs, or, where memory is short, as little as can be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from typing import Any
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of <malloc.h>
+_NEVER, _ANY = -1, 65536
+_LARGE_BYTES = 64 * 2**10
+WORTH_BYTES = 64 * 2**20
+"""Less than this is not worth a walk through the heap, nor the pages that the next task would get anew."""
+
+
+def keep_freed() -> bool:
+    """Let this process keep what it frees, in one heap; return whether its C library can be told.
+
+    To be called before threads have asked for memory: a thread that has a heap of its own goes on with that one.
+    """
+    # a thread's own heap ends at 64 MiB, and gives larger blocks back at once
+    return _set(_ARENA_MAX, 1) and _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, _NEVER)
+
+
+def free_at_once() -> bool:
+    """Have this process give each larger block back as soon as it is free; return whether its C library can be told."""
+    return _set(_MMAP_MAX, _ANY) and _set(_MMAP_THRESHOLD, _LARGE_BYTES) and _set(_TRIM_THRESHOLD, _LARGE_BYTES)
+
+
+def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
+    """Give what this process has kept back to the system, if that may be more than ``worth_bytes``; return whether any was."""
+    trim = _glibc("malloc_trim")
+    return trim is not None and _free_bytes() > worth_bytes and bool(trim(0))
+
+
+def is_glibc() -> bool:
+    """Return whether the C library is one that can be told."""
+    return _glibc("mallopt") is not None
+
+
+_USAGE = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
+
+
+class _Usage(ctypes.Structure):
+    """``struct mallinfo2`` of <malloc.h>."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _USAGE]
+
+
+def _free_bytes() -> float:
+    """Return the bytes of the heap that nothing uses, whether or not there are pages behind them; infinite if unknown."""
+    usage = _glibc("mallinfo2")
+    if usage is None:  # glibc before 2.33
+        return math.inf
+    return int(usage().fordblks)
+
+
+def _set(parameter: int, value: int) -> bool:
+    mallopt = _glibc("mallopt")
+    return mallopt is not None and bool(mallopt(parameter, value))
+
+
+@cache
+def _glibc(name: str) -> Any:
+    """Return a function of glibc; None where the C library is another, or too old to have it."""
+    try:
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018  other libraries have a `mallopt`, too
+        function = getattr(library, name)
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no handle of this kind
+        return None
+    function.restype = _Usage if name == "mallinfo2" else ctypes.c_int
+    return function

@@ -91,7 +91,7 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
         algorithm, state, experiment.limits(min_clients, count_lost),
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
     )  # fmt: skip
-    coordinator.fleet = replace(coordinator.fleet, wires=experiment.wires(submodels))
+    coordinator.fleet = replace(coordinator.fleet, wires=experiment.wires(submodels), num_tested=data.num_tested)
     everyone = {client.id: client for client in clients}
     fleet = replace(coordinator.fleet, clients=everyone, cache={})
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))

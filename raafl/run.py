@@ -54,7 +54,6 @@ class Run:
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
         self.parts, self.runtime, self.watcher = parts, runtime, watcher or Watcher()
-        self.num_tested = dict(enumerate(parts.data.test_sizes, start=1))
         submodels, data, device = parts.submodels, parts.data, experiment.server_device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
@@ -235,7 +234,7 @@ def simulate(
         run.start()
         simulation = Simulation(
             parts.coordinator, parts.clients, executor, run.record, run.evaluator,
-            hooks=run.hooks, progress=run.progress, num_tested=run.num_tested,
+            hooks=run.hooks, progress=run.progress,
         )  # fmt: skip
         if saved is not None:
             simulation.restore(saved.section["clock"])
@@ -290,7 +289,7 @@ def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any
     return Server(
         run.parts.coordinator, sessions, inbox, run.record, run.evaluator,
         waits=run.parts.experiment.waits, hooks=run.hooks, progress=run.progress,
-        num_tested=run.num_tested, **more,
+        **more,
     )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class Fleet:
         seed: the run's, for draws that must not depend on those before them.
         local: what clients do with their submodels, for what it costs.
         wires: how what travels is compressed; None = it is not.
+        num_tested: samples of its own on which client i measures what it has trained; none where it is not named.
     """
 
     state: GlobalState
@@ -87,6 +88,7 @@ class Fleet:
     seed: int = 0
     local: Local = field(default_factory=Local)
     wires: Wires | None = None
+    num_tested: Mapping[int, int] = field(default_factory=dict)
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""
@@ -94,9 +96,15 @@ class Fleet:
         return cost if self.wires is None else self.wires.cost(cost, spec)
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
-        """Return the predicted seconds of ``work`` on ``client``: download, compute and upload."""
+        """Return the predicted seconds of ``work`` on ``client``: download, compute and upload.
+
+        Where the client measures what it has trained, that is part of it: a forward pass counts for a third of a training
+        step, of its FLOPs and of the bytes that its operations move.
+        """
         cost = self.cost(work.spec, work.extra)
-        samples = self.training.samples(work, client.num_samples, self.batch_size)
+        samples: float = self.training.samples(work, client.num_samples, self.batch_size)
+        if self.local.tests(work.extra):
+            samples += self.num_tested.get(client.id, 0) / 3
         moved_bytes = cost.moved_bytes_per_sample * samples
         return client.profile.task_time(cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes, moved_bytes)
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.core.algorithm import Fleet
-from raafl.core.types import ClientInfo, Work
 from raafl.data.federated import ClientData
 from raafl.local.buffers import Buffers
 from raafl.local.record import Recorder, batch_length, to_device
@@ -117,18 +115,6 @@ def measure_part(
         for buffer, old in before:
             buffer.copy_(old)
     return {**{TEST + name: value for name, value in metrics.items()}, TEST + "num_samples": float(data.num_samples)}
-
-
-def measuring_s(fleet: Fleet, client: ClientInfo, work: Work, num_samples: int) -> float:
-    """Return the predicted seconds that ``client`` takes to measure the submodel of ``work`` on so many samples.
-
-    A forward pass counts for a third of a training step: of its FLOPs, and of the bytes that its operations move.
-    """
-    if not fleet.local.tests(work.extra):
-        return 0.0
-    cost = fleet.cost(work.spec, work.extra)
-    flops, moved_bytes = cost.flops_per_sample * num_samples / 3, cost.moved_bytes_per_sample * num_samples / 3
-    return client.profile.task_time(flops, 0, 0, moved_bytes).compute_s
 
 
 def _with_batch_statistics(module: nn.Module, batches: Iterable[Any], paths: Iterable[str]) -> Iterable[Any]:

@@ -114,7 +114,9 @@ class World:
             replace(algorithm, merge=Unmerged(algorithm.merge)), state, limits,
             training=experiment.train, batch_size=self.batch_size, seed=experiment.seed,
         )  # fmt: skip
-        coordinator.fleet = replace(coordinator.fleet, wires=experiment.wires(submodels))
+        coordinator.fleet = replace(
+            coordinator.fleet, wires=experiment.wires(submodels), num_tested=self.data.num_tested
+        )
         return coordinator
 
 
@@ -184,8 +186,7 @@ def _gone_through(
     coordinator = world.coordinator(algorithm, max_updates, real=real)
     record = RunRecord(None)
     executor = Untrained(coordinator.state.submodels, {client.id: client.num_samples for client in world.clients})
-    tested = dict(enumerate(world.data.test_sizes, start=1))
-    simulation = Simulation(coordinator, world.clients, executor, record, None, num_tested=tested)
+    simulation = Simulation(coordinator, world.clients, executor, record, None)
     reason = simulation.run()
     summary: dict[str, Any] = record.summary(
         algorithm=name, runtime="plan", seed=world.experiment.seed, version=coordinator.state.version,

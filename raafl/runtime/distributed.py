@@ -10,8 +10,7 @@ import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
@@ -19,7 +18,6 @@ from raafl.core.types import (
     Action,
     Arrived,
     Assign,
-    Assignment,
     Checkpoint,
     Dismiss,
     Evaluate,
@@ -31,10 +29,8 @@ from raafl.core.types import (
     Settled,
     Stop,
     Timer,
-    Work,
 )
 from raafl.local.evaluate import Evaluator
-from raafl.local.metrics import measuring_s
 from raafl.progress import Progress, ProgressState
 from raafl.runtime.hooks import Hooks
 from raafl.runtime.inbox import Inbox
@@ -127,16 +123,13 @@ class Server:
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        num_tested: Mapping[int, int] | None = None,
     ) -> None:
         """Prepare; `run` starts the sessions and the clock. ``announce`` is told why a client (None = all) is let go.
-
-        An emulated device's pace allows for the ``num_tested`` samples on which client i measures itself.
 
         With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
         without, when none is left.
         """
-        self._announce, self._num_tested = announce, num_tested or {}
+        self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
         self.coordinator, self.inbox, self.record = coordinator, inbox, record
         self.hooks, self.progress, self.waits = hooks or Hooks(), progress, waits or Waits()
@@ -272,7 +265,6 @@ class Server:
     def _do(self, action: Action) -> None:
         match action:
             case Assign(assignment):
-                assignment = self._paced(assignment)
                 self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
                 session = self.sessions.get(assignment.client)
                 if session is not None:
@@ -302,14 +294,6 @@ class Server:
             session.stop(f"refused: {reason}")
             self._leaving.append((self._clock() + self.waits.stop_s, session))
         self._note_text(f"client {client} was let go: {reason}")
-
-    def _paced(self, assignment: Assignment) -> Assignment:
-        tested = self._num_tested.get(assignment.client, 0)
-        if not (tested and assignment.pace_s):
-            return assignment
-        fleet, client = self.coordinator.fleet, self.coordinator.roster.clients[assignment.client]
-        work = Work(assignment.spec, extra=assignment.extra)
-        return replace(assignment, pace_s=assignment.pace_s + measuring_s(fleet, client, work, tested))
 
     def _note(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
         for version, at_s, measured in results:

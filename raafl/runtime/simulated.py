@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from raafl.core.types import (
 )
 from raafl.devices.profiles import TaskTime
 from raafl.local.evaluate import Evaluator
-from raafl.local.metrics import measuring_s
 from raafl.progress import Progress, ProgressState
 from raafl.runtime.compressed import Carried
 from raafl.runtime.hooks import Hooks
@@ -72,10 +71,8 @@ class Simulation:
         *,
         hooks: Hooks | None = None,
         progress: Progress | None = None,
-        num_tested: Mapping[int, int] | None = None,
     ) -> None:
-        """Set the clock to 0 and let every available client join; ``num_tested`` samples client i measures itself on."""
-        self._num_tested = num_tested or {}
+        """Set the clock to 0 and let every available client join."""
         self.coordinator, self.executor, self.record, self.evaluator = coordinator, executor, record, evaluator
         self.hooks = hooks or Hooks()
         self.progress = progress
@@ -237,8 +234,6 @@ class Simulation:
         client = self.coordinator.roster.clients[assignment.client]
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
         time = fleet.task_time(client, work)
-        if tested := self._num_tested.get(client.id, 0):
-            time = replace(time, compute_s=time.compute_s + measuring_s(fleet, client, work, tested))
         more_bytes = self._snapshots.more_bytes(assignment)
         if more_bytes:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,9 +71,10 @@ def test_the_last_layers_are_listed_with_their_share():
 # ---- rounds ----
 
 
-def line_fleet(algorithm, seconds, **limits):
+def line_fleet(algorithm, seconds, num_tested=None, **limits):
     """Clients 1, 2, ... that need so many seconds for an epoch of `Line`; their coordinator, and what they are given."""
     coordinator = coordinator_for(algorithm, min_clients=len(seconds), **limits)
+    coordinator.fleet = replace(coordinator.fleet, num_tested=num_tested or {})
     speed = {client: 56.0 / s for client, s in enumerate(seconds, start=1)}
     return coordinator, join(coordinator, speed, speed)
 
@@ -120,6 +123,14 @@ def test_layers_that_would_not_be_done_in_time_do_not_train():
         3: (1, LAST),
         4: (1, LAST),
     }
+
+
+def test_what_a_client_measures_itself_is_part_of_its_time():
+    # three samples' forward passes take as long as one sample's step: 2.4 s in all for client 3, where T_k = 2
+    _, actions = line_fleet(timely_fl(), [1.0, 2.0, 1.2], num_tested={3: 3})
+    assert {c: load(task) for c, task in assigned(actions).items()} == {1: (2, FULL), 2: (1, FULL), 3: (1, LAST)}
+    _, actions = line_fleet(timely_fl(), [1.0, 2.0, 1.2])
+    assert load(assigned(actions)[3]) == (1, FULL)
 
 
 def test_a_client_short_of_time_may_train_fewer_units_instead():

@@ -1,11 +1,11 @@
 """How fast each kind of operation of a training step moves bytes, against what raafl counts for it.
 
 Local steps of models of `benchmarks.submodels`, whole and at the smallest rate, each in a process that keeps what it frees as
-a client's does. Each operation is timed by itself, the fastest of its calls with the same shapes; what it multiplies is taken
-off at the speed of matrix products, and the rest is divided by the bytes of its operands and results, at the speed of
-the layer of `raafl.devices.probes`. So `measured` is how many times its bytes count by the clock, `counted` how many times
-they count by `raafl/submodel/kernels.py`. Rows are of one step, those that take longest first; operations that take less
-than a five-hundredth of it are left out.
+a client's does. Each operation is timed by itself, the fastest of its calls with the same shapes; what it multiplies, padding as
+well, is taken off at the speed of matrix products, and the rest is divided by the bytes of its operands and results, at the
+speed of the layer of `raafl.devices.probes`. So `measured` is how many times its bytes count by the clock, `counted` how many
+times they count by `raafl/submodel/kernels.py`. Rows are of one step, those that take longest first; operations that take
+less than a five-hundredth of it are left out.
 
     python -m benchmarks.operations [--json] [--out FILE] [--quick] [--models NAME ...]
 """
@@ -57,18 +57,20 @@ def measured(model: str, rate: float) -> list[Row]:
         client.train(trainer, spec, values, STEPS)
     sums: dict[str, list[float]] = {}
     for (name, *_), calls, numbers in timed.calls():
-        one = sums.setdefault(name, [0.0] * 5)
+        one = sums.setdefault(name, [0.0] * 6)
         for place, number in enumerate((1.0, *numbers)):
             one[place] += number * calls / STEPS
     whole_s = sum(seconds for _, seconds, *_ in sums.values())
     found: list[Row] = []
-    for name, (calls, seconds, flops, num_bytes, counted) in sorted(sums.items(), key=lambda item: -item[1][1]):
+    for name, (calls, seconds, flops, padding_flops, num_bytes, moved_bytes) in sorted(
+        sums.items(), key=lambda item: -item[1][1]
+    ):
         if num_bytes and seconds >= LEAST_SHARE * whole_s:
             found.append({
                 "model": model, "rate": rate, "operation": name, "calls": calls, "seconds": seconds, "share": seconds / whole_s,
-                "flops": flops, "bytes": num_bytes,
-                "measured": (seconds - flops / flops_per_s) * bytes_per_s / num_bytes,
-                "counted": counted / num_bytes,
+                "flops": flops, "padding_flops": padding_flops, "bytes": num_bytes,
+                "measured": (seconds - (flops + padding_flops) / flops_per_s) * bytes_per_s / num_bytes,
+                "counted": moved_bytes / num_bytes,
             })  # fmt: skip
     return found
 
@@ -77,14 +79,14 @@ def _timed() -> Any:
     """Return a mode that times every operation, and notes what raafl counts for it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from raafl.submodel.ledger import counted, tensors_in
+    from raafl.submodel.ledger import Counted, counted, tensors_in
 
     class Timed(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self._num: Counter[Any] = Counter()
             self._best_s: dict[Any, float] = {}
-            self._counted: dict[Any, tuple[float, int, int]] = {}
+            self._counted: dict[Any, Counted] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}

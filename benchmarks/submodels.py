@@ -7,9 +7,10 @@ units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of th
 - `seconds` is the shortest local step of `LocalTrainer`, the first of a task left out. One process per model takes the
   whole model and its submodels in turn, several times and for a minute, so that what else the machine does falls on all of
   them; the shortest is the one it has kept up least. With one thread the clock is the process's CPU time, with more the wall clock.
-- `predicted_seconds` is the time of `flops` and of `moved_bytes` (what the cost model says that the operations of a step
-  read and write, and do beside), added up, at two speeds that the same process finds with a matrix product and a layer of
-  elementwise operations: no step of any model has a part in them. `flops_per_byte` is the ratio of the two.
+- `predicted_seconds` is the time of `flops` and `padding_flops` (those that convolutions do on channels that are padding) and of
+  `moved_bytes` (what the cost model says that the operations of a step read and write), added up, at two speeds that the same
+  process finds with a matrix product and a layer of elementwise operations: no step of any model has a part in them.
+  `flops_per_byte` is the ratio of the two.
 - `peak_bytes` is the highest resident memory of a fresh process that trains one task, less what was resident before
   (everything imported, the data there, a tiny model of the kind trained), when the process gives memory back at once, as a
   client does that is short of it: what the task needs. `resident_bytes` is the same of a process that keeps what it
@@ -158,16 +159,18 @@ def time_steps(model: str, rates: Sequence[float], turns: int | None, clock: Cal
 def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float]) -> Row:
     cost, samples = submodels.cost(spec, case.work.batch_size), case.work.batch_size
     flops, moved_bytes = cost.flops_per_sample * samples, cost.moved_bytes_per_sample * samples
+    padding_flops = cost.padding_flops_per_sample * samples
     return {
         "model": case.model,
         "rate": case.rate,
         "window": case.window,
         "params": cost.params,
         "flops": flops,
+        "padding_flops": padding_flops,
         "moved_bytes": moved_bytes,
         "bytes": cost.down_bytes,
         "predicted_bytes": cost.peak_bytes,
-        "predicted_seconds": flops / speed[0] + moved_bytes / speed[1],
+        "predicted_seconds": (flops + padding_flops) / speed[0] + moved_bytes / speed[1],
         "flops_per_byte": speed[0] / speed[1],
     }
 

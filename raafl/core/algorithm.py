@@ -105,8 +105,10 @@ class Fleet:
         samples: float = self.training.samples(work, client.num_samples, self.batch_size)
         if self.local.tests(work.extra):
             samples += self.num_tested.get(client.id, 0) / 3
-        moved_bytes = cost.moved_bytes_per_sample * samples
-        return client.profile.task_time(cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes, moved_bytes)
+        return client.profile.task_time(
+            cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes,
+            cost.moved_bytes_per_sample * samples, cost.padding_flops_per_sample * samples,
+        )  # fmt: skip
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
         """Return the sum of `task_time`, the papers' c(n, j)."""

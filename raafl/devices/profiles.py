@@ -78,12 +78,17 @@ class Profile:
             changes = tuple((float(at_s), float(factor)) for at_s, factor in self.speed_changes)
             object.__setattr__(self, "speed_changes", changes)
 
-    def task_time(self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0) -> TaskTime:
-        """Predict a task's duration from its training FLOPs, the bytes each way, and those its operations read and write."""
-        traffic_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s
+    def task_time(
+        self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0
+    ) -> TaskTime:
+        """Predict a task's duration from its training FLOPs and the bytes each way.
+
+        Where `bytes_per_s` is known, the bytes that its operations read and write count, and their FLOPs on padding.
+        """
+        more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s
         return TaskTime(
             down_s=self.latency_s + down_bytes / self.down_bytes_per_s,
-            compute_s=flops / self.flops_per_s + traffic_s,
+            compute_s=flops / self.flops_per_s + more_s,
             up_s=self.latency_s + up_bytes / self.up_bytes_per_s,
         )
 

@@ -197,6 +197,7 @@ class ZerothOrder(Local):
             peak_bytes=cost.peak_bytes + 2 * 4 * min(CHUNK, perturbed),
             up_bytes=cost.up_bytes + packed_bytes(int(extra.get(SCALARS, 0))),
             moved_bytes_per_sample=2 * cost.moved_bytes_per_sample + 2.0 * PASSES * 4 * perturbed / samples,
+            padding_flops_per_sample=2 * cost.padding_flops_per_sample,
         )
 
     def notes(self, submodels: Submodels) -> list[str]:

@@ -31,8 +31,9 @@ class Cost:
             themselves is not in it.
         down_bytes: bytes that a client receives.
         up_bytes: bytes that it sends.
-        moved_bytes_per_sample: bytes that all operations of a step, the optimiser's too, read and write, over the samples; and
-            so many more as what kernels of a CPU do beside takes as long as.
+        moved_bytes_per_sample: bytes that all operations of a step, the optimiser's too, read and write, over the samples; each
+            operation's by the time that it takes to move them.
+        padding_flops_per_sample: multiplications and additions that convolutions do beside, on channels that are padding.
     """
 
     params: int
@@ -41,6 +42,7 @@ class Cost:
     down_bytes: int
     up_bytes: int
     moved_bytes_per_sample: float = 0.0
+    padding_flops_per_sample: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,13 @@ class Step:
         flops: of forward and backward pass; None where they could not be run.
         moved_bytes: read and written by all operations.
         peak_bytes: the most that is alive at once, from the second step on.
+        padding_flops: of forward and backward pass, on channels that are padding.
     """
 
     flops: float | None
     moved_bytes: int
     peak_bytes: int
+    padding_flops: float = 0.0
 
 
 def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slots: int = 2) -> Cost:
@@ -84,7 +88,8 @@ def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slo
     samples = max(batch_size, 1)
     down_bytes = submodels.layout(spec, "sent").num_bytes
     peak = down_bytes + submodels.idle_bytes(spec) + held_bytes + step.peak_bytes
-    return Cost(params, flops / samples, peak, down_bytes, trained.num_bytes, step.moved_bytes / samples)
+    more = step.moved_bytes / samples, step.padding_flops / samples
+    return Cost(params, flops / samples, peak, down_bytes, trained.num_bytes, *more)
 
 
 def _step(submodels: Submodels, spec: Spec, batch: Any, num_slots: int) -> tuple[Step, int]:
@@ -152,7 +157,8 @@ class _Run:
                 loss.backward()
 
         peak_bytes = self._peak_of(passes)
-        return self._updated(num_slots, self.ledger.flops, self.ledger.moved_bytes, peak_bytes)
+        work = self.ledger
+        return self._updated(num_slots, work.flops, work.moved_bytes, peak_bytes, work.padding_flops)
 
     def forward(self, num_slots: int) -> Step:
         """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
@@ -164,14 +170,17 @@ class _Run:
             return self.module(batch[0] if isinstance(batch, list | tuple) else batch)
 
         peak_bytes = self._peak_of(call) + self.gradient_bytes
-        return self._updated(num_slots, 3.0 * self.ledger.flops, 3 * self.ledger.moved_bytes, peak_bytes)
+        work = self.ledger
+        return self._updated(num_slots, 3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops)
 
     def update(self, num_slots: int) -> Step:
         """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(num_slots, None, 3 * values, self.gradient_bytes)
 
-    def _updated(self, num_slots: int, flops: float | None, moved_bytes: int, pass_bytes: int) -> Step:
+    def _updated(
+        self, num_slots: int, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0
+    ) -> Step:
         """Return the step with its update, whose state is there throughout from the second step on."""
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             for parameter in self.trains:
@@ -187,7 +196,7 @@ class _Run:
             state = num_slots * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
-        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes))
+        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops)
 
     def _optimise(self) -> None:
         with torch.device("cpu"):  # where optimisers count their steps

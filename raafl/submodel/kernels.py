@@ -16,8 +16,8 @@ from torch import Tensor
 
 _Convolution = tuple[Tensor, Tensor, Tensor, int, Sequence[bool], bool]
 _aten = torch.ops.aten
-_BLOCK, _FLOPS_PER_BYTE = (16, 25.0) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (8, 10.0)
-"""Channels of a block, and FLOPs that take as long as a byte that counts once, by which padding counts as bytes."""
+_BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+"""Channels of a block."""
 _SMALL_BLOCK = 8
 _CONVOLUTION = 0.75
 """How many times the bytes of a convolution count, those of its copies included."""
@@ -42,11 +42,11 @@ _TIMES = {
 the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
-def extra_traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> int:
-    """Return the bytes whose reading or writing would take as long as what an operation does beside moving ``moved_bytes``.
+def traffic_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> int:
+    """Return as how many bytes the ``moved_bytes`` of an operation count, by the time that it takes to move them.
 
-    That is: copies into blocks and the arithmetic on padding of convolutions, and elements that are drawn or compared one by
-    one. Below 0 for an operation that moves bytes faster than most.
+    More for one that makes copies, as convolutions do, or draws or compares elements one by one; less for one that is faster
+    than most.
 
     Args:
         packet: the operation.
@@ -56,16 +56,27 @@ def extra_traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], move
     """
     shape = _convolution(packet, args, made)
     if shape is None:
-        return int((_TIMES.get(packet, 1.0) - 1.0) * moved_bytes)
+        return int(_TIMES.get(packet, 1.0) * moved_bytes)
     x, weight, y, groups, masks, uses_onednn = shape
-    total = (_CONVOLUTION - 1.0) * moved_bytes
     if not uses_onednn:
-        return int(total + _CONVOLUTION * _unfolded(x, weight, y))
+        return int(_CONVOLUTION * (moved_bytes + _unfolded(x, weight, y)))
+    return int(_CONVOLUTION * (moved_bytes + sum(one.num_bytes for one in _passes(x, weight, y, groups, masks))))
+
+
+def padding_flops(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> float:
+    """Return the FLOPs that an operation does on channels that are padding; 0 for all but convolutions.
+
+    Args:
+        packet: the operation.
+        args: its arguments.
+        made: its results.
+    """
+    shape = _convolution(packet, args, made)
+    if shape is None or not shape[-1]:
+        return 0.0
+    x, weight, y, groups, masks, _ = shape
     flops = 2 * math.prod(weight.shape[1:]) * math.prod(y.shape)
-    for one in _passes(x, weight, y, groups, masks):
-        total += _CONVOLUTION * (one.x_bytes + one.weight_bytes + one.y_bytes)
-        total += (one.weight_bytes / _bytes(weight) - 1) * flops / _FLOPS_PER_BYTE
-    return int(total)
+    return sum((one.weight_bytes / _bytes(weight) - 1) * flops for one in _passes(x, weight, y, groups, masks))
 
 
 def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raafl.submodel.kernels import extra_traffic, workspace_bytes
+from raafl.submodel.kernels import padding_flops, traffic_bytes, workspace_bytes
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -28,8 +28,9 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         flops: multiplications and additions of matrix products, convolutions and attention.
-        moved_bytes: bytes of operands and results of every operation that is not a mere view; of a table from which rows
-            are looked up, the rows; and so many more as what kernels do beside takes as long as (`extra_traffic`).
+        padding_flops: those that convolutions do beside, on channels that are padding.
+        moved_bytes: bytes of operands and results of every operation that is not a mere view, of a table from which rows
+            are looked up the rows; each operation's by the time that it takes to move them (`traffic_bytes`).
         live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
         peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
     """
@@ -37,7 +38,8 @@ class Ledger(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         """Start with nothing; the storages of ``held`` are never counted as alive."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops, self.moved_bytes, self.live_bytes, self.peak_bytes = 0.0, 0, 0, 0
+        self.flops, self.padding_flops = 0.0, 0.0
+        self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
         self._alive: dict[int, weakref.ref[Any]] = {}
         for tensor in held:
             self._note(tensor, counted=False)
@@ -50,9 +52,10 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return result
-        flops, _, moved_bytes = counted(func, args, kwargs, result)
-        self.flops += flops
-        self.moved_bytes += moved_bytes
+        work = counted(func, args, kwargs, result)
+        self.flops += work.flops
+        self.padding_flops += work.padding_flops
+        self.moved_bytes += work.moved_bytes
         made = tensors_in(result)
         for tensor in made:
             self._note(tensor)
@@ -75,14 +78,31 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-def counted(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int, int]:
-    """Return the FLOPs of an operation, the bytes that it reads and writes, and as how many of them its time counts."""
+class Counted(NamedTuple):
+    """What an operation does.
+
+    Attributes:
+        flops: multiplications and additions.
+        padding_flops: those on channels that are padding.
+        num_bytes: of operands and results, as they are.
+        moved_bytes: as how many they count, by the time that it takes to move them.
+    """
+
+    flops: float = 0.0
+    padding_flops: float = 0.0
+    num_bytes: int = 0
+    moved_bytes: int = 0
+
+
+def counted(func: Any, args: Any, kwargs: Any, result: Any) -> Counted:
+    """Return what an operation does; nothing where it is not one of torch's own."""
     if not isinstance(func, torch._ops.OpOverload):
-        return 0.0, 0, 0
-    formula, made = _formulas().get(func._overloadpacket), tensors_in(result)
+        return Counted()
+    packet, made = func._overloadpacket, tensors_in(result)
+    formula = _formulas().get(packet)
     flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
     num_bytes = _moved_bytes(func, args, kwargs, made)
-    return flops, num_bytes, num_bytes + extra_traffic(func._overloadpacket, args, made, num_bytes)
+    return Counted(flops, padding_flops(packet, args, made), num_bytes, traffic_bytes(packet, args, made, num_bytes))
 
 
 @cache

@@ -18,6 +18,8 @@ def test_task_time_is_latency_plus_size_over_rate():
 def test_memory_bandwidth_takes_time_beside_compute():
     profile = Profile(flops_per_s=2.0, bytes_per_s=4.0)
     assert profile.task_time(6.0, 0, 0, moved_bytes=8.0).compute_s == 3.0 + 2.0
+    assert profile.task_time(6.0, 0, 0, moved_bytes=8.0, padding_flops=5.0).compute_s == 3.0 + 2.0 + 2.5
+    assert Profile(flops_per_s=2.0).task_time(6.0, 0, 0, moved_bytes=8.0, padding_flops=5.0).compute_s == 3.0
 
 
 def test_infinite_links_cost_latency_only():

@@ -44,11 +44,13 @@ class Budget:
     def needs(self, cost: Cost) -> dict[str, float]:
         """Return what a task of this cost needs, by the name of each limit."""
         flops, moved_bytes = cost.flops_per_sample * self.samples, cost.moved_bytes_per_sample * self.samples
+        padding_flops = cost.padding_flops_per_sample * self.samples
+        time = self.profile.task_time(flops, cost.down_bytes, cost.up_bytes, moved_bytes, padding_flops)
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": flops,
             "wire_bytes": cost.down_bytes + cost.up_bytes,
-            "seconds": self.profile.task_time(flops, cost.down_bytes, cost.up_bytes, moved_bytes).total_s,
+            "seconds": time.total_s,
             "params": cost.params,
         }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from raafl.core.algorithm import OwnTests
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, derive_seed
@@ -91,7 +92,9 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
         algorithm, state, experiment.limits(min_clients, count_lost),
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
     )  # fmt: skip
-    coordinator.fleet = replace(coordinator.fleet, wires=experiment.wires(submodels), num_tested=data.num_tested)
+    coordinator.fleet = replace(
+        coordinator.fleet, wires=experiment.wires(submodels), own_tests=own_tests(experiment, data)
+    )
     everyone = {client.id: client for client in clients}
     fleet = replace(coordinator.fleet, clients=everyone, cache={})
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
@@ -100,6 +103,11 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
         )
     return Parts(experiment, data, module, submodels, coordinator, clients)
+
+
+def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
+    """Return on how many samples clients measure what they have trained."""
+    return OwnTests(dict(enumerate(data.test_sizes, start=1)), experiment.partition.test_share)
 
 
 def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raafl.build import own_tests
 from raafl.core.algorithm import Fleet
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
@@ -86,6 +87,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
             seed=experiment.seed,
             local=algorithm.local,
             wires=experiment.wires(submodels),
+            own_tests=own_tests(experiment, data),
         )
         problems = algorithm.select.check(fleet)
     if problems:

@@ -46,6 +46,8 @@ def fleet_of(*profiles, hidden=4, samples=6):
         ("fed_avg", []),
         ("fed_buff", ["--algorithm.buffer_size", "3"]),
         ("timely_fl", ["--algorithm.participation", "0.75"]),
+        ("timely_fl", ["--partition.test_share", "0.3"]),
+        ("fed_raa", ["--partition.test_share", "0.3"]),
         ("hetero_fl", []),
         ("fed_async", ["--algorithm.concurrency", "2"]),
     ],

@@ -63,6 +63,25 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnTests:
+    """On how many samples clients measure what they have trained.
+
+    Attributes:
+        sizes: of the test part of client i's share of the run's data; none where it is not named.
+        share: of the test part of data that only a client has, whose size it does not say.
+    """
+
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    share: float = 0.0
+
+    def of(self, client: ClientInfo) -> float:
+        """Return the number of samples, of a client's own data as many as go with those that it trains on."""
+        if client.own_data:
+            return client.num_samples * self.share / (1.0 - self.share)
+        return float(self.sizes.get(client.id, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """What a `select` part may know when it chooses.
 
@@ -76,7 +95,7 @@ class Fleet:
         seed: the run's, for draws that must not depend on those before them.
         local: what clients do with their submodels, for what it costs.
         wires: how what travels is compressed; None = it is not.
-        num_tested: samples of its own on which client i measures what it has trained; none where it is not named.
+        own_tests: what clients measure by themselves.
     """
 
     state: GlobalState
@@ -88,7 +107,7 @@ class Fleet:
     seed: int = 0
     local: Local = field(default_factory=Local)
     wires: Wires | None = None
-    num_tested: Mapping[int, int] = field(default_factory=dict)
+    own_tests: OwnTests = field(default_factory=OwnTests)
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""
@@ -99,16 +118,18 @@ class Fleet:
         """Return the predicted seconds of ``work`` on ``client``: download, compute and upload.
 
         Where the client measures what it has trained, that is part of it: a forward pass counts for a third of a training
-        step, of its FLOPs and of the bytes that its operations move.
+        step.
         """
         cost = self.cost(work.spec, work.extra)
-        samples: float = self.training.samples(work, client.num_samples, self.batch_size)
-        if self.local.tests(work.extra):
-            samples += self.num_tested.get(client.id, 0) / 3
+        samples = self.training.samples(work, client.num_samples, self.batch_size) + self.tested(client, work.extra) / 3
         return client.profile.task_time(
             cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes,
             cost.moved_bytes_per_sample * samples, cost.padding_flops_per_sample * samples,
         )  # fmt: skip
+
+    def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
+        """Return on how many samples ``client`` measures what it has trained in a task; ``extra`` is the work's."""
+        return self.own_tests.of(client) if self.local.tests(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
         """Return the sum of `task_time`, the papers' c(n, j)."""

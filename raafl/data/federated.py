@@ -198,11 +198,6 @@ class FederatedData:
         """Number of samples that each client tests on; entry `i - 1` is client i's."""
         return [len(part) for part in self._test_parts]
 
-    @property
-    def num_tested(self) -> dict[int, int]:
-        """Number of samples that each client tests on, by its number."""
-        return dict(enumerate(self.test_sizes, start=1))
-
     def indices(self, client: int) -> torch.Tensor:
         """The rows of the training set that client 1..N trains on, ascending."""
         if not 1 <= client <= self.num_clients:

@@ -22,6 +22,7 @@ from raafl.submodel.ledger import FusedAttention, Ledger, tensors_in
 
 SCORE_BYTES = 20
 """Of one score on the wire: a number in JSON."""
+_More = tuple[float, int, float, float]
 
 
 @dataclass(frozen=True)
@@ -83,32 +84,32 @@ class MaskedAndDistilled(Local):
             while len(known) >= MAX_KNOWN:
                 known.popitem(last=False)
             known[key] = self._more(submodels, key[1], batch_size, dict(axes))
-        flops, peak_bytes, moved_bytes = known[key]
+        flops, peak_bytes, moved_bytes, padding_flops = known[key]
         return replace(
             cost,
             flops_per_sample=cost.flops_per_sample + flops,
             peak_bytes=cost.peak_bytes + peak_bytes,
             moved_bytes_per_sample=cost.moved_bytes_per_sample + moved_bytes,
+            padding_flops_per_sample=cost.padding_flops_per_sample + padding_flops,
             down_bytes=cost.down_bytes + SCORE_BYTES * scores,
             up_bytes=cost.up_bytes + SCORE_BYTES * scores,
         )
 
-    def _more(
-        self, submodels: Submodels, spec: Spec, batch_size: int, axes: Mapping[str, int]
-    ) -> tuple[float, int, float]:
-        """Return what the hook adds: FLOPs of a sample, bytes at the peak, and moved bytes of a sample."""
+    def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Mapping[str, int]) -> _More:
+        """Return what the hook adds: FLOPs of a sample, bytes at the peak, moved bytes and FLOPs on padding of a sample."""
         if submodels.example_batch is None:
-            return 0.0, 0, 0.0
+            return 0.0, 0, 0.0, 0.0
         extra = {"scores": {axis: [0.0] * number for axis, number in axes.items()}, "rate": 0.5} if axes else {}
         try:
             plain, own = (_followed(submodels, spec, batch_size, one, extra) for one in (Local(), self))
         except Exception:  # a step that cannot run without values: the plain cost stands
-            return 0.0, 0, 0.0
+            return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
         return (
             max(own.flops - plain.flops, 0.0) / samples,
             max(own.peak_bytes - plain.peak_bytes, 0),
             max(own.moved_bytes - plain.moved_bytes, 0) / samples,
+            max(own.padding_flops - plain.padding_flops, 0.0) / samples,
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
@@ -128,7 +129,7 @@ class MaskedAndDistilled(Local):
 MAX_KNOWN = 256
 """Costs remembered for each model."""
 
-_KNOWN: WeakKeyDictionary[Submodels, OrderedDict[Any, tuple[float, int, float]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Submodels, OrderedDict[Any, _More]] = WeakKeyDictionary()
 
 
 def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:

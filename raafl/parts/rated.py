@@ -148,7 +148,8 @@ class Rated(Select):
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
         given = {name: limit for name, limit in limits.items() if limit is not None}
-        return Budget(client.profile.memory_bytes, profile=client.profile, samples=max(samples, 1), **given)
+        memory_bytes, tested = client.profile.memory_bytes, fleet.tested(client)
+        return Budget(memory_bytes, profile=client.profile, samples=max(samples, 1), tested=tested, **given)
 
     def _axes(self, submodels: Submodels) -> Axes:
         if self.depth == "whole":

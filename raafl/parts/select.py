@@ -108,7 +108,7 @@ class OneOf(Select):
     (gre_raa); any of S (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds
     the client's memory is never chosen. c(n, j) is the predicted time of the task: the paper's
     ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over the client's data and epochs, divided by
-    the client's FLOP/s, plus download and upload.
+    the client's FLOP/s, plus download and upload, and what it measures itself: `Fleet.task_time`.
 
     Attributes:
         how: gre_raa, random or fewest_updates.

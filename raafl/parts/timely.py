@@ -32,7 +32,7 @@ class TimeReport:
     """What one unit of work takes a client: the full model, trained as the run says (Algorithm 2).
 
     Attributes:
-        compute_s: t_cmp, seconds of training.
+        compute_s: t_cmp, seconds of training, and of measuring itself on its test part.
         link_s: t_com, seconds of moving the model.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raafl.build import client_infos, load_data, make_model
+from raafl.build import client_infos, load_data, make_model, own_tests
 from raafl.core.algorithm import Algorithm, Fleet, Merge
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -115,7 +115,7 @@ class World:
             training=experiment.train, batch_size=self.batch_size, seed=experiment.seed,
         )  # fmt: skip
         coordinator.fleet = replace(
-            coordinator.fleet, wires=experiment.wires(submodels), num_tested=self.data.num_tested
+            coordinator.fleet, wires=experiment.wires(submodels), own_tests=own_tests(experiment, self.data)
         )
         return coordinator
 

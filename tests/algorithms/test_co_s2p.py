@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model_zoo import CNN
 from raafl.algorithms import co_s2p, fed_avg
 from raafl.config import load_experiment
 from raafl.core.algorithm import Fleet, Training
@@ -222,6 +223,15 @@ def test_students_and_gates_cost_something_and_scores_travel(fleet):
     assert masks.flops_per_sample > 1.5 * submodels.cost(frozen, 4).flops_per_sample
     assert masks.up_bytes == 16 * 20
     assert MaskedAndDistilled(distils=False).cost(submodels, FULL, 4, {}) == plain
+
+
+def test_masks_of_convolutions_are_trained_through_channels_that_are_padding():
+    submodels = Submodels(
+        CNN(image_size=8, channels=(4, 4), hidden=(8, 8)), (torch.zeros(2, 1, 8, 8), torch.zeros(2).long())
+    )
+    frozen, extra = Spec(trained=()), {"scores": {axis: [0.0] * 4 for axis in submodels.axes}, "rate": 0.5}
+    forward = submodels.cost(frozen, 4).padding_flops_per_sample
+    assert MaskedAndDistilled(segments=4).cost(submodels, frozen, 4, extra).padding_flops_per_sample > forward > 0
 
 
 # ---- runs ----

@@ -347,6 +347,10 @@ def test_forward_passes_alone_by_hand():
     assert (cost.up_bytes, cost.down_bytes) == (56, plain.down_bytes)
     assert len(pack([0.5] * 10)) == packed_bytes(10) == 56
     assert cost == local.cost(submodels, NOTHING, 4, {SCALARS: 10})
+    images = torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long)
+    convolutions = Submodels(CNN(image_size=8, channels=(4, 4), hidden=(8, 8)), images)
+    padding = convolutions.cost(NOTHING, 4).padding_flops_per_sample  # of one forward pass
+    assert local.cost(convolutions, Spec(), 4, {}).padding_flops_per_sample == 2 * padding > 0
     assert local.cost(submodels, Spec(), 4, {}).up_bytes == 0
 
 

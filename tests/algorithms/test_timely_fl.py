@@ -9,7 +9,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_opt, timely_fl
-from raafl.core.algorithm import Training, Waiting
+from raafl.core.algorithm import OwnTests, Training, Waiting
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer
 from raafl.devices.profiles import Profile
@@ -74,7 +74,7 @@ def test_the_last_layers_are_listed_with_their_share():
 def line_fleet(algorithm, seconds, num_tested=None, **limits):
     """Clients 1, 2, ... that need so many seconds for an epoch of `Line`; their coordinator, and what they are given."""
     coordinator = coordinator_for(algorithm, min_clients=len(seconds), **limits)
-    coordinator.fleet = replace(coordinator.fleet, num_tested=num_tested or {})
+    coordinator.fleet = replace(coordinator.fleet, own_tests=OwnTests(num_tested or {}))
     speed = {client: 56.0 / s for client, s in enumerate(seconds, start=1)}
     return coordinator, join(coordinator, speed, speed)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from raafl.algorithms import ALGORITHMS
 from raafl.config import load_experiment, parse
 from raafl.core import saving
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import Fleet, OwnTests, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
@@ -132,6 +133,26 @@ def test_limits_of_a_task():
         assert Rated(**{name: 0.99 * limit})(one, fleet_of(one)).spec == hidden(range(5)), name
     tightest = {**limits, "flops": 0.6 * limits["flops"]}
     assert Rated(**tightest)(one, fleet_of(one)).spec == Rated(flops=tightest["flops"])(one, fleet_of(one)).spec
+
+
+def test_what_a_client_measures_itself_is_part_of_its_seconds():
+    one, flops = client(1, flops_per_s=100.0), needed(hidden(range(6))).flops_per_sample
+
+    def given(**limits):
+        fleet = replace(fleet_of(one), own_tests=OwnTests({1: 3}))  # as long as one sample more than its five
+        work = Rated(**limits)(one, fleet)
+        assert "seconds" not in limits or fleet.cost_s(one, work) <= limits["seconds"]
+        return work.spec
+
+    assert given(seconds=1.001 * 5 * flops / 100) == hidden(range(5))
+    assert given(seconds=1.001 * 6 * flops / 100) == hidden(range(6))
+    assert given(flops=5 * flops) == hidden(range(6))
+
+
+def test_of_data_that_only_a_client_has_the_test_part_goes_by_its_share():
+    tests, one = OwnTests({1: 100}, share=0.2), client(1)
+    assert tests.of(one) == 100 and tests.of(client(2)) == 0
+    assert tests.of(replace(one, num_samples=8, own_data=True)) == pytest.approx(2)
 
 
 def test_a_client_that_comes_back_with_less_memory_gets_less():

@@ -8,8 +8,9 @@ import pytest
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, fed_raa, hetero_fl
+from raafl.build import build
 from raafl.core.algorithm import Training
-from raafl.core.types import Assignment, Settled, Update
+from raafl.core.types import Assignment, Joined, Settled, Update
 from raafl.data import Dirichlet, Iid
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
@@ -18,7 +19,7 @@ from raafl.runtime.figures import Coverage, Figures
 from raafl.runtime.record import RunRecord, Target
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
-from tests.tools import EXAMPLE, Line, filled, line_state
+from tests.tools import EXAMPLE, Line, assigned, filled, line_state
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -240,6 +241,16 @@ def test_a_client_that_measures_itself_takes_a_third_of_a_step_for_each_sample(t
         assert num in (71, 72) and int(row["num_samples"]) + num == int(other["num_samples"])
         assert float(row["train_s"]) - float(other["train_s"]) == pytest.approx(num * flops / 3 / speed, rel=1e-6)
         assert int(row["peak_bytes"]) > 4 * 1810
+
+
+def test_an_emulated_device_takes_its_time_for_that_too(tmp_path):
+    parts = build(experiment(tmp_path / "r", "fed_avg", partition=Iid(test_share=0.2)), pace=True)
+    actions = [action for one in parts.clients for action in parts.coordinator.handle(Joined(one), 0.0)]
+    flops = 4 * 64 * 24 + 6 * 24 * 10
+    for number, task in assigned(actions).items():
+        tested, speed = parts.data.test_sizes[number - 1], (8e7, 5e7, 3e7, 2e7)[number - 1]
+        link_s = 0.02 + 4 * 1810 * (1 / 1e6 + 1 / 5e5)
+        assert task.pace_s == pytest.approx(link_s + (3 * 64 + tested / 3) * flops / speed)
 
 
 def test_averages_over_clients_are_those_of_the_table(tmp_path):

@@ -26,6 +26,7 @@ class Budget:
         params: parameters present.
         profile: of the client, for ``seconds``.
         samples: that a task trains on, for ``flops`` and ``seconds``.
+        tested: on which the client then measures what it has trained, for ``seconds``.
     """
 
     memory_bytes: float = _INF
@@ -35,6 +36,7 @@ class Budget:
     params: float = _INF
     profile: Profile = field(default_factory=Profile)
     samples: int = 1
+    tested: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise `BadInput` for a limit of zero or less."""
@@ -43,12 +45,14 @@ class Budget:
 
     def needs(self, cost: Cost) -> dict[str, float]:
         """Return what a task of this cost needs, by the name of each limit."""
-        flops, moved_bytes = cost.flops_per_sample * self.samples, cost.moved_bytes_per_sample * self.samples
-        padding_flops = cost.padding_flops_per_sample * self.samples
-        time = self.profile.task_time(flops, cost.down_bytes, cost.up_bytes, moved_bytes, padding_flops)
+        passes = self.samples + self.tested / 3  # a forward pass is a third of a step
+        time = self.profile.task_time(
+            cost.flops_per_sample * passes, cost.down_bytes, cost.up_bytes,
+            cost.moved_bytes_per_sample * passes, cost.padding_flops_per_sample * passes,
+        )  # fmt: skip
         return {
             "memory_bytes": cost.peak_bytes,
-            "flops": flops,
+            "flops": cost.flops_per_sample * self.samples,
             "wire_bytes": cost.down_bytes + cost.up_bytes,
             "seconds": time.total_s,
             "params": cost.params,

@@ -80,7 +80,7 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     torch.set_num_threads(experiment.threads)
     data = load_data(experiment)
     module = make_model(experiment)
-    batch_size = experiment.train.batch_size or data.batch_size or 1
+    batch_size = batch_size_of(experiment, data)
     submodels = experiment.submodels.of(module, data.example_batch(2))
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
     submodels.hold(state.values)
@@ -103,6 +103,11 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
         )
     return Parts(experiment, data, module, submodels, coordinator, clients)
+
+
+def batch_size_of(experiment: Experiment, data: FederatedData) -> int:
+    """Return the local batch size: the run's own setting, or else the datamodule's."""
+    return experiment.train.batch_size or data.batch_size or 1
 
 
 def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raafl.build import own_tests
+from raafl.build import batch_size_of, own_tests
 from raafl.core.algorithm import Fleet
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
@@ -62,7 +62,7 @@ def settle_heap(
     needs_bytes = 0.0
     if info.profile.memory_bytes < math.inf and device.type == "cpu":
         with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
-            needs_bytes = _HOLES * submodels.cost(FULL, _batch_size(experiment, data)).peak_bytes
+            needs_bytes = _HOLES * submodels.cost(FULL, batch_size_of(experiment, data)).peak_bytes
     if needs_bytes > info.profile.memory_bytes:
         heap.free_at_once()
     else:
@@ -74,7 +74,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
     problems: list[str] = []
     with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
         state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
-        batch_size = _batch_size(experiment, data)
+        batch_size = batch_size_of(experiment, data)
         algorithm = experiment.algorithm
         free = [replace(profile, memory_bytes=math.inf) for profile in experiment.profiles()]
         clients = {i: ClientInfo(i, 1, profile) for i, profile in enumerate(free, start=1)} | {info.id: info}
@@ -92,7 +92,3 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
         problems = algorithm.select.check(fleet)
     if problems:
         raise BadInput("\n".join(problems))
-
-
-def _batch_size(experiment: Experiment, data: FederatedData) -> int:
-    return experiment.train.batch_size or data.batch_size or 1

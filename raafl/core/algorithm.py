@@ -115,17 +115,9 @@ class Fleet:
         return cost if self.wires is None else self.wires.cost(cost, spec)
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
-        """Return the predicted seconds of ``work`` on ``client``: download, compute and upload.
-
-        Where the client measures what it has trained, that is part of it: a forward pass counts for a third of a training
-        step.
-        """
-        cost = self.cost(work.spec, work.extra)
-        samples = self.training.samples(work, client.num_samples, self.batch_size) + self.tested(client, work.extra) / 3
-        return client.profile.task_time(
-            cost.flops_per_sample * samples, cost.down_bytes, cost.up_bytes,
-            cost.moved_bytes_per_sample * samples, cost.padding_flops_per_sample * samples,
-        )  # fmt: skip
+        """Return the predicted seconds of ``work`` on ``client``: download, compute (its own test part included) and upload."""
+        samples = self.training.samples(work, client.num_samples, self.batch_size)
+        return self.cost(work.spec, work.extra).time_on(client.profile, samples, self.tested(client, work.extra))
 
     def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
         """Return on how many samples ``client`` measures what it has trained in a task; ``extra`` is the work's."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raafl.build import client_infos, load_data, make_model, own_tests
+from raafl.build import batch_size_of, client_infos, load_data, make_model, own_tests
 from raafl.core.algorithm import Algorithm, Fleet, Merge
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -66,7 +66,7 @@ class World:
         self.experiment = experiment
         self.data: FederatedData = load_data(experiment)
         self.clients: list[ClientInfo] = client_infos(experiment, self.data)
-        self.batch_size: int = experiment.train.batch_size or self.data.batch_size or 1
+        self.batch_size = batch_size_of(experiment, self.data)
         self._submodels: dict[str, Submodels] = {}
 
     def submodels(self, algorithm: Algorithm) -> Submodels:

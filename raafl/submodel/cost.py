@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
+    from raafl.devices.profiles import Profile, TaskTime
     from raafl.submodel.ledger import Ledger
     from raafl.submodel.submodels import Submodels
 
@@ -43,6 +44,17 @@ class Cost:
     up_bytes: int
     moved_bytes_per_sample: float = 0.0
     padding_flops_per_sample: float = 0.0
+
+    def time_on(self, profile: Profile, samples: float, tested: float = 0.0) -> TaskTime:
+        """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
+
+        A forward pass counts for a third of a training step.
+        """
+        passes = samples + tested / 3
+        return profile.task_time(
+            self.flops_per_sample * passes, self.down_bytes, self.up_bytes,
+            self.moved_bytes_per_sample * passes, self.padding_flops_per_sample * passes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,11 @@ _TIMES = {
 the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
-def traffic_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> int:
-    """Return as how many bytes the ``moved_bytes`` of an operation count, by the time that it takes to move them.
+def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> tuple[int, float]:
+    """Return as how many bytes the ``moved_bytes`` of an operation count, and the FLOPs that it does on padding.
 
-    More for one that makes copies, as convolutions do, or draws or compares elements one by one; less for one that is faster
-    than most.
+    Bytes count by the time that it takes to move them: more for an operation that makes copies, as convolutions do, or draws or
+    compares elements one by one; less for one that is faster than most. Convolutions alone have padding: whole channels.
 
     Args:
         packet: the operation.
@@ -56,27 +56,14 @@ def traffic_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor], move
     """
     shape = _convolution(packet, args, made)
     if shape is None:
-        return int(_TIMES.get(packet, 1.0) * moved_bytes)
+        return int(_TIMES.get(packet, 1.0) * moved_bytes), 0.0
     x, weight, y, groups, masks, uses_onednn = shape
     if not uses_onednn:
-        return int(_CONVOLUTION * (moved_bytes + _unfolded(x, weight, y)))
-    return int(_CONVOLUTION * (moved_bytes + sum(one.num_bytes for one in _passes(x, weight, y, groups, masks))))
-
-
-def padding_flops(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> float:
-    """Return the FLOPs that an operation does on channels that are padding; 0 for all but convolutions.
-
-    Args:
-        packet: the operation.
-        args: its arguments.
-        made: its results.
-    """
-    shape = _convolution(packet, args, made)
-    if shape is None or not shape[-1]:
-        return 0.0
-    x, weight, y, groups, masks, _ = shape
+        return int(_CONVOLUTION * (moved_bytes + _unfolded(x, weight, y))), 0.0
+    passes = _passes(x, weight, y, groups, masks)
     flops = 2 * math.prod(weight.shape[1:]) * math.prod(y.shape)
-    return sum((one.weight_bytes / _bytes(weight) - 1) * flops for one in _passes(x, weight, y, groups, masks))
+    padding_flops = sum((one.weight_bytes / _bytes(weight) - 1) * flops for one in passes)
+    return int(_CONVOLUTION * (moved_bytes + sum(one.num_bytes for one in passes))), padding_flops
 
 
 def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:

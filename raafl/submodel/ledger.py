@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raafl.submodel.kernels import padding_flops, traffic_bytes, workspace_bytes
+from raafl.submodel.kernels import traffic, workspace_bytes
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -30,7 +30,7 @@ class Ledger(TorchDispatchMode):
         flops: multiplications and additions of matrix products, convolutions and attention.
         padding_flops: those that convolutions do beside, on channels that are padding.
         moved_bytes: bytes of operands and results of every operation that is not a mere view, of a table from which rows
-            are looked up the rows; each operation's by the time that it takes to move them (`traffic_bytes`).
+            are looked up the rows; each operation's by the time that it takes to move them (`traffic`).
         live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
         peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
     """
@@ -102,7 +102,8 @@ def counted(func: Any, args: Any, kwargs: Any, result: Any) -> Counted:
     formula = _formulas().get(packet)
     flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
     num_bytes = _moved_bytes(func, args, kwargs, made)
-    return Counted(flops, padding_flops(packet, args, made), num_bytes, traffic_bytes(packet, args, made, num_bytes))
+    moved_bytes, padding_flops = traffic(packet, args, made, num_bytes)
+    return Counted(flops, padding_flops, num_bytes, moved_bytes)
 
 
 @cache

@@ -45,16 +45,11 @@ class Budget:
 
     def needs(self, cost: Cost) -> dict[str, float]:
         """Return what a task of this cost needs, by the name of each limit."""
-        passes = self.samples + self.tested / 3  # a forward pass is a third of a step
-        time = self.profile.task_time(
-            cost.flops_per_sample * passes, cost.down_bytes, cost.up_bytes,
-            cost.moved_bytes_per_sample * passes, cost.padding_flops_per_sample * passes,
-        )  # fmt: skip
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
             "wire_bytes": cost.down_bytes + cost.up_bytes,
-            "seconds": time.total_s,
+            "seconds": cost.time_on(self.profile, self.samples, self.tested).total_s,
             "params": cost.params,
         }
 

@@ -4,12 +4,15 @@ Clients train the full model without waiting for each other and send ``Delta_i``
 *they* received. Once K have arrived: ``theta <- theta + eta_g / K * sum_i s(staleness_i) Delta_i`` with
 ``s = 1/sqrt(1 + staleness)`` (Algorithm 1, section 5). What is in the buffer when the run ends is folded in as well,
 divided by its number. With K = 1 every delta is applied at once.
+
+With `server_optimizer` that mean, without eta_g, is the pseudo-gradient of a step of FedOpt (Reddi et al. 2021, Algorithm 2): the
+"FedBuff with FedOpt" that TimelyFL compares with (its Table 1).
 """
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.parts.merge import Deltas
+from raafl.core.algorithm import Algorithm, Local, Merge, Select
+from raafl.parts.merge import Deltas, ServerKind, ServerOptimizer
 from raafl.parts.sample import Sample
 from raafl.parts.select import Full
 from raafl.parts.staleness import Kind, Staleness
@@ -18,10 +21,11 @@ from raafl.parts.trigger import Buffered
 
 def fed_buff(
     buffer_size: int = 10,
-    server_lr: float = 1.0,
+    server_lr: float | None = None,
     staleness: Kind = "polynomial",
     staleness_a: float = 0.5,
     staleness_b: float = 4.0,
+    server_optimizer: ServerKind | None = None,
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
@@ -30,14 +34,22 @@ def fed_buff(
 
     Args:
         buffer_size: updates in one merge (K).
-        server_lr: server learning rate (eta_g).
+        server_lr: server learning rate (eta_g, or eta of the server optimizer); None = 1, or 0.01 with one.
         staleness: s(.); polynomial with a = 0.5 is the paper's 1/sqrt(1 + staleness).
         staleness_a: a of polynomial and hinge.
         staleness_b: b of hinge.
+        server_optimizer: adam, yogi or adagrad (FedOpt); None = the mean of the buffer as it is.
         cohort: clients kept at work, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: cap on clients at work; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
+    stale = Staleness(staleness, staleness_a, staleness_b)
+    merge: Merge
+    if server_optimizer is None:
+        merge = Deltas(1.0 if server_lr is None else server_lr, stale)
+    else:
+        lr = 0.01 if server_lr is None else server_lr
+        merge = ServerOptimizer(server_optimizer, lr, staleness=stale, by_samples=False)
     return Algorithm(
         name="fed_buff",
         paper="Nguyen et al. 2022",
@@ -45,5 +57,5 @@ def fed_buff(
         select=submodel or Full(),
         local=Local(),
         trigger=Buffered(buffer_size),
-        merge=Deltas(server_lr, Staleness(staleness, staleness_a, staleness_b)),
+        merge=merge,
     )

@@ -286,6 +286,8 @@ class ServerOptimizer(Merge):
     ``v - (1 - beta2) Delta^2 sign(v - Delta^2)``, adam ``beta2 v + (1 - beta2) Delta^2``;
     ``theta <- theta + eta m / (sqrt(v) + tau)``. v starts at tau^2, m at 0; no bias correction, as in the paper.
     Floating-point buffers (running statistics) take the plain mean. Elements that no update covers keep theta, m and v.
+    Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the version that
+    client started from.
 
     Attributes:
         kind: adam, yogi or adagrad.
@@ -293,6 +295,8 @@ class ServerOptimizer(Merge):
         beta1: decay of m.
         beta2: decay of v (adam, yogi).
         tau: adaptivity.
+        staleness: s.
+        by_samples: weigh by |D_n|; False = every client alike.
     """
 
     kind: ServerKind = "adam"
@@ -300,6 +304,8 @@ class ServerOptimizer(Merge):
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
+    staleness: Staleness = field(default_factory=Staleness)
+    by_samples: bool = True
     sends: Literal["values", "delta"] = "delta"
 
     def __post_init__(self) -> None:
@@ -313,9 +319,10 @@ class ServerOptimizer(Merge):
                 raise BadInput(f"{name} is {beta}: give a number from 0 to below 1")
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta, weighted by |D_n|, to the round's sum."""
+        """Add the scaled delta to the sum."""
         memory = state.memory.setdefault("fed_opt", {})
-        _Accumulator(state, memory).add(update.tensors, spec, float(update.num_samples))
+        weight = float(update.num_samples) if self.by_samples else 1.0
+        _Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Take one server step."""
@@ -355,4 +362,7 @@ class ServerOptimizer(Merge):
 
     def __str__(self) -> str:
         """Return the answer in words."""
-        return f"server {self.kind}, lr {self.server_lr:g}"
+        words = [f"server {self.kind}"]
+        words += [] if self.by_samples else ["unweighted"]
+        words += [f"deltas x {self.staleness}"] if str(self.staleness) else []
+        return ", ".join([*words, f"lr {self.server_lr:g}"])

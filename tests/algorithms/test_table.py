@@ -10,6 +10,8 @@ import pytest
 import raafl
 from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Algorithm
+from raafl.parts.merge import Deltas, ServerOptimizer
+from raafl.parts.staleness import Staleness
 from tests.habits.source import ROOT
 
 PARTS = ("sample", "select", "local", "trigger", "merge")
@@ -108,6 +110,16 @@ def test_arguments_reach_their_parts():
     for name, (arguments, part, words) in cases.items():
         assert ALGORITHMS[name](**arguments).describe()[part] == words
         assert ALGORITHMS[name]().describe()[part] != words
+
+
+def test_fed_buff_with_a_server_optimizer_has_a_learning_rate_of_its_own():
+    assert raafl.fed_buff().merge == Deltas(1.0, Staleness("polynomial"))
+    plain = raafl.fed_buff(server_optimizer="adam").merge
+    assert plain == ServerOptimizer("adam", 0.01, staleness=Staleness("polynomial"), by_samples=False)
+    assert raafl.fed_buff(server_optimizer="adam", server_lr=0.1, staleness="constant").merge.server_lr == 0.1
+    assert str(plain) == "server adam, unweighted, deltas x (s+1)^-0.5, lr 0.01"
+    with pytest.raises(raafl.BadInput, match="server optimizer is 'sgd'"):
+        raafl.fed_buff(server_optimizer="sgd")
 
 
 def test_a_decay_that_adagrad_does_not_have_is_refused():

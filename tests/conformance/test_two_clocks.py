@@ -43,6 +43,7 @@ VARIANTS = {
     "fed_async": fed_async(),
     "fed_async hinge, few at a time": fed_async(staleness="hinge", staleness_b=1, concurrency=2),
     "fed_buff": fed_buff(buffer_size=3),
+    "fed_buff, server adam": fed_buff(buffer_size=3, server_optimizer="adam"),
     "fed_avg": fed_avg(),
     "fed_avg cohort": fed_avg(cohort=2),
     "fed_mezo": fed_mezo(),

@@ -87,6 +87,14 @@ def test_fed_buff_of_a_whole_round_is_unweighted_fed_avg(tmp_path):
     close(values(buffered), values(rounds))
 
 
+def test_fed_buff_of_a_whole_round_with_a_server_optimizer_is_fed_opt(tmp_path):
+    """One round, as above: of the second, the first three to report have begun before the merge."""
+    alike = {"devices": None, "partition": Iid(), "max_updates": 4}
+    buffered = fed_buff(buffer_size=4, staleness="constant", server_optimizer="yogi", server_lr=0.02)
+    one, other = run(tmp_path, "a", buffered, **alike), run(tmp_path, "b", fed_opt("yogi", server_lr=0.02), **alike)
+    close(values(one), values(other), atol=1e-4)  # fed_opt weighs by samples, 359 or 360 each
+
+
 # ---- the plain loop ----
 
 

@@ -150,6 +150,13 @@ def test_fed_opt_follows_algorithm_2(kind):
     assert one(state) == pytest.approx(reference_server(kind, means, 0.1, 0.9, 0.99, 0.01), rel=1e-5)
 
 
+def test_fed_opt_of_a_buffer_scales_each_delta_by_its_own_staleness():
+    merge = ServerOptimizer("adam", server_lr=0.1, tau=0.01, staleness=Staleness("polynomial"), by_samples=False)
+    state = give(merge, line_state(), [(4.0, FULL, 1, 0), (8.0, FULL, 5, 3)])
+    mean = (4.0 * 1 + 8.0 / 2) / 2  # s(0) = 1, s(3) = 1/2, whatever the samples
+    assert one(state) == pytest.approx(reference_server("adam", [mean], 0.1, 0.9, 0.99, 0.01), rel=1e-5)
+
+
 def test_fed_opt_leaves_uncovered_elements_and_their_moments():
     state, merge = line_state(), ServerOptimizer("adam", server_lr=0.1, tau=0.01)
     give(merge, state, [(1.0, TOP, 1, 0)])

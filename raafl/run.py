@@ -100,6 +100,7 @@ class Run:
     def _go_on(self, saved: resume.SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
         coordinator, section = self.parts.coordinator, saved.section
+        resume.check_limits(saved, coordinator.limits)
         try:
             mended = resume.mend(saved)
             self._writer = ShownFolder.reopen(self.folder, self.progress.warn)
@@ -123,6 +124,7 @@ class Run:
             "kept": self.record.num_events,
             "last_id": coordinator.roster.last_id,
             "version": coordinator.state.version,
+            "goals": self._goals().to_json(),
         }
         self._writer.event({"time_s": section["clock"]["now"], "event": "resumed", **row})
         watched = Watched(self.folder)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from raafl.core.coordinator import Coordinator
+from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.types import (
     Action,
     Arrived,
@@ -158,7 +158,10 @@ class Server:
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from what `save` returned; the clients of that time are gone."""
         self._resumed_at = data["now"]
-        self._timers = [(at, number) for at, number in data["timers"]]
+        self._timers = [(at, number) for at, number in data["timers"] if number != TIME_UP]
+        limit = self.coordinator.limits.max_time_s
+        if limit is not None and self.coordinator.started:
+            self._timers.append((limit, TIME_UP))
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:

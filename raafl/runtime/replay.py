@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class Replay:
             if until is not None and self.num_events >= until:
                 return
             if row.get("event") == "resumed":
-                self.coordinator.roster.last_id = row["last_id"]
+                self._go_on(row)
             if row.get("event") == "assigned":
                 self._check_assigned(row)
                 continue
@@ -112,6 +112,14 @@ class Replay:
                 self._do(action, order)
             if isinstance(event, Lost):
                 self._forget(event.client)
+
+    def _go_on(self, row: dict[str, Any]) -> None:
+        """Count assignments from where the resumed run did, and hold it to the limits that it was given."""
+        self.coordinator.roster.last_id = row["last_id"]
+        goals = row.get("goals")
+        if goals is not None:
+            limits = {name: goals[name] for name in ("max_updates", "max_time_s")}
+            self.coordinator.limits = replace(self.coordinator.limits, **limits)
 
     def _do(self, action: Action, order: dict[int, int]) -> None:
         if isinstance(action, Assign):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.core.types import Limits
 from raafl.errors import BadInput
 from raafl.runtime import checkpoint
 from raafl.runtime.journal import read_events
@@ -61,6 +62,17 @@ def load(folder: Path, runtime: str) -> SavedRun:
         command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
         raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
     return SavedRun(folder, saved.state_dict, saved.raafl)
+
+
+def check_limits(saved: SavedRun, limits: Limits) -> None:
+    """Raise `BadInput` for a limit that the run had behind it at the checkpoint."""
+    now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
+    if limits.max_time_s is not None and limits.max_time_s <= now:
+        raise BadInput(f"max_time is {limits.max_time_s:g} s, but the run to resume has had {now:.1f} s: give more, or null")
+    if limits.max_updates is not None and limits.max_updates <= merged:
+        raise BadInput(
+            f"max_updates is {limits.max_updates}, but the run to resume has merged {merged}: give more, or null"
+        )
 
 
 def after_restart(experiment: Experiment) -> Experiment:

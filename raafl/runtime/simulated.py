@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raafl.core.coordinator import Coordinator
+from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import (
     Action,
@@ -105,6 +105,11 @@ class Simulation:
         """Go on from what `save` returned; the coordinator and the record are restored apart."""
         self.now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
+        limit = self.coordinator.limits.max_time_s
+        if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):  # it is another than it was
+            self._heap = [entry for entry in self._heap if entry[3] != Timer(TIME_UP)]
+            if limit is not None and self.coordinator.started:
+                self._push(limit, TIMER, Timer(TIME_UP))
         heapq.heapify(self._heap)
         self._snapshots.restore(data.get("wires", []))
         snapshots = {key: self._snapshots.adopt(from_plain(plain)) for key, plain in data["snapshots"]}

@@ -95,10 +95,11 @@ class RunState:
         if isinstance(time_s, int | float):
             self.time_s, self._seen_at = max(self.time_s, float(time_s)), self._clock() if at is None else at
         kind, client = row.get("event"), row.get("client")
+        if kind in ("run", "resumed") and "goals" in row:
+            self.goals = Goals.from_json(row["goals"])
+            self._reach()
         if kind == "run":
             self.runtime, self.title = str(row.get("runtime", "")), str(row.get("title", ""))
-            self.goals = Goals.from_json(row.get("goals"))
-            self._reach()
         elif kind == "resumed":
             self.resumed = True
         elif isinstance(client, int) and kind in ("joined", "lost", "assigned", "arrived"):

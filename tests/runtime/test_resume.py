@@ -15,6 +15,7 @@ import pytest
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import BadInput
 from raafl.rerun import replay
+from raafl.watch.folder import Watched
 from tests.crashed import crashed, simulated
 
 pytestmark = pytest.mark.timeout(400)
@@ -144,6 +145,60 @@ def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [row["event"] for row in events].count("resumed") == 1
     assert replay(folder)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("--max_time=60", "--max_time=9.0"), ("--max_time=8.0", "--max_time=9.0"), ("--max_updates=45", "--max_updates=50"),
+     ("--max_updates=60", "--max_updates=50"), ("--max_time=8.0 --max_updates=45", "--max_time=null --max_updates=50")],
+)  # fmt: skip
+def test_a_resumed_run_keeps_the_limits_that_it_is_given(tmp_path, monkeypatch, first, then):
+    """Fewer or more than it had, it ends as a run that had them from the beginning."""
+    base = ["--config", CONFIG, "--algorithm=fed_buff", "--algorithm.buffer_size=7", "--max_updates=null"]
+    whole = simulated(*base, *then.split(), f"--output={tmp_path / 'whole'}")
+    crashed(monkeypatch, 40, *base, *first.split(), "--checkpoint_every=1", f"--output={tmp_path / 'cut'}")
+    assert newest_version(tmp_path / "cut") > 2
+    resumed = simulated("--resume", str(tmp_path / "cut"), *then.split())
+    same = ("model_digest", "finished", "time_s", "updates_merged", "versions")
+    assert {name: resumed[name] for name in same} == {name: whole[name] for name in same}
+    assert rows(tmp_path / "cut" / "clients.csv") == rows(tmp_path / "whole" / "clients.csv")
+    assert replay(tmp_path / "cut")["equal"] is True
+    view = Watched(tmp_path / "cut")
+    view.look()
+    goals = view.state.goals
+    assert set(then.split()) & {f"--max_updates={goals.max_updates}", f"--max_time={goals.max_time_s}"}
+
+
+def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
+    folder = tmp_path / "run"
+    fit = [sys.executable, "-m", "raafl", "fit", "--local=2", "--progress=quiet", "--max_updates=null"]
+    first = subprocess.Popen(
+        [*fit, "--config", CONFIG, "--max_time=3600", "--checkpoint_every=5", f"--output={folder}"], cwd=ROOT
+    )
+    deadline = time.monotonic() + 60
+    while newest_version(folder) < 10 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=100) == 130
+    limit = json.loads((folder / "summary.json").read_text())["time_s"] + 2
+    subprocess.run([*fit, "--resume", str(folder), f"--max_time={limit}"], cwd=ROOT, check=True, timeout=200)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"] == "max_time" and limit <= summary["time_s"] < limit + 2
+    assert replay(folder)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("--max_time=0.1", r"max_time is 0\.1 s, but the run to resume has had \d\.\d s: give more, or null"),
+     ("--max_updates=6", r"max_updates is 6, but the run to resume has merged \d\d: give more, or null")],
+)  # fmt: skip
+def test_a_limit_that_lies_behind_a_run_is_named_before_anything_changes(tmp_path, monkeypatch, option, says):
+    folder = tmp_path / "cut"
+    crashed(monkeypatch, 30, "--config", CONFIG, "--max_updates=60", "--checkpoint_every=1", f"--output={folder}")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(BadInput, match=says):
+        simulated("--resume", str(folder), option)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_what_cannot_be_resumed_is_named(tmp_path):

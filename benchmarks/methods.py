@@ -6,17 +6,21 @@ accuracy on the way, of what the run cost, and of the lead of the first row: how
 accuracy as the first does to as much, over those seeds (`lead_seeds`) where the first gets there. On standard error: each run as
 it ends.
 
-    python -m benchmarks.methods NAME [--seeds 0 1] [--rows "RAM-Fed L-Arb" FedAvg] [--jobs 2] [-- OPTION ...]
-    (--json prints one JSON object; --out FILE saves it; options after -- go to every run, such as --max_updates 100)
+    python -m benchmarks.methods NAME [--seeds 0 1] [--rows "RAM-Fed L-Arb" FedAvg] [--jobs 2] [--folder DIR] [-- OPTION ...]
+    (--json prints one JSON object; --out FILE saves it; options after -- go to every run, such as --max_updates 100; with
+    --folder the runs are kept there: one that has ended is taken as it is, one that was cut off goes on)
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import multiprocessing as mp
 import os
+import re
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
@@ -50,6 +54,16 @@ class Setting:
     options: tuple[str, ...]
     seed: int
 
+    @property
+    def name(self) -> str:
+        """A name for its folder."""
+        return re.sub(r"\W+", "-", f"{self.label.lower()}-seed-{self.seed}")
+
+    def text(self) -> str:
+        """Return what it is, to know it again by."""
+        config = str(self.config.relative_to(HERE.parent))
+        return json.dumps({"config": config, "options": self.options, "seed": self.seed}, indent=1)
+
 
 def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
     """Return the runs of a comparison, rows in the file's order, and the file.
@@ -68,23 +82,53 @@ def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
     return [Setting(label, config, options, seed) for label, options in rows for seed in found["seeds"]], found
 
 
-def experiment_of(setting: Setting) -> Any:
+def parsed(setting: Setting) -> Any:
     """Read what is to be simulated; raises `BadInput` where an option is wrong."""
-    from raafl.config import load_experiment
+    from raafl.config import parse
 
-    return load_experiment(setting.config, *setting.options, "--seed", str(setting.seed), "--progress", "quiet")
+    given = ["--config", str(setting.config), *setting.options, "--seed", str(setting.seed), "--progress", "quiet"]
+    return parse("simulate", given)
 
 
-def run(setting: Setting) -> Row:
-    """Simulate in this process and return what came of it."""
+def kept(setting: Setting, folder: Path) -> dict[str, Any] | None:
+    """Return the summary of the run that has ended in ``folder``, if one has.
+
+    Raises:
+        SystemExit: the folder holds another run.
+    """
+    note = folder.with_suffix(".json")
+    if note.is_file() and note.read_text() != setting.text():
+        raise SystemExit(f"{folder} holds a run with other options ({note.name} says which): give another --folder")
+    if not note.is_file() or not (folder / "summary.json").is_file():
+        return None
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return None if summary["finished"] == "interrupted" else summary
+
+
+def simulated(setting: Setting, folder: Path) -> dict[str, Any]:
+    """Simulate in ``folder``, or go on where a run was cut off there; return the summary."""
     from raafl import simulate
+    from raafl.runtime.checkpoint import newest
 
-    experiment = experiment_of(setting)
-    with tempfile.TemporaryDirectory() as folder:
-        experiment.output = str(Path(folder) / "run")
-        summary, path = simulate(experiment)
-        curve = curve_of(path / "metrics.csv")
-        best = max((value for _, value in curve), default=None)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.with_suffix(".json").write_text(setting.text())
+    made = parsed(setting)
+    made.experiment.output = str(folder)
+    if newest(folder) is not None:
+        made.experiment.resume = str(folder)
+    elif folder.exists():
+        shutil.rmtree(folder)  # cut off before there was a checkpoint
+    summary: dict[str, Any] = simulate(made.experiment, made.config_yaml)[0]
+    return summary
+
+
+def run(setting: Setting, keep: Path | None = None) -> Row:
+    """Return what came of a run: of one in the folder ``keep``, or simulated now, in this process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (keep or Path(scratch)) / setting.name
+        summary = kept(setting, folder) or simulated(setting, folder)
+        curve = curve_of(folder / "metrics.csv")
+    best = max((value for _, value in curve), default=None)
     share = statistics.fmean(summary["participation"].values()) / max(summary["versions"], 1)
     return {
         "method": setting.label, "seed": setting.seed, **summary["final"], f"best_{METRIC}": best,
@@ -108,14 +152,14 @@ def lead(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, floa
     return None if reached[0] is None or not reached[1] else reached[1] / reached[0]
 
 
-def rows(settings: Iterable[Setting], jobs: int) -> list[Row]:
+def rows(settings: Iterable[Setting], jobs: int, keep: Path | None = None) -> list[Row]:
     """Run all, so many at a time, and return a row for each method: mean and, as ``..._sd``, standard deviation."""
     wanted = list(settings)
     for setting in {setting.label: setting for setting in wanted}.values():
-        experiment_of(setting)  # a wrong option ends it now, not after hours
+        parsed(setting)  # a wrong option ends it now, not after hours
     with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn"), initializer=_quiet) as pool:
         found = []
-        for row in pool.map(run, wanted):
+        for row in pool.map(run, wanted, [keep] * len(wanted)):
             shown = {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items() if name != "curve"}
             print(shown, file=sys.stderr, flush=True)
             found.append(row)
@@ -153,6 +197,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--rows", nargs="+")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--folder", type=Path)
     given, left = parser.parse_known_args(argv)
     chosen, file = read(given.name)
     if given.seeds:
@@ -163,4 +208,4 @@ if __name__ == "__main__":
             raise SystemExit(f"no row '{unknown[0]}' in {given.name}: give some of {', '.join(file['rows'])}")
         chosen = [setting for setting in chosen if setting.label in given.rows]
     chosen = [Setting(s.label, s.config, (*s.options, *more), s.seed) for s in chosen]
-    main("methods", lambda: rows(chosen, given.jobs), left)
+    main("methods", lambda: rows(chosen, given.jobs, given.folder), left)

@@ -20,6 +20,9 @@ Where the paper leaves it open:
   received, so a client with alpha_c of the parameters would be late every round. Its guarantee that clients report in time
   is kept instead: of the layers that alpha_c allows, as many train as are predicted to be done within T_k
   (``layers="time"``); ``layers="share"`` goes by alpha_c alone.
+- No real task takes exactly as long as the one before, and of equal clients half would be later than the k-th. So `slack`, a share
+  of T_k, is waited beyond T_k while somebody is out, and who is predicted to be done within it trains all layers. E_c goes by
+  T_k alone. On a virtual clock, which has no jitter, the paper's 0 may be given.
 - An update that comes after T_k is in the next merge, with the values it has; the paper says only that it is not in this one.
   ``T_k`` runs from the moment work is handed out, so that ``t_rpt`` is kept by whoever is in time.
 """
@@ -42,6 +45,7 @@ def timely_fl(
     cohort: int | None = None,
     concurrency: int | None = None,
     cut: Cut = "layers",
+    slack: float = 0.05,
 ) -> Algorithm:
     """Make TimelyFL.
 
@@ -55,6 +59,7 @@ def timely_fl(
         cohort: clients drawn in a round, uniformly (the training concurrency n); None = all.
         concurrency: how many of them work at a time, the others start late; None = no cap.
         cut: what a client that is short of time does without: layers (the paper's), or width, for a physically smaller model.
+        slack: share of T_k by which a client may come late and still be in the merge; 0 = the paper's.
     """
     if server_optimizer is None and server_lr != 0.01:
         raise BadInput(
@@ -64,8 +69,8 @@ def timely_fl(
         name="timely_fl",
         paper="Zhang et al. 2023",
         sample=Sample(cohort, concurrency),
-        select=Timely(participation, adaptive, layers, cut),
+        select=Timely(participation, adaptive, layers, cut, slack),
         local=Local(),
-        trigger=Interval(),
+        trigger=Interval(slack),
         merge=Mean() if server_optimizer is None else ServerOptimizer(server_optimizer, server_lr),
     )

@@ -105,16 +105,21 @@ class Timely(Select):
             forward and are still received.
         cut: what a client that is short of time does without: layers trains the last ones of the whole model (the paper's);
             width trains all layers of a smaller model, of the first units of each axis, as wide as T_k allows.
+        slack: share of T_k by which a client may be predicted to be late and yet get all that alpha_c = 1 allows, to be given
+            with `Interval`'s.
     """
 
     participation: float = 0.5
     adaptive: bool = True
     layers: Layers = "time"
     cut: Cut = "layers"
+    slack: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a participation outside (0, 1], or an unknown or unused choice."""
+        """Raise `BadInput` for a participation outside (0, 1], a slack below 0, or an unknown or unused choice."""
         fraction("participation", self.participation)
+        if not 0 <= self.slack < math.inf:
+            raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
         for name, known in (("layers", LAYERS), ("cut", CUTS)):
             if getattr(self, name) not in known:
                 raise BadInput(f"{name} is '{getattr(self, name)}': {nearest(getattr(self, name), known)}")
@@ -166,14 +171,15 @@ class Timely(Select):
 
     def _trained(self, client: ClientInfo, given: Workload, fleet: Fleet) -> Work:
         """Return the work on the most layers that share, memory and, if asked, T_k allow; at least the last one."""
-        limit_s = _plan(fleet)["T_k"] * SLACK / self._ratio(client, fleet)
+        tolerance = SLACK + self.slack
+        limit_s = _plan(fleet)["T_k"] * tolerance / self._ratio(client, fleet)
 
         def may(layers: tuple[float, Spec]) -> bool:
             share, spec = layers
             in_time = (
                 self.layers == "share" or fleet.cost_s(client, self._work(given.num_units, spec, fleet)) <= limit_s
             )
-            return share <= given.share * SLACK and in_time and fleet.fits(client, spec)
+            return share <= given.share * tolerance and in_time and fleet.fits(client, spec)
 
         every = self._submodels(fleet)
         place = 0 if may(every[0]) else bisect_left(every, True, hi=len(every) - 1, key=may)
@@ -244,8 +250,12 @@ class Interval(Trigger):
 
     T_k is what `Timely` noted. If nothing has come by then, the first that comes is merged. A client that reports later
     is in the next merge, and works again after that.
+
+    Attributes:
+        slack: share of T_k for which it is waited beyond T_k while somebody is out.
     """
 
+    slack: float = 0.0
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: Waiting) -> bool:
@@ -253,9 +263,9 @@ class Interval(Trigger):
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: Waiting) -> float:
-        """Return when T_k has passed."""
-        return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * SLACK
+        """Return when T_k has passed, and the slack."""
+        return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * (SLACK + self.slack)
 
     def __str__(self) -> str:
         """Return the answer in words."""
-        return "the interval T_k"
+        return "the interval T_k" + (f" and {self.slack:.3g} of it" if self.slack else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.federation import experiment, finish, unequal
 from tests.tools import assigned, coordinator_for, cut_in_the_middle, join, update_for
 
 LAST = Spec.keep(trained=["fc2"])
+exact = partial(timely_fl, slack=0.0)
 
 
 # ---- the schedule ----
@@ -91,7 +93,7 @@ def load(task):
 
 
 def test_a_round_by_hand():
-    coordinator, actions = line_fleet(timely_fl(layers="share"), [1.0, 2.0, 4.0])
+    coordinator, actions = line_fleet(exact(layers="share"), [1.0, 2.0, 4.0])
     first = assigned(actions)  # T_k = 2, the second of three
     assert {client: load(task) for client, task in first.items()} == {1: (2, FULL), 2: (1, FULL), 3: (1, LAST)}
     timers = [a for a in report(coordinator, first[1], 1.0, now=2.0) if isinstance(a, SetTimer)]
@@ -114,9 +116,22 @@ def test_a_round_by_hand():
     assert (values["fc2.weight"] == 6.0).all() and (values["fc2.bias"] == 6.0).all()  # (9 + 6 + 3) / 3
 
 
+def test_slack_is_waited_for_and_lets_who_is_a_little_late_train_all():
+    # T_k = 2, 10 % slack: client 3, predicted for 2.15 s, trains all; client 4, for 2.25, the last layer
+    coordinator, actions = line_fleet(timely_fl(slack=0.1), [1.0, 2.0, 2.15, 2.25])
+    first = assigned(actions)
+    assert {c: load(task) for c, task in first.items()} == {1: (2, FULL), 2: (1, FULL), 3: (1, FULL), 4: (1, LAST)}
+    (timer,) = (a for a in report(coordinator, first[1], 1.0, now=1.9) if isinstance(a, SetTimer))
+    assert timer.at == pytest.approx(2.2)
+    for client, now in ((2, 2.05), (4, 2.1)):
+        assert assigned(report(coordinator, first[client], 1.0, now=now)) == {}
+    assert set(assigned(report(coordinator, first[3], 1.0, now=2.15))) == {1, 2, 3, 4}
+    assert coordinator.state.version == 1
+
+
 def test_layers_that_would_not_be_done_in_time_do_not_train():
     # 32 of 56 FLOPs: at T_k = 2 and 3.4 s the last layer takes 1.94 s; alpha = 0.59 allows it, 5 of 13 parameters
-    _, actions = line_fleet(timely_fl(), [1.0, 2.0, 3.4, 2.1])
+    _, actions = line_fleet(exact(), [1.0, 2.0, 3.4, 2.1])
     assert {c: load(task) for c, task in assigned(actions).items()} == {
         1: (2, FULL),
         2: (1, FULL),
@@ -127,15 +142,15 @@ def test_layers_that_would_not_be_done_in_time_do_not_train():
 
 def test_what_a_client_measures_itself_is_part_of_its_time():
     # three samples' forward passes take as long as one sample's step: 2.4 s in all for client 3, where T_k = 2
-    _, actions = line_fleet(timely_fl(), [1.0, 2.0, 1.2], num_tested={3: 3})
+    _, actions = line_fleet(exact(), [1.0, 2.0, 1.2], num_tested={3: 3})
     assert {c: load(task) for c, task in assigned(actions).items()} == {1: (2, FULL), 2: (1, FULL), 3: (1, LAST)}
-    _, actions = line_fleet(timely_fl(), [1.0, 2.0, 1.2])
+    _, actions = line_fleet(exact(), [1.0, 2.0, 1.2])
     assert load(assigned(actions)[3]) == (1, FULL)
 
 
 def test_a_client_short_of_time_may_train_fewer_units_instead():
     # a unit is 14 of the 56 FLOPs: 0.85 s of client 3's 3.4, 0.525 of client 4's 2.1; T_k = 2
-    _, actions = line_fleet(timely_fl(cut="width"), [1.0, 2.0, 3.4, 2.1])
+    _, actions = line_fleet(exact(cut="width"), [1.0, 2.0, 3.4, 2.1])
     assert {c: load(task) for c, task in assigned(actions).items()} == {
         1: (2, FULL),
         2: (1, FULL),
@@ -151,7 +166,7 @@ def test_time_and_share_differ_where_frozen_layers_cost():
         model = MLP(2, (4, 4, 4), 1)
         submodels = Submodels(model, (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)))
         state = GlobalState(submodels, submodels.state(model))
-        coordinator = coordinator_for(timely_fl(layers=how), state, min_clients=2)
+        coordinator = coordinator_for(exact(layers=how), state, min_clients=2)
         task = assigned(join(coordinator, (1, 2), {1: 10.0, 2: 5.0}))[2]
         assert state.memory[MEMORY]["T_k"] == pytest.approx(24.8)
         assert (submodels.cost(task.spec, 1).flops_per_sample / 5.0 <= 24.8) == (how == "time")
@@ -160,7 +175,7 @@ def test_time_and_share_differ_where_frozen_layers_cost():
 
 
 def test_a_device_that_slows_down_gets_less_and_catches_up():
-    coordinator, actions = line_fleet(timely_fl(layers="share"), [2.0, 2.0])
+    coordinator, actions = line_fleet(exact(layers="share"), [2.0, 2.0])
     first = assigned(actions)
     assert {load(task) for task in first.values()} == {(1, FULL)}
     (timer,) = (a for a in report(coordinator, first[2], 0.0, now=2.0) if isinstance(a, SetTimer))
@@ -179,7 +194,7 @@ def test_a_device_that_slows_down_gets_less_and_catches_up():
 
 
 def test_a_device_that_comes_back_is_measured_anew():
-    coordinator, actions = line_fleet(timely_fl(participation=1.0), [2.0, 4.0])
+    coordinator, actions = line_fleet(exact(participation=1.0), [2.0, 4.0])
     first = assigned(actions)
     assert load(first[1]) == (2, FULL)
     report(coordinator, first[1], 0.0, now=8.0)
@@ -190,7 +205,7 @@ def test_a_device_that_comes_back_is_measured_anew():
 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_a_fixed_workload_is_that_of_the_first_round(adaptive):
-    coordinator, actions = line_fleet(timely_fl(adaptive=adaptive, participation=1.0), [1.0, 2.0])
+    coordinator, actions = line_fleet(exact(adaptive=adaptive, participation=1.0), [1.0, 2.0])
     loads = {1: set(), 2: set()}
     for now in range(10, 100, 10):  # far slower than they said, and client 1 no faster than client 2
         for task in assigned(actions).values():
@@ -203,14 +218,14 @@ def test_a_fixed_workload_is_that_of_the_first_round(adaptive):
 
 
 def test_only_those_drawn_count_for_the_interval():
-    coordinator, actions = line_fleet(timely_fl(cohort=1), [1.0, 2.0, 4.0])
+    coordinator, actions = line_fleet(exact(cohort=1), [1.0, 2.0, 4.0])
     (task,) = assigned(actions).values()
     assert coordinator.state.memory[MEMORY]["T_k"] == {1: 1.0, 2: 2.0, 3: 4.0}[task.client]
     assert load(task) == (1, FULL)
 
 
 def test_the_unit_is_the_runs_own_work():
-    coordinator, _ = line_fleet(timely_fl(), [1.0, 2.0], max_updates=2)
+    coordinator, _ = line_fleet(exact(), [1.0, 2.0], max_updates=2)
     for training, expected in (
         (Training(num_epochs=3), {"num_epochs": 6, "num_steps": None}),
         (Training(num_epochs=None, num_steps=5), {"num_epochs": None, "num_steps": 10}),
@@ -223,21 +238,21 @@ def test_the_unit_is_the_runs_own_work():
 
 
 def test_memory_bounds_what_trains():
-    coordinator = coordinator_for(timely_fl(), min_clients=2)
+    coordinator = coordinator_for(exact(), min_clients=2)
     for client, memory_bytes in ((1, 250.0), (2, float("inf"))):
         profile = Profile(flops_per_s=56.0, memory_bytes=memory_bytes)
         actions = coordinator.handle(Joined(ClientInfo(client, 1, profile)), 0.0)
     assert {client: load(task) for client, task in assigned(actions).items()} == {1: (1, LAST), 2: (1, FULL)}
-    assert timely_fl().select.check(coordinator.fleet) == []
+    assert exact().select.check(coordinator.fleet) == []
     coordinator.roster.clients[1] = ClientInfo(1, 1, Profile(memory_bytes=10.0))
-    (problem,) = timely_fl().select.check(coordinator.fleet)
+    (problem,) = exact().select.check(coordinator.fleet)
     assert problem.startswith(
         "client 1: memory_bytes is 10, training the last layer alone needs 204: raise memory_bytes"
     )
 
 
 def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened():
-    for algorithm in (timely_fl(cohort=3), timely_fl(adaptive=False), timely_fl(server_optimizer="yogi")):
+    for algorithm in (exact(cohort=3), exact(adaptive=False), exact(server_optimizer="yogi")):
         whole, again = cut_in_the_middle(
             lambda made=algorithm: coordinator_for(made, min_clients=4), cut=5, value=float
         )
@@ -284,9 +299,10 @@ def test_a_run_is_repeated_to_the_last_bit(tmp_path):
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = timely_fl(0.3, False, "share", "yogi", 0.5, cohort=4, concurrency=2)
+    algorithm = timely_fl(0.3, False, "share", "yogi", 0.5, cohort=4, concurrency=2, slack=0.2)
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Timely(0.3, False, "share")
+    assert algorithm.select == Timely(0.3, False, "share", slack=0.2)
+    assert algorithm.trigger == Interval(0.2)
     assert algorithm.merge == ServerOptimizer("yogi", 0.5)
     assert timely_fl().merge == Mean()
 
@@ -296,6 +312,7 @@ def test_every_argument_reaches_its_part():
     [
         ({"participation": 0.0}, r"participation is 0\.0"),
         ({"participation": 1.5}, r"participation is 1\.5"),
+        ({"slack": -0.1}, r"slack is -0\.1: give a share of T_k, 0 or more"),
         ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),
         ({"cut": "width", "layers": "share"}, "layers is share, but cut is 'width'"),
         ({"server_optimizer": "sgd"}, "server optimizer is 'sgd'"),

@@ -1,0 +1,62 @@
+"""Methods beside each other: rows from runs that are kept, and what a lead is."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmarks import methods
+from benchmarks.methods import Setting, lead
+from tests.crashed import crashed
+from tests.habits.source import ROOT
+
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+SHORT = ("--max_updates", "24", "--checkpoint_every", "1")
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_the_lead_is_by_the_time_to_the_others_best():
+    theirs = [(1.0, 0.1), (6.0, 0.5), (9.0, 0.4)]  # their best, 0.5, after 6 s
+    assert lead([(1.0, 0.2), (3.0, 0.5), (4.0, 0.3)], theirs) == 2.0
+    assert lead([(1.0, 0.2), (12.0, 0.6)], theirs) == 0.5
+    assert lead([(1.0, 0.2)], theirs) is None
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (methods.HERE / "comparisons").glob("*.yaml")))
+def test_each_row_of_each_comparison_can_be_read(name):
+    settings, found = methods.read(name)
+    assert len(settings) == len(found["rows"]) * len(found["seeds"])
+    assert len({setting.name for setting in settings}) == len(settings)
+    for setting in settings[:: len(found["seeds"])]:
+        assert methods.parsed(setting).experiment.seed == found["seeds"][0]
+
+
+def test_a_row_is_the_mean_of_its_seeds():
+    settings = [Setting(label, CONFIG, SHORT, seed) for label in ("A", "B") for seed in (0, 1)]
+    first, second = methods.rows(settings, jobs=2)
+    alone = [methods.run(Setting("A", CONFIG, SHORT, seed)) for seed in (0, 1)]
+    one, other = (row["accuracy"] for row in alone)
+    assert first["method"] == "A" and first["seeds"] == 2
+    assert first["accuracy"] == second["accuracy"] == pytest.approx((one + other) / 2)
+    assert first["accuracy_sd"] == pytest.approx(abs(one - other) / math.sqrt(2))
+    assert first["lead"] == second["lead"] == 1.0 and second["lead_seeds"] == 2
+
+
+def test_kept_runs_are_taken_and_those_that_were_cut_off_go_on(tmp_path, monkeypatch):
+    setting = Setting("Fed-RAA (K)", CONFIG, SHORT, 3)
+    whole = methods.run(setting, tmp_path / "kept")
+    folder = tmp_path / "kept" / "fed-raa-k-seed-3"
+    assert methods.run(setting, tmp_path / "kept") == whole  # its wall-clock time, too: nothing has run
+
+    (tmp_path / "cut").mkdir()
+    crashed(monkeypatch, 13, "--config", str(CONFIG), *SHORT, "--seed=3", f"--output={tmp_path / 'cut' / folder.name}")
+    (tmp_path / "cut" / f"{folder.name}.json").write_text(setting.text())
+    again = methods.run(setting, tmp_path / "cut")
+    assert {**again, "wall_s": 0} == {**whole, "wall_s": 0}
+    events = [json.loads(line)["event"] for line in (tmp_path / "cut" / folder.name / "events.jsonl").open()]
+    assert events.count("resumed") == 1
+
+    with pytest.raises(SystemExit, match="holds a run with other options"):
+        methods.run(Setting("Fed-RAA (K)", CONFIG, ("--max_updates", "12"), 3), tmp_path / "kept")

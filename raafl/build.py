@@ -93,7 +93,10 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
     )  # fmt: skip
     coordinator.fleet = replace(
-        coordinator.fleet, wires=experiment.wires(submodels), own_tests=own_tests(experiment, data)
+        coordinator.fleet,
+        wires=experiment.wires(submodels),
+        own_tests=own_tests(experiment, data),
+        drop_last=data.drop_last,
     )
     everyone = {client.id: client for client in clients}
     fleet = replace(coordinator.fleet, clients=everyone, cache={})

@@ -274,7 +274,7 @@ class Experiment:
 
     def wires(self, submodels: Submodels) -> Wires | None:
         """Return how what travels of ``submodels`` is compressed, alike on server and clients; None = it is not."""
-        return Wires.of(submodels, self.compress, self.algorithm.merge)
+        return Wires.of(submodels, self.compress, self.algorithm.merge, self.algorithm.local)
 
     def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
         """Return what the coordinator needs to know of beginning and end."""

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,9 @@ class Run:
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )
         self.progress.start(title)
-        for note in coordinator.algorithm.notes(coordinator.fleet, len(self.parts.clients)):
+        # at the start nobody has joined, but it is known who will
+        fleet = replace(coordinator.fleet, clients={client.id: client for client in self.parts.clients}, cache={})
+        for note in coordinator.algorithm.notes(fleet, len(self.parts.clients)):
             self.progress.note(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
         self.loggers.start(hyper_parameters(self._config_yaml))

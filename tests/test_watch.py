@@ -267,7 +267,8 @@ def test_the_table_says_everything():
     state.event(arrived(1, 1, 10.0))
     state.client(ended(1, 1, 0.0, 10.0, 1))
     state.metrics({"version": 0, "time_s": 0.0, "wall_s": 0.0, "accuracy": 0.1, "coverage": 1.0})
-    state.metrics({"version": 1, "time_s": 10.0, "wall_s": 2.0, "accuracy": 0.25})
+    beside = {"peak_bytes": 5000, "measured_bytes": 6000, "time_to/accuracy=0.2": 10.0}
+    state.metrics({"version": 1, "time_s": 10.0, "wall_s": 2.0, "accuracy": 0.25, **beside})
     state.event({"time_s": 10.0, "event": "lost", "client": 3, "reason": "unavailable"})
     state.client({"client": 3, "outcome": "lost:unavailable", "assignment": 7})
     state.event(assigned(3, 1, 10.0, version=1))

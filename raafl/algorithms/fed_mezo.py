@@ -22,6 +22,7 @@ The papers leave open, or this does otherwise:
 - Forward passes are as in evaluation, as in MeZO's code: no dropout, so that both losses see the same network, and batch norm runs
   on its running statistics, which stay as they were at the start. Buffers neither train nor go up.
 - g_t is rounded to float32 before it is used, so that what travels is what was used.
+- ``compress.up`` has nothing to compress, and is refused; ``compress.down`` is not.
 - Frozen parameters are not perturbed; with LoRA adapters, which FedMeZO tunes, only these are.
 - trigger "each" is FedBuff's step with a buffer of one, which neither paper has: theta_n - theta = -eta sum_t g_t z_t does not
   depend on the version that the client began with, so a late update needs no old version to be rebuilt.

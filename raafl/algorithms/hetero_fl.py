@@ -14,7 +14,7 @@ The paper leaves open, and this does:
   the largest submodel that fits.
 - Units are ``ceil(rate * size)`` of each axis; the paper's widths are powers of two, where nothing is rounded.
 - Masking needs logits of shape (batch, classes) from `forward`, and one whole-number label for each sample: anything
-  else, such as a language model, trains on the plain loss.
+  else, such as a language model, or one that makes its loss inside `forward`, trains on the plain loss, and the run says so.
 
 At rate 1, with all classes at every client, this is unweighted FedAvg, bit for bit.
 """

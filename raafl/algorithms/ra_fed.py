@@ -16,6 +16,7 @@ The paper leaves open, and this does:
 - A weight between two regions is held by the clients that have both, and takes the mean over those. (Counted by region, the
   mean would be over all that have its second region, with Delta 0 from those without the first: RAM-Fed does that, see
   there. Here nothing is remembered, and a mean over more zeros would be a lower learning rate.)
+- MIX-Arb's half is another in each round, also under control, where `rest` allows it (see `raafl.parts.regions.Regions`).
 - Which regions are left untrained, and when ("periodically", section 6.2): `trained` and `every`. Without them, and
   without `coverage` and `rest`, each client draws by itself, and regions are left out as chance will have it.
 - Figure 3: mask S-Arb with (coverage, trained) = (1, 4), (2, 4), (10, 1).

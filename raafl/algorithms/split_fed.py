@@ -22,8 +22,8 @@ Where the paper leaves it open, or this does otherwise:
 - The user's `training_step` runs on both sides, to the cut and from there. What it draws (dropout) the server's half draws from
   a stream of its own; what it draws for both sides at once, such as a mixup of inputs and labels, would not be the same there.
 - The server sees the activations, and the labels as they are. The paper's differential privacy at the client (PixelDP) is not here.
-- The server's time for its half is not in the simulated time of a task, which is the client's compute and link; nor is the
-  latency of a link, counted once for each way and task, counted again for each batch.
+- The time of a task, simulated, predicted or emulated, is the client's compute and link: the latency counts once each way for the
+  task, and once each way again for every batch. What the server computes for its half takes no time there.
 - A norm over all parameters (`fabric.gradient_clip_val`) is known to neither side alone: on real ranks it is refused.
 - V2, where one upper part learns from the clients one after the other, is not here.
 """

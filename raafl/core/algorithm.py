@@ -96,6 +96,7 @@ class Fleet:
         local: what clients do with their submodels, for what it costs.
         wires: how what travels is compressed; None = it is not.
         own_tests: what clients measure by themselves.
+        drop_last: whether an epoch leaves out its last batch where that is smaller than the others.
     """
 
     state: GlobalState
@@ -108,6 +109,7 @@ class Fleet:
     local: Local = field(default_factory=Local)
     wires: Wires | None = None
     own_tests: OwnTests = field(default_factory=OwnTests)
+    drop_last: bool = False
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""
@@ -223,7 +225,8 @@ class Merge(ABC):
         sends: what a client sends: its trained values, or their difference from what it received.
         by_client: whether it goes by whose update it receives; no joint update of several may take their place then.
         wire: what updates always travel as, whatever the config says of other algorithms: a name of
-            `raafl.parts.compress.compressor`, such as "bits" for values that are all 0 or 1; None = as `compress.up` says.
+            `raafl.parts.compress.compressor`, such as "bits" for values that are all 0 or 1, or "scalars" where no tensor
+            goes up; None = as `compress.up` says.
     """
 
     sends: Literal["values", "delta"] = "values"

@@ -13,7 +13,8 @@ from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
-    from raafl.core.types import Assignment
+    from raafl.core.algorithm import Fleet
+    from raafl.core.types import Assignment, ClientInfo
     from raafl.submodel.submodels import Submodels
 
 
@@ -104,6 +105,10 @@ class Local:
         """
         return module
 
+    def travelling(self, submodels: Submodels) -> Submodels:
+        """Return that of which clients are sent the values, and send them back: the model, or the part of it that they train."""
+        return submodels
+
     def hook(self, task: Task) -> Hook:
         """Return what runs the steps of ``task``."""
         return Hook(task)
@@ -111,6 +116,10 @@ class Local:
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return what a task of ``spec`` costs a client that trains it this way, at a batch size."""
         return submodels.cost(spec, batch_size)
+
+    def terms(self, client: ClientInfo, fleet: Fleet) -> dict[str, Any]:
+        """Return what of `Work.extra` is the same for every task of ``client``; what its cost is to be asked with."""
+        return {}
 
     def tests(self, extra: Mapping[str, Any]) -> bool:
         """Return whether a client measures what such a task has trained on its own test part, if it has one."""
@@ -122,7 +131,12 @@ class Local:
 
     def notes(self, submodels: Submodels) -> list[str]:
         """Return what the user is to know at the start, one line each."""
-        return []
+        if not self.masked:
+            return []
+        from raafl.parts.masked_loss import why_unmasked
+
+        why = why_unmasked(submodels)
+        return [] if why is None else [f"masked loss: nothing is masked, clients train on the plain loss: {why}"]
 
     def __str__(self) -> str:
         """Return the answer in words."""

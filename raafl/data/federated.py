@@ -179,7 +179,7 @@ class FederatedData:
         self._dataset, self._collate = loader.dataset, loader.collate_fn
         self._fetch, self._is_fast = fetcher(self._dataset, self._collate)
         self.batch_size: int | None = loader.batch_size
-        self._drop_last: bool = loader.drop_last
+        self.drop_last: bool = loader.drop_last
         labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
         parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
         divided = [partition.held_out(part, client, seed) for client, part in enumerate(parts, start=1)]
@@ -215,7 +215,7 @@ class FederatedData:
 
     def _own(self, indices: torch.Tensor) -> ClientData:
         cache = self._is_fast and self._take_cache(self._fetch, len(indices))
-        return ClientData(self._dataset, indices, self.batch_size, self._collate, cache, self._drop_last)
+        return ClientData(self._dataset, indices, self.batch_size, self._collate, cache, self.drop_last)
 
     def example_batch(self, n: int = 2) -> Any:
         """The first n samples of the training set as one batch."""

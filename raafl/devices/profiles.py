@@ -43,7 +43,7 @@ class Profile:
         flops_per_s: training FLOPs per second it sustains (not the data sheet's peak).
         down_bytes_per_s: link speed from the coordinator to the client; infinite means free.
         up_bytes_per_s: link speed from the client to the coordinator; infinite means free.
-        latency_s: seconds added to each transfer, once down and once up.
+        latency_s: seconds added to each transfer: once down and once up, and so again for each exchange in a task's middle.
         memory_bytes: memory available to training; no submodel whose predicted peak is above it is ever assigned.
         availability: windows `[start, stop)` in seconds during which the client may work; None is always.
         period_s: when given, the windows repeat every so many seconds (a day is 86400).
@@ -79,17 +79,20 @@ class Profile:
             object.__setattr__(self, "speed_changes", changes)
 
     def task_time(
-        self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0
-    ) -> TaskTime:
+        self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0,
+        num_exchanges: int = 0,
+    ) -> TaskTime:  # fmt: skip
         """Predict a task's duration from its training FLOPs and the bytes each way.
 
-        Where `bytes_per_s` is known, the bytes that its operations read and write count, and their FLOPs on padding.
+        Where `bytes_per_s` is known, the bytes that its operations read and write count, and their FLOPs on padding. The
+        latency is that of 1 + ``num_exchanges`` transfers each way, whose bytes are among the others.
         """
+        latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s
         return TaskTime(
-            down_s=self.latency_s + down_bytes / self.down_bytes_per_s,
+            down_s=latency_s + down_bytes / self.down_bytes_per_s,
             compute_s=flops / self.flops_per_s + more_s,
-            up_s=self.latency_s + up_bytes / self.up_bytes_per_s,
+            up_s=latency_s + up_bytes / self.up_bytes_per_s,
         )
 
     def as_it_goes(self, predicted: TaskTime, start_s: float) -> TaskTime:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raafl.parts.masked_loss import logits_of
+
 
 @contextmanager
 def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[None]:
@@ -32,8 +34,8 @@ def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[None]:
 
 
 def _masked(output: Any, classes: Set[int]) -> Any:
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point():
+    logits = logits_of(output)
+    if logits is None:
         return output
     num = logits.shape[1]
     if min(classes) < 0 or max(classes) >= num or len(classes) == num:

@@ -295,13 +295,13 @@ def _places(like: Tensor) -> Tensor:
 
 
 def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
-    """Return the compressor of a name, None for none; ``share`` is top_k's.
+    """Return the compressor of a name; ``share`` is top_k's. None for none, and for scalars, which are no tensors.
 
     Raises:
         BadInput: there is none of that name.
     """
     match name:
-        case "none":
+        case "none" | "scalars":
             return None
         case "bf16":
             return BFloat16(only)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput
+from raafl.parts.select import uncut
 from raafl.parts.selectors import Axes, shared_fragments, spec_of
 from raafl.submodel import Axis, Spec
 
@@ -81,11 +82,15 @@ class Dealt(Select):
         largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there is nothing to deal out."""
+        return uncut(fleet.state.submodels, "deal out")
+
     def _problem(self, client: ClientInfo, fleet: Fleet, spec: Spec) -> str:
+        other = "more subnets" if fleet.state.submodels.axes else "a smaller model"
         return (
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, one of {self._num_shares(fleet)} equal shares "
-            f"needs {fleet.cost(spec).peak_bytes:.4g} to train: raise memory_bytes, use a "
-            "smaller batch, or more subnets"
+            f"needs {fleet.cost(spec).peak_bytes:.4g} to train: raise memory_bytes, use a smaller batch, or {other}"
         )
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive
 from raafl.parts.merge import Mean
 from raafl.parts.rated import Rated, Rates
+from raafl.parts.select import uncut
 from raafl.parts.selectors import Budget, largest_rate, unit_scores
 from raafl.submodel import FULL, Spec, Submodels
 
@@ -173,6 +174,10 @@ class Pruned(Select):
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
         return self._limit().check(replace(fleet, cache={}))
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there is nothing to choose from."""
+        return uncut(fleet.state.submodels, "prune")
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""

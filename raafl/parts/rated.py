@@ -9,6 +9,7 @@ from typing import Literal
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, positive, refuse_unused
+from raafl.parts.select import uncut
 from raafl.parts.selectors import SELECTORS, Budget, largest_rate, leading, steps, width_of, window, window_starts
 from raafl.parts.selectors.depth import stack_of
 from raafl.parts.selectors.units import Axes, axes_of
@@ -31,7 +32,8 @@ class Rated(Select):
     """Each client's share of the model, cut by a selector; less where its memory or a limit says so.
 
     A rate is the most that a client gets. Of the sizes up to it the largest is taken whose predicted peak stays within the
-    client's memory and whose task keeps all limits given; so ``Rated()`` gives everyone as much as fits.
+    client's memory and whose task keeps all limits given; so ``Rated()`` gives everyone as much as fits. A model without
+    axes is trained whole, whatever the rates.
 
     Attributes:
         selector: leading (HeteroFL), rolling (FedRolex), random or magnitude.
@@ -109,6 +111,12 @@ class Rated(Select):
         """Forget what was known of the client."""
         fleet.cache.pop(client.id, None)
 
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where rates come to nothing."""
+        submodels = fleet.state.submodels
+        cuts = min(self._all_rates()) < 1 and not self._axes(submodels)
+        return uncut(submodels, "cut by rates") if cuts else []
+
     # ---- how much ----
 
     def _size(self, client: ClientInfo, fleet: Fleet) -> tuple[float, list[int]]:
@@ -121,10 +129,6 @@ class Rated(Select):
     def _found(self, client: ClientInfo, fleet: Fleet) -> tuple[float, list[int]]:
         submodels, budget, rate = fleet.state.submodels, self._budget(client, fleet), self.rate(client)
         axes = self._axes(submodels)
-        if not axes and rate < 1:
-            raise BadInput(
-                f"rates are below 1, but the model has nothing to cut: {submodels.why_whole()}; or cut its depth, or use rate 1"
-            )
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]
 
@@ -144,7 +148,7 @@ class Rated(Select):
 
     def _budget(self, client: ClientInfo, fleet: Fleet) -> Budget:
         limits = {name: getattr(self, name) for name in ("seconds", "flops", "wire_bytes")}
-        if self.rate_of == "parameters":
+        if self.rate_of == "parameters" and self._axes(fleet.state.submodels):
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
         given = {name: limit for name, limit in limits.items() if limit is not None}

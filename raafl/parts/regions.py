@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.rated import ROUNDS, Rounds
-from raafl.parts.selectors.coverage import LEVELS, Coverage, Level, Taken, mask_level, of_regions
+from raafl.parts.select import uncut
+from raafl.parts.selectors.coverage import LEVELS, Coverage, Level, Taken, mask_level, of_regions, topped_up
 from raafl.parts.selectors.units import shared_fragments, size_of, spec_of
 from raafl.submodel import Spec, Submodels
 
@@ -25,9 +25,10 @@ class Regions(Select):
     ``coverage`` and ``rest`` left out a client draws its regions by itself, so that some stay uncovered by chance. As soon as
     one of them is given, the round is drawn for all clients present together (see `Coverage`), and the numbers
     given hold in every round in which all of them work. MIX-Arb draws which half of the clients trains two regions anew in
-    each round ("the submodel structure within the same client could change due to the varying resources"), with numbers to
-    keep once: a class that only clients with one region have gets larger logits than the others, since fewer units make them,
-    and in the whole model it then wins. A client whose memory is too small for ``m_n`` regions gets as
+    each round ("the submodel structure within the same client could change due to the varying resources"): where it stays the
+    same, a class that only clients with one region have gets larger logits than the others, since fewer units make them, and
+    in the whole model it then wins. It has to stay where ``rest`` is given and the half's second regions are needed for
+    ``coverage``. A client whose memory is too small for ``m_n`` regions gets as
     many as fit. A model without axes is trained whole.
 
     Attributes:
@@ -89,13 +90,13 @@ class Regions(Select):
         """Return the regions of ``client`` in this round; they count as region ``client.id``."""
         round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
         most = self._most(client, fleet)
-        take = min(self.level(client, fleet, round), most)
         if self.full_first and round == 0:
             taken: Sequence[int] = range(most)
         elif self.is_controlled:
             taken = self._together(round, fleet)[self._place(client, fleet)]
         else:
             draw = random.Random(derive_seed(fleet.seed, "regions", round, client.id))
+            take = min(self.level(client, fleet, round), most)
             taken = sorted(draw.sample(range(self.regions), take))
         key = ("spec", tuple(taken))
         if key not in fleet.cache:
@@ -103,16 +104,15 @@ class Regions(Select):
         return Work(fleet.cache[key], region=client.id)
 
     def level(self, client: ClientInfo, fleet: Fleet, round: int) -> int:
-        """Return m_n of a round as ``mask`` has it."""
+        """Return m_n of a round as ``mask`` has it, where clients draw by themselves."""
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]
         known: dict[int, tuple[int, ...]] = fleet.cache.setdefault("levels", {})
-        q = 0 if self.is_controlled else round
-        if q not in known:
+        if round not in known:
             if len(known) >= 64:  # clients that do not wait for each other are in different rounds
                 known.clear()
-            known[q] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", q))
-        return known[q][client.id - 1]
+            known[round] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
+        return known[round][client.id - 1]
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client whose memory not even one region fits, else what no schedule can keep."""
@@ -120,25 +120,29 @@ class Regions(Select):
         for client in fleet.clients.values():
             if not self._most(client, fleet):
                 need = fleet.cost(self._widest(fleet.state.submodels, 1)).peak_bytes
+                other = "more regions" if fleet.state.submodels.axes else "a smaller model"
                 problems.append(
                     f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, too small for one of "
-                    f"{self.regions} regions (which needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or "
-                    "more regions"
+                    f"{self.regions} regions (which needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or {other}"
                 )
         if not problems and self.is_controlled:
             try:
-                self._schedules(fleet)
+                self._schedule(self._takes(0, fleet), leaves_out=True)
+                self._schedule(self._takes(0, fleet), leaves_out=False)
             except BadInput as error:
                 problems.append(f"mask {self.mask}: {error}")
         return problems
 
     def notes(self, fleet: Fleet) -> list[str]:
-        """Say where there are no regions."""
-        return (
-            []
-            if fleet.state.submodels.axes
-            else ["the model has no axes to cut into regions: every client trains all of it"]
-        )
+        """Say where there are no regions, and where MIX-Arb cannot draw its half anew."""
+        submodels = fleet.state.submodels
+        if not submodels.axes or not self._keeps_half(fleet):
+            return uncut(submodels, "cut into regions")
+        return [
+            f"MIX-Arb with rest {self.rest}: the same half of the clients trains two regions in all rounds, for one region each of "
+            f"{len(fleet.clients)} clients is too little to cover {self.trained or self.regions} {self.coverage or 1} times; "
+            "classes that only the other half has are then preferred: leave out rest, or give a smaller coverage or trained"
+        ]
 
     # ---- who gets how many ----
 
@@ -169,26 +173,51 @@ class Regions(Select):
             fleet.cache["places"] = {n: place for place, n in enumerate(sorted(fleet.clients))}
         return int(fleet.cache["places"][client.id])
 
-    def _schedules(self, fleet: Fleet) -> tuple[Coverage, Coverage]:
-        """Return the schedule of most rounds, and that of the rounds which leave regions out."""
-        if "schedules" not in fleet.cache:
-            present = [fleet.clients[n] for n in sorted(fleet.clients)]
-            takes = [min(self.level(client, fleet, 0), self._most(client, fleet)) for client in present]
-            found = []
-            for trained in (self.regions if self.every > 1 else self.trained, self.trained):
-                within = tuple(min(take, trained or self.regions) for take in takes)
-                found.append(Coverage(within, self.regions, trained, self.coverage or 1, self.rest))
-            fleet.cache["schedules"] = tuple(found)
-        return cast(tuple[Coverage, Coverage], fleet.cache["schedules"])
+    def _takes(self, round: int, fleet: Fleet) -> list[int]:
+        """Return m_n of each client present, by id; in every round as many clients have as many regions."""
+        present = [fleet.clients[n] for n in sorted(fleet.clients)]
+        most = [self._most(client, fleet) for client in present]
+        if self.mask != "MIX-Arb":
+            return [min(self.level(client, fleet, 0), m) for client, m in zip(present, most, strict=True)]
+        roomy = [place for place, m in enumerate(most) if m > 1]
+        rng = random.Random(derive_seed(fleet.seed, "levels", round))
+        large = set(rng.sample(roomy, min(len(most) // 2, len(roomy))))
+        return [2 if place in large else 1 for place in range(len(most))]
+
+    def _schedule(self, takes: Sequence[int], leaves_out: bool) -> Coverage:
+        """Return the schedule of rounds which leave regions out, or of the others; raises `BadInput` where there is none."""
+        trained = self.regions if self.every > 1 and not leaves_out else self.trained
+        within = tuple(min(take, trained or self.regions) for take in takes)
+        return Coverage(within, self.regions, trained, self.coverage or 1, self.rest)
+
+    def _keeps_half(self, fleet: Fleet) -> bool:
+        """Whether MIX-Arb's half is the same in all rounds: where each client's turn counts on how many regions all have."""
+        if self.mask != "MIX-Arb" or self.rest is None or (self.trained or self.regions) == 1:
+            return False
+        if "keeps half" not in fleet.cache:
+            try:
+                self._schedule([1] * len(fleet.clients), leaves_out=True)
+                fleet.cache["keeps half"] = False
+            except BadInput:
+                fleet.cache["keeps half"] = True
+        return bool(fleet.cache["keeps half"])
 
     def _together(self, round: int, fleet: Fleet) -> Taken:
-        known: dict[int, Any] = fleet.cache.setdefault("taken", {})
+        known: dict[int, Taken] = fleet.cache.setdefault("taken", {})
         if round not in known:
             if len(known) >= 64:  # clients that do not wait for each other are in different rounds
                 known.clear()
-            leaves_out = (round + 1) % self.every == 0
-            known[round] = self._schedules(fleet)[leaves_out].taken(round, fleet.seed)
-        return cast(Taken, known[round])
+            known[round] = self._drawn(round, fleet)
+        return known[round]
+
+    def _drawn(self, round: int, fleet: Fleet) -> Taken:
+        leaves_out = (round + 1) % self.every == 0
+        takes = self._takes(0 if self._keeps_half(fleet) else round, fleet)
+        if self.mask != "MIX-Arb" or self.rest is None or self._keeps_half(fleet):
+            return self._schedule(takes, leaves_out).taken(round, fleet.seed)
+        # one region each keeps the numbers; the half's second ones come on top of it
+        single = self._schedule([1] * len(takes), leaves_out).taken(round, fleet.seed)
+        return topped_up(single, takes, random.Random(derive_seed(fleet.seed, "second", round)))
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -51,6 +51,13 @@ class Full(Select):
         return "full"
 
 
+def uncut(submodels: Submodels, what: str) -> list[str]:
+    """Return the note that there is nothing to ``what``, so that everyone trains the whole model; empty where there is."""
+    if submodels.axes:
+        return []
+    return [f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}"]
+
+
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
     """Return the share of each fragment: a row of Table 4 for a number, else the ratios given, scaled to sum to 1.
 
@@ -76,17 +83,9 @@ def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec,
 
     Parameters on no axis (the output bias, norms over a kept width) belong to every fragment. So do, in part, the units of
     an axis that has fewer of them than there are fragments: each fragment has one, and several have the same one (see
-    `shared_fragments`).
-
-    Raises:
-        BadInput: the model has no axes.
+    `shared_fragments`). A model without axes is one fragment, whatever the ratios.
     """
-    if not submodels.axes and len(ratios) > 1:
-        raise BadInput(
-            "fragments: the model has no axes to cut: call its layers in `forward`, where they are looked for, declare "
-            "`submodel_axes`, or use fragments=1 (full-model training)"
-        )
-    return shared_fragments(submodels.axes, ratios)
+    return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
 
 
 def offline_bound(costs: Sequence[Sequence[float]], capability: Sequence[float], sizes: Sequence[float]) -> float:
@@ -216,10 +215,10 @@ class OneOf(Select):
         fitting = [j for j in range(len(specs)) if fleet.fits(client, specs[j])]
         if not fitting:
             need = min(fleet.cost(spec).peak_bytes for spec in specs)
+            other = "more and smaller fragments" if fleet.state.submodels.axes else "a smaller model"
             return (
                 f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, too small for any fragment "
-                f"(the smallest needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or more "
-                "and smaller fragments"
+                f"(the smallest needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or {other}"
             )
         j = min(fitting, key=lambda i: costs[i])
         return (
@@ -255,6 +254,10 @@ class Fragments(OneOf):
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
         """Return the fragments."""
         return fragment_specs(submodels, self.ratios)
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there are no fragments."""
+        return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
         """Return the ratios in words."""

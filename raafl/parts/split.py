@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -92,6 +93,11 @@ class Split(Local):
         half: Half = submodels._cached("half", (cut.path, side), lambda: Half(submodels, cut, side))
         return half
 
+    def travelling(self, submodels: Submodels) -> Submodels:
+        """Return the client's half; the whole model where it cannot be cut."""
+        half = self.half(submodels)
+        return submodels if half is None else half
+
     def hook(self, task: Task) -> Hook:
         """Return what runs a half with the other at the end of a wire, or both halves of a task that is all here."""
         from raafl.local.split import BothHook, LowerHook
@@ -104,20 +110,37 @@ class Split(Local):
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return what a client's half costs it, with the activations and gradients of all its samples on the wire.
 
-        In the peak are the activations and the gradient of one batch as they travel. What the server computes takes the
-        client no time here.
+        Each batch is an exchange, of which the link's latency is paid both ways. In the peak are the activations and the
+        gradient of one batch as they travel. What the server computes takes the client no time here.
         """
         half = self.half(submodels)
         if half is None:
             return submodels.cost(spec, batch_size)
-        cost, num_samples = half.cost(FULL, batch_size), extra.get(KEY, {}).get("samples", 0)
+        cost, terms = half.cost(FULL, batch_size), extra.get(KEY, {})
+        num_samples = terms.get("samples", 0)
         activation, leaves = half.cut.sample_bytes, leaf_bytes(half)
         return replace(
             cost,
             peak_bytes=cost.peak_bytes + round(batch_size * (2 * activation + leaves)),
             down_bytes=cost.down_bytes + round(num_samples * activation),
             up_bytes=cost.up_bytes + round(num_samples * (activation + leaves)),
+            num_exchanges=terms.get("batches", 0),
         )
+
+    def terms(self, client: ClientInfo, fleet: Fleet) -> dict[str, Any]:
+        """Return where the model is cut, and which batches of how many samples come over the wire in one task."""
+        cut = self.place(fleet.state.submodels)
+        if cut is None:
+            return {}
+        num_samples, batch_size, training = client.num_samples, fleet.batch_size, fleet.training
+        per_epoch = math.ceil(num_samples / batch_size)
+        if fleet.drop_last:
+            per_epoch = max(num_samples // batch_size, 1)
+        batches = per_epoch * (training.num_epochs or 1) if training.num_steps is None else training.num_steps
+        epochs, rest = divmod(batches, per_epoch)
+        in_epoch = min(num_samples, per_epoch * batch_size)
+        terms = {"cut": cut.path, "batch_size": batch_size, "num_samples": num_samples, "per_epoch": per_epoch}
+        return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
 
     def notes(self, submodels: Submodels) -> list[str]:
         """Return where the model is cut, what leaves the clients, and what the server holds."""
@@ -170,25 +193,20 @@ class Halved(Select):
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the whole model and the run's own work, with where to cut it."""
-        cut = _split(fleet).place(fleet.state.submodels)
-        if cut is None:
+        extra, training = _split(fleet).terms(client, fleet), fleet.training
+        if not extra:
             return Work()
-        training, batch_size = fleet.training, fleet.batch_size
-        samples = training.samples(Work(), client.num_samples, batch_size)
-        terms = {"cut": cut.path, "batch_size": batch_size, "num_samples": client.num_samples, "samples": samples}
-        terms["sends"] = self.sends
+        extra[KEY]["sends"] = self.sends
         if training.num_steps is not None:
-            return Work(num_steps=training.num_steps, extra={KEY: terms})
-        return Work(num_epochs=training.num_epochs or 1, extra={KEY: terms})
+            return Work(num_steps=training.num_steps, extra=extra)
+        return Work(num_epochs=training.num_epochs or 1, extra=extra)
 
     def check(self, fleet: Fleet) -> list[str]:
-        """Name a cut that there is not, compression, and each client whose memory its half exceeds."""
+        """Name a cut that there is not, and each client whose memory its half exceeds."""
         try:
             cut = _split(fleet).place(fleet.state.submodels)
         except BadInput as error:
             return [str(error)]
-        if cut is not None and fleet.wires is not None:
-            return ["compress is on, but the halves of a model travel as they are: leave compress out"]
         words = "the full model" if cut is None else f"the part up to '{cut.path}'"
         return [
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, {words} needs "

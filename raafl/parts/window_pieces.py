@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from raafl.core.algorithm import Fleet
 from raafl.errors import BadInput, fraction
 from raafl.parts.segments import cuts_of, stack_of
 from raafl.parts.select import Choice, OneOf
 from raafl.parts.selectors.units import count
-from raafl.parts.windows import RollingWindows, split_rate
+from raafl.parts.windows import RollingWindows, split_rate, window_notes
 from raafl.submodel import Spec, Submodels
 
 
@@ -67,6 +68,14 @@ class WindowPieces(OneOf):
                             kept[name] = cut.units([(part * number + i) % len(cut) for i in range(number)])
                     found[windows.window(submodels, start, stop, kept, distils=self.distils)] = None
         return tuple(found)
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say what of Co-S2P this is not, and what the model has no place for."""
+        return [
+            "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
+            "own and nothing is distilled",
+            *window_notes(fleet.state.submodels),
+        ]
 
     def what(self) -> str:
         """Return the rates in words."""

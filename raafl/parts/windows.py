@@ -36,6 +36,19 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
     return width, depth
 
 
+def window_notes(submodels: Submodels) -> list[str]:
+    """Return in words which cuts of depth and width this model has no place for."""
+    found = []
+    if stack_of(submodels) is None:
+        what = "several stacks" if submodels.stacks else "no stack"
+        found.append(f"the model has {what} of blocks: its depth stays whole, only its width is cut")
+    elif not exit_depths(submodels):
+        found.append("the model has no exits: its own last layers end windows of blocks of every depth")
+    if not submodels.axes:
+        found.append(f"the model's width stays whole: {submodels.why_whole()}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     """What one client gets: r_w, the number of blocks that train, where windows begin, and whether it trains masks."""
@@ -254,15 +267,8 @@ class RollingWindows(Select):
 
     def notes(self, fleet: Fleet) -> list[str]:
         """Say what this model or a client has no place for."""
-        submodels, found = fleet.state.submodels, []
+        submodels, found = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)
-        if stack is None:
-            what = "several stacks" if submodels.stacks else "no stack"
-            found.append(f"the model has {what} of blocks: its depth stays whole, only its width is cut")
-        elif not exit_depths(submodels):
-            found.append("the model has no exits: its own last layers end windows of blocks of every depth")
-        if not submodels.axes:
-            found.append(f"the model's width stays whole: {submodels.why_whole()}")
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]
         if random_ones and "trained" in (self.linear, self.attention):
             found.append(f"masks of {', '.join(random_ones[:3])} cannot be trained: they are drawn at random")

@@ -7,12 +7,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from raafl.parts.compress import Compress, Compressor, compressor, up_name
+from raafl.parts.split_half import Half
 from raafl.submodel.axes import Axis, AxisTable
 from raafl.submodel.extract import Plan
 from raafl.submodel.spec import FULL, Spec
 
 if TYPE_CHECKING:
-    from raafl.core.algorithm import Merge
+    from raafl.core.algorithm import Local, Merge
     from raafl.submodel.cost import Cost
     from raafl.submodel.flat import Layout
     from raafl.submodel.submodels import Submodels
@@ -30,6 +31,7 @@ class Wires:
     they are.
 
     Attributes:
+        submodels: of the model, or of the part of it that travels.
         down: compresses what clients are sent; None = nothing does.
         up: compresses what they send back.
         adds_back: whether updates travel as differences although the merge asks for values, so that the server adds what it
@@ -48,8 +50,14 @@ class Wires:
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
 
     @classmethod
-    def of(cls, submodels: Submodels, compress: Compress, merge: Merge) -> Wires | None:
+    def of(cls, submodels: Submodels, compress: Compress, merge: Merge, local: Local | None = None) -> Wires | None:
         """Return what a config's section and an algorithm's own merge ask for; None where nothing is compressed.
+
+        Args:
+            submodels: of the model.
+            compress: the section.
+            merge: the algorithm's.
+            local: the algorithm's, which says what of the model travels; None = all of it.
 
         Raises:
             BadInput: they contradict each other.
@@ -57,7 +65,9 @@ class Wires:
         names = frozenset(submodels.parameter_names)
         down = compressor(compress.down, compress.top_k, names)
         up = compressor(up_name(compress, merge.wire), compress.top_k, names)
-        return None if down is None and up is None else cls(submodels, merge.sends, down, up)
+        if down is None and up is None:
+            return None
+        return cls(submodels if local is None else local.travelling(submodels), merge.sends, down, up)
 
     @property
     def sender_unpacks(self) -> bool:
@@ -137,7 +147,8 @@ class Wires:
             held += sent if self.sender_unpacks else 0
         if self.up is not None:
             held += trained
-        words = f"compress: {'; '.join(texts)} for the whole model"
+        whole = "the clients' part of the model" if isinstance(self.submodels, Half) else "the whole model"
+        words = f"compress: {'; '.join(texts)} for {whole}"
         if held:
             words += f"; the server holds up to {num_clients * held:,} bytes more, for {num_clients} clients at work"
         return [words]

@@ -280,6 +280,7 @@ class Rebuilt(Merge):
     staleness: Staleness = field(default_factory=Staleness)
     by_samples: bool = True
     sends: Literal["values", "delta"] = "values"
+    wire: str | None = "scalars"
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -115,7 +115,10 @@ class World:
             training=experiment.train, batch_size=self.batch_size, seed=experiment.seed,
         )  # fmt: skip
         coordinator.fleet = replace(
-            coordinator.fleet, wires=experiment.wires(submodels), own_tests=own_tests(experiment, self.data)
+            coordinator.fleet,
+            wires=experiment.wires(submodels),
+            own_tests=own_tests(experiment, self.data),
+            drop_last=self.data.drop_last,
         )
         return coordinator
 

@@ -110,10 +110,10 @@ def device_rows(fleet: Fleet, clients: Iterable[ClientInfo], submodels: Sequence
     slow = set(stragglers(fleet, everyone))
     rows = []
     for name, members in kinds.items():
-        ranked = sorted(members, key=lambda client: fleet.cost_s(client, Work()))
+        ranked = sorted(members, key=lambda client: _cost_s(fleet, client))
         middle = ranked[(len(ranked) - 1) // 2]
-        seconds = [fleet.cost_s(middle, Work(s.spec)) if fleet.fits(middle, s.spec) else None for s in submodels]
-        ends = (fleet.cost_s(ranked[0], Work()), fleet.cost_s(ranked[-1], Work()))
+        seconds = [_cost_s(fleet, middle, s.spec) if fleet.fits(middle, s.spec) else None for s in submodels]
+        ends = (_cost_s(fleet, ranked[0]), _cost_s(fleet, ranked[-1]))
         rows.append(
             DeviceRow(
                 name,
@@ -131,14 +131,14 @@ def device_rows(fleet: Fleet, clients: Iterable[ClientInfo], submodels: Sequence
 
 def stragglers(fleet: Fleet, clients: Sequence[ClientInfo]) -> list[int]:
     """Return the ids of the clients that are; see `STRAGGLER`."""
-    limit_s = STRAGGLER * _median([fleet.cost_s(client, Work()) for client in clients])
-    return [c.id for c in clients if fleet.cost_s(c, Work()) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
+    limit_s = STRAGGLER * _median([_cost_s(fleet, client) for client in clients])
+    return [c.id for c in clients if _cost_s(fleet, c) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
 
 
 def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
     """Return the choices that follow from what tasks take."""
     slow = set(stragglers(fleet, clients))
-    whole_s = {client.id: fleet.cost_s(client, Work()) for client in clients}
+    whole_s = {client.id: _cost_s(fleet, client) for client in clients}
     quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]
     median_s, buffer_size = _median(list(whole_s.values())), max(len(clients) - len(slow), 1)
     found: dict[int, float] = {}
@@ -146,13 +146,18 @@ def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
         for number, ratios in TABLE_4.items():
             smallest = min(fragment_specs(fleet.state.submodels, ratios), key=lambda spec: fleet.cost(spec).params)
             if all(fleet.fits(client, smallest) for client in clients):
-                found[number] = max(fleet.cost_s(client, Work(smallest)) for client in clients)
+                found[number] = max(_cost_s(fleet, client, smallest) for client in clients)
     within = [number for number, seconds in found.items() if seconds <= median_s * (1 + 1e-9)]
     chosen = min(within) if within else min(found, key=lambda number: found[number], default=None)
     return Advice(
         sorted(slow), median_s, max(whole_s.values()), chosen, None if chosen is None else found[chosen],
         buffer_size, max(quick_s), buffer_size / len(clients),
     )  # fmt: skip
+
+
+def _cost_s(fleet: Fleet, client: ClientInfo, spec: Spec = FULL) -> float:
+    """Return the seconds of a task of ``spec``, with what the method has a client do in the middle of it."""
+    return fleet.cost_s(client, Work(spec, extra=fleet.local.terms(client, fleet)))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 from raafl.report.figure import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.report.folder import MERGED, Numbers, Run
 from raafl.report.groups import Group
+from raafl.runtime.journal import TIME_TO
 
 TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
 _TITLES = {
@@ -55,10 +56,10 @@ def curves(groups: Sequence[Group]) -> Chart:
 
 
 def metric_names(groups: Sequence[Group]) -> list[str]:
-    """Return the metrics that any run has, those that people look at first in front."""
+    """Return the columns that have a curve in any run, those that people look at first in front."""
     names = list(dict.fromkeys(
         name for group in groups for run in group.runs for name, values in run.metrics.items()
-        if name not in _NOT_METRICS and np.isfinite(values).any()
+        if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
     ))  # fmt: skip
     names.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     return names[:_MAX_METRICS]

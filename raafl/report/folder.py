@@ -94,6 +94,7 @@ class Run:
         metrics: columns of metrics.csv; what is no number is NaN.
         summary: None where the run has not ended.
         open_tasks: client and start of tasks that have no row: under way when the run stopped being written.
+        num_exchanges: of tasks that talk to the server in their middle, by assignment: round trips.
         lost_at: when each client was lost.
         notes: what is missing or damaged, for the reader.
     """
@@ -107,6 +108,7 @@ class Run:
     summary: dict[str, Any] | None = None
     clients: dict[int, Client] = field(default_factory=dict)
     open_tasks: list[tuple[int, float]] = field(default_factory=list)
+    num_exchanges: dict[int, int] = field(default_factory=dict)
     lost_at: dict[int, list[float]] = field(default_factory=dict)
     runtime: str = ""
     last_event_s: float = 0.0
@@ -302,5 +304,11 @@ def _take(run: Run, event: Mapping[str, Any], settled: set[float]) -> None:
         spells = run.clients[client].spells if client in run.clients else []
         if spells and math.isinf(spells[-1][1]):
             spells[-1] = (spells[-1][0], at)
-    elif kind == "assigned" and event.get("id") not in settled:
-        run.open_tasks.append((client, at))
+    elif kind == "assigned":
+        if event.get("id") not in settled:
+            run.open_tasks.append((client, at))
+        extra = event.get("extra")
+        terms = extra.get("split") if isinstance(extra, dict) else None
+        batches = number(terms.get("batches")) if isinstance(terms, dict) else math.nan
+        if isinstance(event.get("id"), int) and batches > 0:
+            run.num_exchanges[event["id"]] = int(batches)

@@ -14,6 +14,7 @@ from raafl.report.curves import metric_names
 from raafl.report.figure import Cell, Table, rounded
 from raafl.report.folder import KINDS, MERGED, Run, number
 from raafl.report.groups import Group, algorithm_of
+from raafl.runtime.journal import is_metric
 
 _MAX_METRICS = 8
 
@@ -36,6 +37,7 @@ def figures(run: Run) -> dict[str, Cell]:
     seconds = number(summary.get("time_s"))
     staleness = summary.get("staleness") if isinstance(summary.get("staleness"), Mapping) else {}
     coverage = summary.get("coverage") if isinstance(summary.get("coverage"), Mapping) else {}
+    memory = summary.get("peak_memory") if isinstance(summary.get("peak_memory"), Mapping) else {}
     some: dict[str, float] = {
         "seconds": run.end_s if math.isnan(seconds) else seconds,
         "wall seconds": _either(summary.get("wall_s"), _last(run, "wall_s")),
@@ -45,6 +47,7 @@ def figures(run: Run) -> dict[str, Cell]:
         "mean staleness": _either((staleness or {}).get("mean"), float(stale.mean()) if len(stale) else math.nan),
         "most staleness": _either((staleness or {}).get("max"), float(stale.max()) if len(stale) else math.nan),
         "coverage": _either((coverage or {}).get("mean"), _last(run, "coverage")),
+        "peak MB": _either((memory or {}).get("predicted_bytes"), _last(run, "peak_bytes")) / 1e6,
     }
     return found | dict(zip(some, rounded(list(some.values())), strict=True))
 
@@ -64,8 +67,7 @@ def final(run: Run, metrics: Sequence[str]) -> list[float]:
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:
     """Return the metrics of the model alone: the run's own figures stand elsewhere."""
-    own = {"utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up", "bytes_down"}
-    return [name for name in metric_names(groups) if name not in own][:_MAX_METRICS]
+    return [name for name in metric_names(groups) if is_metric(name)][:_MAX_METRICS]
 
 
 def runs_table(groups: Sequence[Group]) -> Table:

@@ -118,11 +118,13 @@ def _present_s(run: Run, client: int, end_s: float) -> float:
 def transfer_s(run: Run) -> Numbers:
     """Return the seconds that each task's bytes spend on its device's links, `(tasks,)`; NaN where that is not known."""
     tasks = run.tasks
+    assignments = tasks["assignment"].tolist()
     down_s, up_s, latency_s = (np.full(len(tasks), math.nan) for _ in range(3))
     links = {client.id: _link(client, run.is_simulated) for client in run.clients.values()}
     for row, client in enumerate(tasks.client.tolist()):
         if client in links:
             down_s[row], up_s[row], latency_s[row] = links[client]
+            latency_s[row] *= 1 + run.num_exchanges.get(assignments[row], 0)
     total: Numbers = (
         2 * latency_s + np.nan_to_num(tasks["bytes_down"]) * down_s + np.nan_to_num(tasks["bytes_up"]) * up_s
     )

@@ -55,8 +55,8 @@ class Client:
             on_welcome: called once the server has taken the client in.
             wires: how what travels is compressed; None = it is not.
         """
-        wires = wires or Wires(submodels)
-        self._down, self._up = Down(wires), Up(wires)
+        self._wires = wires
+        self._down, self._up = Down(wires or Wires(submodels)), Up(wires or Wires(submodels))
         self._half = ClientHalf(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
@@ -114,6 +114,8 @@ class Client:
                 if message.kind is Kind.GRADIENTS:
                     self._half.hear(message.tensors)
                     wait_s += self._waits.task_s
+                if message.kind is Kind.REFUSED:  # of a model in two halves; nothing is packed now
+                    self._up.residual = None
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
                     reason = str(message.meta.get("reason", ""))
                     warnings.warn(f"client {self._info.id}: the server refuses a batch: {reason}", stacklevel=1)
@@ -149,7 +151,7 @@ class Client:
         try:
             found = assignment_from_json(meta)
             # what came before is unpacked: an answer to it has been sent
-            layout = self._half.layout(found) if KEY in found.extra else self._down.layout(found.spec)
+            layout = self._half_layout(found) if KEY in found.extra else self._down.layout(found.spec)
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {error}") from None
         self._free.wait(self._waits.stop_s)
@@ -159,6 +161,17 @@ class Client:
             self._storage = (layout, FlatTensors.empty(layout, self._trainer.fabric.device))
         self._assignment = found
         return self._storage[1]
+
+    def _half_layout(self, assignment: Assignment) -> Layout:
+        """Return the layout of what travels for a half of the model; raises `SpecError` where it is not the half that is known."""
+        plain = self._half.layout(assignment)
+        if self._wires is None:
+            return plain
+        if plain != self._wires.submodels.layout(assignment.spec, "sent"):
+            raise SpecError(
+                f"the model is cut after '{assignment.extra[KEY]['cut']}', but not by this client's own config"
+            )
+        return self._down.layout(assignment.spec)
 
     def _work(self, assignment: Assignment, wire: FlatTensors) -> None:
         try:

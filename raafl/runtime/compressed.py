@@ -18,9 +18,10 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import Assignment, Update, derive_seed
 from raafl.parts.compress import Unsound
-from raafl.parts.wires import Wires
+from raafl.parts.split_half import Half
+from raafl.parts.wires import Way, Wires
 from raafl.runtime.snapshots import Snapshots
-from raafl.submodel import FlatTensors, Layout, Spec
+from raafl.submodel import FULL, FlatTensors, Layout, Spec
 
 _MAX_KEPT = 2
 
@@ -207,6 +208,13 @@ def _unknown(layout: Layout, device: torch.device) -> FlatTensors:
     return flat
 
 
+def _put(part: FlatTensors, whole: FlatTensors) -> FlatTensors:
+    """Copy a part into the whole, in place; return it."""
+    for name, tensor in part.items():
+        whole[name].copy_(tensor)
+    return whole
+
+
 @dataclass(slots=True)
 class _Life:
     """Both ends of one client's wire.
@@ -225,13 +233,14 @@ class Carried(Snapshots):
     """Snapshots as clients receive them and updates as the server does, all in one process: for simulations and replays.
 
     Updates are packed and unpacked when they are taken from the executor, in the order of the events, whoever has trained
-    them and when.
+    them and when. Of a model that is trained in two halves the client's is packed, the server's stays as it is.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         """Cut from the coordinator's state as it goes on."""
         super().__init__(coordinator.state)
         self._wires = coordinator.fleet.wires or Wires(coordinator.state.submodels)
+        self._half = self._wires.submodels if isinstance(self._wires.submodels, Half) else None
         self._scratch = _Scratch()
         self._lives: dict[int, _Life] = {}
 
@@ -256,17 +265,32 @@ class Carried(Snapshots):
         is_new = assignment.version != self._version or assignment.spec not in self._current
         snapshot, life = super().cut(assignment), self._life(assignment)
         if one.draws or one.feeds_back:
-            wire = life.down.pack(assignment, snapshot)
             free = self._free.get(snapshot.layout)
             out = free.pop() if free else FlatTensors.empty(snapshot.layout, snapshot.device)
             self._users[id(out)] = 1
-            life.down.unpack(assignment.spec, wire, out)
-            life.down_bytes = wire.num_bytes
+            life.down_bytes = self._carry_down(life, assignment, snapshot, out)
             self.give_back(snapshot)
             return out
         if is_new:  # all that get it get the same
-            life.down.unpack(assignment.spec, life.down.pack(assignment, snapshot), snapshot)
+            self._carry_down(life, assignment, snapshot, snapshot)
         return snapshot
+
+    def _carry_down(self, life: _Life, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
+        """Write to ``out``, which may be ``snapshot``, the values that the client trains from; return the bytes that travel."""
+        wire = life.down.pack(assignment, self._part(snapshot, "sent"))
+        if self._half is None:
+            life.down.unpack(assignment.spec, wire, out)
+        else:
+            if out is not snapshot:
+                out.copy_(snapshot)
+            _put(life.down.unpack(assignment.spec, wire), out)
+        return wire.num_bytes
+
+    def _part(self, values: FlatTensors, way: Way) -> FlatTensors:
+        """Return what travels of ``values`` one way, good until the next call: the client's half, or all of it."""
+        if self._half is None:
+            return values
+        return self._half.take_(self._scratch(f"part {way}", self._half.layout(FULL, way), values.device), values)
 
     def more_bytes(self, assignment: Assignment) -> int:
         """Return how many bytes more than predicted went down for a client's newest task: whole tensors, at first."""
@@ -279,11 +303,21 @@ class Carried(Snapshots):
         if self._wires.up is None:
             return
         up, trained = self._life(assignment).up, update.tensors
+        part, received = self._part(trained, "trained"), self._part(received, "sent")
         try:
-            wire = up.pack(assignment, trained, received)
+            wire = up.pack(assignment, part, received)
             update.tensors = up.unpack(assignment.spec, wire, received)
+            if self._half is not None:
+                whole = self._scratch("whole", trained.layout, trained.device).copy_(trained)
+                update.tensors = _put(update.tensors, whole)
         except Unsound as unsound:
             update.tensors, update.refusal = up.nothing(assignment.spec, trained.device), unsound.reason
+        if self._half is not None and update.refusal is not None:
+            self.refused(assignment)
+
+    def refused(self, assignment: Assignment) -> None:
+        """Note that a task in two halves was refused, in the middle or at its end: the client forgets its residual."""
+        self._life(assignment).up.residual = None
 
     # ---- interrupted and resumed ----
 

@@ -2,7 +2,7 @@
 
 config.yaml     the whole configuration, as given
 events.jsonl    one JSON object a line: the events in the order in which the coordinator handled them
-metrics.csv     version, time_s, wall_s, then one column a metric
+metrics.csv     version, time_s, wall_s, then one column a metric, one a figure of the run, one a target
 clients.csv     one line a task; the columns are CLIENT_COLUMNS
 checkpoints/    see raafl.runtime.checkpoint
 summary.json    written once, at the end
@@ -50,6 +50,13 @@ CLIENT_COLUMNS = (
     "outcome",
 )
 METRIC_COLUMNS = ("version", "time_s", "wall_s")
+FIGURE_COLUMNS = (
+    "utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up", "bytes_down", "peak_bytes",
+    "measured_bytes",
+)  # fmt: skip
+"""Columns of metrics.csv on the run itself."""
+TIME_TO = "time_to/"
+"""Begins the names of the columns of metrics.csv that say when a target was first met."""
 _GROWING = ("events.jsonl", "metrics.csv", "clients.csv")
 _KNOWN_CLIENT_COLUMNS = frozenset(CLIENT_COLUMNS)
 
@@ -216,6 +223,11 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def is_metric(column: str) -> bool:
+    """Return whether a column of metrics.csv is a metric: of the model, or averaged over clients."""
+    return column not in METRIC_COLUMNS and column not in FIGURE_COLUMNS and not column.startswith(TIME_TO)
 
 
 def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:

@@ -25,7 +25,7 @@ from raafl.errors import BadInput
 from raafl.local.metrics import TEST
 from raafl.progress import ClientProgress, ProgressState
 from raafl.runtime.figures import CLIENT, Figures
-from raafl.runtime.journal import RunFolder
+from raafl.runtime.journal import TIME_TO, RunFolder
 from raafl.submodel import FlatTensors
 
 _MAX_SHOWN = 64  # clients a progress view is told of
@@ -196,7 +196,8 @@ class RunRecord:
         self._due[version] = self._figures(version, now)
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
-        merged, num_clients = self.outcomes["merged"], len(self.participation)
+        merged, num_clients, memory = self.outcomes["merged"], len(self.participation), self.figures.memory()
+        measured = memory["measured_bytes"]  # by no client of a simulation, which has no column for it
         return {
             **self.figures.clients(),
             "utilisation": self._utilisation(now),
@@ -206,6 +207,8 @@ class RunRecord:
             "round_s": now / version if version else None,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
+            "peak_bytes": memory["predicted_bytes"],
+            **({} if measured is None else {"measured_bytes": measured}),
         }
 
     def _utilisation(self, now: float) -> float:
@@ -224,11 +227,13 @@ class RunRecord:
         self.row = self._due[version] if version in self._due else self._figures(version, now)
         self.row = {name: value for name, value in self.row.items() if name not in metrics}
         self._due = {later: row for later, row in self._due.items() if later > version}
-        if self.folder is not None:
-            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics, **self.row})
         for target in self.targets:
             if self.time_to[str(target)] is None and target.met({**metrics, **self.client_metrics}):
                 self.time_to[str(target)] = now
+        times = {TIME_TO + target: at_s for target, at_s in self.time_to.items()}
+        self.row |= {name: at_s for name, at_s in times.items() if name not in metrics}
+        if self.folder is not None:
+            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics, **self.row})
         return self.reached
 
     # ---- interrupted and resumed ----

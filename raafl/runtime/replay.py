@@ -26,6 +26,7 @@ from raafl.core.types import (
     event_from_json,
 )
 from raafl.errors import BadInput
+from raafl.parts.split import KEY
 from raafl.runtime.compressed import Carried
 from raafl.runtime.journal import read_events
 from raafl.runtime.pool import Executor
@@ -150,11 +151,15 @@ class Replay:
         known = (
             number in self.coordinator.roster.active and assignment is not None and row["client"] == assignment.client
         )
-        sound = row["refusal"] in (None, "non-finite")
-        if assignment is None or snapshot is None or not known or not (sound or self._snapshots.remembers):
+        in_halves = assignment is not None and KEY in assignment.extra  # refused, it may never have come to its end
+        sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not in_halves)
+        again = sound or (self._snapshots.remembers and not in_halves)
+        if assignment is None or snapshot is None or not known or not again:
             if assignment is not None and known and row["incarnation"] == assignment.incarnation:
                 self.executor.cancel(number)
                 self._release(number)
+                if in_halves:
+                    self._snapshots.refused(assignment)
             nothing = FlatTensors.empty(self.coordinator.state.submodels.layout(part="trained"))
             return Arrived(Update(number, row["client"], row["incarnation"], nothing, 0, refusal=row["refusal"]))
         update = self.executor.result(number)

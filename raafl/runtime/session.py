@@ -277,26 +277,32 @@ class Session(threading.Thread):
         from raafl.runtime.split import Link, ServerHalf
 
         half = self._half = self._half or ServerHalf(self._submodels, self._device, self._num_threads)
-        assignment, waits = task.assignment, self._waits
+        assignment, waits, spec = task.assignment, self._waits, task.assignment.spec
         link = Link(pair, assignment, waits.task_s, lambda message: self._send(pair, message), self._is_stopping)
-        sent = self._assign(pair, assignment, half.lower(assignment, task.snapshot))
+        packed = self._down.pack(assignment, half.lower(assignment, task.snapshot))
+        sent = self._assign(pair, assignment, packed)
+        if self._wires.sender_unpacks:
+            self._received = self._down.unpack(spec, packed)
+        reason = ""
         try:
             update = self._of_both(half, task, link)
+            reason = update.refusal or ""
         except Stopped:
             return  # what is next in the outbox says why
         except Refused as refused:
-            nothing = self._nothing(assignment.spec)
+            nothing, reason = self._nothing(spec), str(refused)
             update = Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
-            if not pair.closed:  # the client may wait for a gradient
-                link.send(Kind.REFUSED, {"reason": str(refused)[:200]})
+        if reason and not pair.closed:  # the client may wait for a gradient, and is to forget its residual
+            link.send(Kind.REFUSED, {"reason": reason[:200]})
         self._arrived(pair, update, sent + link.down_bytes, link.up_bytes)
 
     def _is_stopping(self) -> bool:
         return self._stopping is not None
 
     def _of_both(self, half: ServerHalf, task: _Task, link: Link) -> Update:
-        answer, own = half.run(task.assignment, task.snapshot, link)
+        answer, own = half.run(task.assignment, task.snapshot, link, self._wires.up)
         update = self._update(answer, task.assignment.spec)
+        update.tensors = half.joined(update.tensors, own.tensors)
         update.num_steps, update.refusal = own.num_steps, own.refusal
         update.metrics |= own.metrics  # the loss is known to this half alone
         return update

@@ -7,7 +7,6 @@ answer to a whole task. What is not as it must be is refused, and the client tol
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.split import Draws, Received, UpperLocal, frame_for, receive, upper_seed
 from raafl.local.train import FabricOptions, LocalTrainer, Stopped
+from raafl.parts.compress import Compressor
 from raafl.parts.split import KEY
 from raafl.parts.split_cut import Shapes
 from raafl.parts.split_half import Half, halves
@@ -195,12 +195,13 @@ class ServerHalf:
         half = self._of(assignment)["lower"]
         return half.take_(FlatTensors.empty(half.layout(FULL, "sent"), snapshot.device), snapshot)
 
-    def run(self, assignment: Assignment, snapshot: FlatTensors, link: Link) -> tuple[Message, Update]:
-        """Train with the client at the other end of ``link``.
+    def run(
+        self, assignment: Assignment, snapshot: FlatTensors, link: Link, up: Compressor | None = None
+    ) -> tuple[Message, Update]:
+        """Train with the client at the other end of ``link``, whose values ``up`` compresses.
 
         Returns:
-            The client's answer with the values of the whole model in the place of its own half's, and the update of the
-            server's half. The tensors are this object's own, good until the next task.
+            The client's answer as it came, and the update of the server's half, whose tensors are good until the next task.
 
         Raises:
             Refused: the client has sent what it may not, or what a step cannot be made with.
@@ -209,7 +210,8 @@ class ServerHalf:
         torch.set_num_threads(self._num_threads)  # of this thread
         both = self._of(assignment)
         upper: Half = both["upper"]
-        stream = _Stream(upper, both["lower"].layout(FULL, "trained"), assignment, link, self._device)
+        plain = both["lower"].layout(FULL, "trained")
+        stream = _Stream(upper, plain if up is None else up.layout(plain), assignment, link, self._device)
         trainer = self._make(upper, stream.begin())
         received = upper.take_(FlatTensors.empty(upper.layout(FULL, "sent"), self._device), snapshot)
         task = replace(assignment, seed=upper_seed(assignment.seed))
@@ -220,13 +222,16 @@ class ServerHalf:
             raise
         except Exception as error:  # the step works on the server's own example: this batch of the client's is wrong
             raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
-        answer = stream.answer
-        assert answer is not None and answer.tensors is not None
+        assert stream.answer is not None
+        return stream.answer, own
+
+    def joined(self, lower: FlatTensors, upper: FlatTensors) -> FlatTensors:
+        """Return the whole model's trained values from those of both halves, in storage that is good until the next call."""
         if self._joined is None:
             self._joined = FlatTensors.empty(self._submodels.layout(FULL, "trained"), self._device)
         for name, tensor in self._joined.items():
-            tensor.copy_(own.tensors[name] if name in own.tensors else answer.tensors[name])
-        return replace(answer, tensors=self._joined), own
+            tensor.copy_(upper[name] if name in upper else lower[name])
+        return self._joined
 
     def _make(self, upper: Half, terms: tuple[str, int, str]) -> LocalTrainer:
         if self._trainer is None or self._trainer[0] != terms:
@@ -256,8 +261,8 @@ class _Stream:
         self._batch_size: int = terms["batch_size"]
         self._sends: str = terms.get("sends", "values")
         self._upper, self._layout, self._assignment, self._link, self._device = upper, answer, assignment, link, device
-        self._per_epoch: int = math.ceil(self.num_samples / self._batch_size)
-        self._total: int = assignment.num_steps or self._per_epoch * (assignment.num_epochs or 1)
+        self._per_epoch: int = terms["per_epoch"]
+        self._total: int = terms["batches"]
         self._index = 0
         self._terms = ("", 0, "")
         self._shapes: Shapes = ()

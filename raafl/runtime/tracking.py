@@ -123,6 +123,8 @@ def log(logger: Any, measured: Measured) -> None:
         for name, values in histograms.items():
             if values:
                 row[f"histograms/{name}"] = wandb.Histogram(np_histogram=binned(values, whole=name == "staleness"))
+    elif is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
+        row = {name.replace("=", "_"): value for name, value in row.items()}
     logger.log_metrics(row, step=measured.version)
     if is_a(logger, "TensorBoardLogger"):
         import numpy as np

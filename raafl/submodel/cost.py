@@ -35,6 +35,7 @@ class Cost:
         moved_bytes_per_sample: bytes that all operations of a step, the optimiser's too, read and write, over the samples; each
             operation's by the time that it takes to move them.
         padding_flops_per_sample: multiplications and additions that convolutions do beside, on channels that are padding.
+        num_exchanges: round trips to the server in the middle of a task, such as one for each batch of a model in two halves.
     """
 
     params: int
@@ -44,16 +45,17 @@ class Cost:
     up_bytes: int
     moved_bytes_per_sample: float = 0.0
     padding_flops_per_sample: float = 0.0
+    num_exchanges: int = 0
 
     def time_on(self, profile: Profile, samples: float, tested: float = 0.0) -> TaskTime:
         """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
 
-        A forward pass counts for a third of a training step.
+        A forward pass counts for a third of a training step; each of ``num_exchanges`` for the link's latency, twice.
         """
         passes = samples + tested / 3
         return profile.task_time(
             self.flops_per_sample * passes, self.down_bytes, self.up_bytes,
-            self.moved_bytes_per_sample * passes, self.padding_flops_per_sample * passes,
+            self.moved_bytes_per_sample * passes, self.padding_flops_per_sample * passes, self.num_exchanges,
         )  # fmt: skip
 
 

@@ -11,13 +11,9 @@ from itertools import islice
 from typing import Any
 
 from raafl.progress import ClientProgress, ProgressState
+from raafl.runtime.journal import is_metric
 from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, ends_in_s, etas, speed
 
-BESIDE_METRICS = (
-    "version", "time_s", "wall_s", "utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up",
-    "bytes_down",
-)  # fmt: skip
-"""Columns of metrics.csv that are no metrics of the model."""
 MAX_CLIENTS = 16
 """Clients that a view has room for."""
 _MAX_SPECS = 8  # of which a client's time is remembered
@@ -216,7 +212,7 @@ class RunState:
         found = found if self.summary is None else ()
         return ProgressState(
             version=int(summary.get("versions", self._version)), num_updates=updates, time_s=now_s,
-            metrics={name: value for name, value in newest.items() if name not in BESIDE_METRICS},
+            metrics={name: value for name, value in newest.items() if is_metric(name)},
             clients=self._shown(now_s, most), num_clients=len(self._clients), num_there=len(self._there),
             num_working=len(self._working), num_updates_goal=self.goals.max_updates,
             title=self.title, simulated=self.runtime == "simulated", finished=summary.get("finished"),

@@ -273,6 +273,24 @@ def test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends(tm
     assert (one.summary["staleness"]["max"] == 0) == (trigger == "sync")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "trigger"),
+    [({"min_ratio": 1.0, "wait_s": 3.0}, "sync"), ({"min_ratio": 0.0, "wait_s": 0.0}, "async")],
+)
+def test_so_it_has_with_windows_of_a_transformer_trained_masks_and_distillation(tmp_path, arguments, trigger):
+    pytest.importorskip("transformers")
+    more = {"model": eyes, "max_updates": 12, "eval_every": 12, "train": Training(num_epochs=None, num_steps=2)}
+    settings = {"rates": [1.0, 0.25, 0.0625, 0.25], "mask_rounds": 1, "mask_steps": 1}
+    one = finish(experiment(tmp_path / "one", co_s2p(**settings, **arguments), **more))
+    other = finish(experiment(tmp_path / "other", co_s2p(**settings, trigger=trigger), **more))
+    assert one.digest == other.digest and one.text("clients.csv") == other.text("clients.csv")
+    assert (one.summary["staleness"]["max"] == 0) == (trigger == "sync")
+    specs = [Spec.from_json(row["spec"]) for row in one.events("assigned")]
+    assert any(spec.trained == () for spec in specs), "masks"
+    assert any(spec.kept and blocks(spec) == [0] for spec in specs), "a window below the top, cut in width"
+    assert any(spec == FULL for spec in specs), "all exits, which are distilled into"
+
+
 def test_whole_models_merged_alike_in_rounds_are_fed_avg():
     first = coordinator_for(co_s2p(rates=1.0, merge="mean", trigger="sync"), min_clients=2)
     second = coordinator_for(fed_avg(by_samples=False), min_clients=2)

@@ -16,8 +16,10 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Wo
 from raafl.data import Digits, FederatedData, Iid
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
+from raafl.parts.compress import Compress
 from raafl.parts.rated import Rated
 from raafl.parts.select import Full
+from raafl.parts.wires import Wires
 from raafl.parts.zeroth_order import (
     ANSWERED,
     EXPECTED,
@@ -211,6 +213,16 @@ def test_buffers_and_modes_are_left_alone():
     notes = ZerothOrder().notes(state.submodels)
     assert notes[1].startswith("batch norm runs on its running statistics") and len(notes) == 2
     assert len(ZerothOrder().notes(Submodels(small_mlp()))) == 1
+
+
+def test_there_is_nothing_to_compress_on_the_way_up(tmp_path):
+    with pytest.raises(
+        BadInput, match=r"compress\.up is 'top_k', but this algorithm's updates travel as scalars: leave it out"
+    ):
+        experiment(tmp_path / "run", fed_mezo(), compress=Compress("bf16", "top_k")).check()
+    submodels = Submodels(small_mlp())
+    assert Wires.of(submodels, Compress(), Rebuilt()) is None
+    assert Wires.of(submodels, Compress("bf16"), Rebuilt()).up is None
 
 
 def test_what_is_frozen_is_not_perturbed():

@@ -75,10 +75,66 @@ def test_levels(mask, sizes):
     assert found == rounds(ra_fed(mask=mask), 10, 6) != rounds(ra_fed(mask=mask), 10, 6, seed=1)
 
 
-def test_under_control_mix_arb_keeps_its_half():
-    found = rounds(ra_fed(mask="MIX-Arb", trained=3), 10, 6)
-    assert all(len({len(mine[client]) for mine in found}) == 1 for client in range(1, 11))
-    assert Counter(len(regions) for regions in found[0].values()) == {1: 5, 2: 5}
+@pytest.mark.parametrize(
+    ("numbers", "trained", "coverage"),
+    [
+        ({"trained": 3}, 3, 1),
+        ({"coverage": 3}, 4, 3),  # 15 takes of 10 clients cover four regions three times
+        ({"trained": 2, "every": 3}, None, 1),
+        ({"rest": 3}, 4, 1),
+        ({"rest": 200, "coverage": 2}, 4, 2),
+        ({"rest": 7, "trained": 2, "coverage": 5}, 2, 5),
+    ],
+)
+def test_under_control_mix_arb_draws_its_half_anew(numbers, trained, coverage):
+    algorithm = ram_fed(mask="MIX-Arb", **numbers)
+    found = rounds(algorithm, 10, 18)
+    for q, mine in enumerate(found):
+        assert Counter(len(regions) for regions in mine.values()) == {1: 5, 2: 5}
+        assert len(covered(mine)) == (trained or (2 if q % 3 == 2 else 4))
+        assert min(covered(mine).values()) >= coverage
+    for client in range(1, 11):  # in 18 draws of half the clients, each is drawn and left out
+        assert {len(mine[client]) for mine in found} == {1, 2}
+        for start in range(18 - numbers.get("rest", 18)):
+            window = found[start : start + numbers["rest"] + 1]
+            assert set().union(*(mine[client] for mine in window)) == {0, 1, 2, 3}
+    assert algorithm.select.notes(fleet_of(algorithm, 10)) == []
+    assert found == rounds(algorithm, 10, 18)
+
+
+def fleet_of(algorithm, num_clients):
+    coordinator = coordinator_for(algorithm, line_state(hidden=8), min_clients=num_clients)
+    join(coordinator, range(1, num_clients + 1))
+    return coordinator.fleet
+
+
+@pytest.mark.parametrize(("num_clients", "coverage"), [(10, 3), (3, 1)])
+def test_where_the_second_regions_are_needed_in_turn_the_half_stays_and_this_is_said(num_clients, coverage):
+    """Ten clients with one region each cover four regions twice, three cover three."""
+    algorithm = ra_fed(mask="MIX-Arb", rest=4, coverage=coverage)
+    found = rounds(algorithm, num_clients, 8)
+    for client in range(1, num_clients + 1):
+        assert len({len(mine[client]) for mine in found}) == 1
+    assert all(min(covered(mine).values()) >= coverage and len(covered(mine)) == 4 for mine in found)
+    (note,) = algorithm.select.notes(fleet_of(algorithm, num_clients))
+    assert note.startswith("MIX-Arb with rest 4: the same half of the clients trains two regions in all rounds")
+    assert f"{num_clients} clients is too little to cover 4 {coverage} times" in note
+
+
+def test_the_half_is_drawn_among_those_with_room_for_two_regions():
+    algorithm = ra_fed(mask="MIX-Arb", coverage=1)
+    fleet = fleet_of(algorithm, 6)
+    one, two = (fleet.cost(Spec.keep({"hidden": range(2 * m)})).peak_bytes for m in (1, 2))
+    for n in range(1, 7):
+        fleet.clients[n] = ClientInfo(n, 1, Profile(memory_bytes=two if n <= 4 else one))
+    fleet.cache.clear()
+    seen = set()
+    for version in range(12):
+        fleet.state.version = version
+        works = [algorithm.select(fleet.clients[n], fleet) for n in range(1, 7)]
+        seen.add(large := tuple(n for n, work in enumerate(works, start=1) if len(work.spec.indices("hidden")) == 4))
+        assert len(large) == 3 and max(large) <= 4
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize(("coverage", "trained"), [(1, 4), (2, 4), (10, 1)])

@@ -30,7 +30,7 @@ from raafl.runtime import checkpoint
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT
-from tests.tools import coordinator_for, cut_in_the_middle, filled, line_state, values_of
+from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, filled, join, line_state, values_of
 
 CONFIG = str(ROOT / "configs" / "ram-fed.yaml")
 TOP, BOTTOM = Spec.keep({"hidden": [0]}), Spec.keep({"hidden": [1]})
@@ -202,6 +202,32 @@ def test_every_argument_reaches_its_part():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(BadInput, match=message):
         ram_fed(**arguments)
+
+
+# ---- full coverage ----
+
+
+def test_full_coverage_in_every_round_is_fed_avg_to_the_last_bit():
+    """With all of N clients fresh v = mean u + mean (d - u) = mean d, whatever is remembered; quarters are exact in binary."""
+    deltas = {1: [1.0, -2.0, 0.5], 2: [2.0, 4.0, -0.25], 3: [-4.0, 1.5, 0.25], 4: [3.0, 0.5, 1.5]}
+    # sums 2, 4, 2; so the mean moves the model by 0.5, 1, 0.5 from 0.125 on
+    expected = [0.625, 1.625, 2.125]
+    algorithms = {
+        "ram_fed": ram_fed(mask=[4]),
+        "disk": ram_fed(mask=[4], memory="disk"),
+        "fed_avg": fed_avg(by_samples=False),
+    }
+    for name, algorithm in algorithms.items():
+        coordinator = coordinator_for(algorithm, line_state(value=0.125), min_clients=4)
+        asked = assigned(join(coordinator, deltas))
+        for round, after in enumerate(expected):
+            assert {task.spec for task in asked.values()} == {FULL}
+            before, tasks = values_of(coordinator.state)[0].item(), asked
+            for client in (3, 1, 4, 2):
+                delta = deltas[client][round]
+                # fed_avg is sent values, ram_fed differences
+                asked = assigned(answer(coordinator, tasks[client], before + delta if name == "fed_avg" else delta))
+            assert values_of(coordinator.state).unique().tolist() == [after]
 
 
 # ---- whole runs ----

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,20 +11,24 @@ from torch.nn import functional as F
 
 from model_zoo import CNN, MLP
 from raafl.algorithms import fed_avg, split_fed
+from raafl.build import build
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, Work
+from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Update, Work
 from raafl.data import Digits
-from raafl.devices.profiles import Profile
+from raafl.devices.profiles import Device, Profile
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
+from raafl.parts.compress import Compress
 from raafl.parts.merge import Mean
 from raafl.parts.sample import Sample
 from raafl.parts.split import Halved, Split
 from raafl.parts.split_cut import cuts_of
 from raafl.parts.split_half import halves
 from raafl.parts.trigger import AllReported
-from raafl.submodel import FULL, SpecError, Submodels
+from raafl.plan.plan import make_plan
+from raafl.runtime.compressed import Carried
+from raafl.submodel import FULL, FlatTensors, SpecError, Submodels
 from tests.federation import experiment, finish
 
 
@@ -240,7 +245,8 @@ def test_the_cost_is_that_of_the_clients_layers_and_of_every_samples_activation_
     local = split_fed(cut="layers.2").local
     fleet = fleet_for(submodels, split_fed(cut="layers.2"))
     work = split_fed().select(fleet.clients[1], fleet)
-    terms = {"cut": "layers.2", "batch_size": 32, "num_samples": 70, "samples": 210, "sends": "values"}
+    terms = {"cut": "layers.2", "batch_size": 32, "num_samples": 70, "per_epoch": 3, "batches": 9, "samples": 210}
+    terms["sends"] = "values"
     assert work == Work(num_epochs=3, extra={"split": terms})
     cost = fleet.cost(FULL, work.extra)
     assert cost.params == 1560
@@ -252,6 +258,68 @@ def test_the_cost_is_that_of_the_clients_layers_and_of_every_samples_activation_
     assert cost.flops_per_sample < whole.flops_per_sample
     assert cost.peak_bytes < whole.peak_bytes + 32 * (2 * 96 + 8)
     assert local.cost(submodels, FULL, 32, {}).up_bytes == 1560 * 4
+    assert (cost.num_exchanges, whole.num_exchanges) == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("training", "drop_last", "per_epoch", "batches", "samples"),
+    [
+        (Training(num_epochs=2), False, 3, 6, 140),  # 32, 32 and 6 of 70, twice
+        (Training(num_epochs=2), True, 2, 4, 128),  # the 6 are left out
+        (Training(num_epochs=None, num_steps=4), False, 3, 4, 70 + 32),  # an epoch, and the first batch of the next
+        (Training(num_epochs=None, num_steps=3), True, 2, 3, 64 + 32),
+        (Training(num_epochs=None, num_steps=2), False, 3, 2, 64),
+    ],
+)
+def test_the_server_expects_the_batches_that_the_client_makes(training, drop_last, per_epoch, batches, samples):
+    from raafl.data.federated import ClientData
+
+    algorithm = split_fed()
+    fleet = replace(fleet_for(submodels_of(mlp), algorithm), training=training, drop_last=drop_last)
+    work = algorithm.select(fleet.clients[1], fleet)
+    terms = work.extra["split"]
+    assert [terms[name] for name in ("per_epoch", "batches", "samples")] == [per_epoch, batches, samples]
+    dataset = torch.utils.data.TensorDataset(torch.zeros(70, 1))
+    data = ClientData(dataset, torch.arange(70), 32, drop_last=drop_last)
+    sizes = [len(x) for (x,) in data.batches(torch.Generator(), None, work.num_epochs, work.num_steps)]
+    assert (data.num_batches(), len(sizes), sum(sizes)) == (per_epoch, batches, samples)
+
+
+LINK = {"latency_s": 0.25, "flops_per_s": 1e6, "down_bytes_per_s": 1e4, "up_bytes_per_s": 2e4}
+
+
+def test_every_batch_takes_the_latency_of_the_link_both_ways():
+    submodels, algorithm = submodels_of(mlp), split_fed(cut="layers.2")
+    fleet = replace(fleet_for(submodels, algorithm, **LINK), training=Training(num_epochs=1))  # 70 samples by 32
+    client = fleet.clients[1]
+    time = fleet.task_time(client, algorithm.select(client, fleet))
+    # down 1560 values and 24 gradients a sample; up the same values, 24 activations and a label of 8 bytes
+    assert time.down_s == pytest.approx(0.25 + 3 * 0.25 + (1560 * 4 + 70 * 96) / 1e4)
+    assert time.up_s == pytest.approx(0.25 + 3 * 0.25 + (1560 * 4 + 70 * 104) / 2e4)
+    assert time.compute_s == pytest.approx(70 * 2 * (2 * 64 * 24) / 1e6)
+    whole = fed_avg()
+    fleet = replace(fleet, local=whole.local)
+    time = fleet.task_time(client, whole.select(client, fleet))
+    assert time.down_s == 0.25 + 2130 * 4 / 1e4
+
+
+def test_simulation_pacing_and_plan_take_the_latency_from_one_place(tmp_path):
+    link = {"latency_s": 0.25, "flops_per_s": 1e6}
+    made = experiment(
+        tmp_path / "run", split_fed(cut="layers.2"), model=mlp, max_updates=4, devices=[Device(name="phone", **link)]
+    )  # three batches of 64 for each task
+    compute_s = 3 * 64 * 2 * (2 * 64 * 24) / 1e6
+    wanted_s = 2 * 0.25 + 3 * 2 * 0.25 + compute_s
+    plan = make_plan(made, algorithms=[])
+    assert plan.devices[0].seconds[0] == pytest.approx(wanted_s)
+    assert plan.algorithms[0].time_s == pytest.approx(wanted_s)  # four clients, one round
+    coordinator = build(made, pace=True).coordinator
+    clients = [ClientInfo(number, 300, Profile(**link)) for number in range(1, 5)]
+    actions = [action for client in clients for action in coordinator.handle(Joined(client), 0.0)]
+    paces = [action.assignment.pace_s for action in actions if isinstance(action, Assign)]
+    assert paces == pytest.approx([wanted_s] * 4)
+    run = finish(made)
+    assert [float(row["train_s"]) for row in run.rows()] == pytest.approx([wanted_s] * 4)
 
 
 def test_the_notes_say_what_leaves_the_clients():
@@ -311,11 +379,65 @@ def test_dropout_is_drawn_by_each_half_and_repeats_in_any_number_of_processes(tm
     assert one.digest != finish(experiment(tmp_path / "plain", fed_avg(), **more)).digest  # another stream of draws
 
 
-def test_compression_is_refused(tmp_path):
-    from raafl.parts.compress import Compress
+# ---- compressed ----
 
-    with pytest.raises(BadInput, match="compress is on, but the halves of a model travel as they are"):
-        finish(experiment(tmp_path / "one", split_fed(), compress=Compress(up="int8")))
+
+@pytest.mark.parametrize(
+    ("compress", "first", "later", "back"),
+    [
+        # 24 rows of 64 and a bias of 24: a byte each, and 25 scales
+        (Compress("int8", "int8"), 1560 + 25 * 4, 1560 + 25 * 4, 1560 + 25 * 4),
+        (Compress(down="bf16"), 1560 * 2, 1560 * 2, 1560 * 4),
+        # 156 places and elements; the first time all is sent down
+        (Compress("top_k", "top_k", 0.1), 1560 * 4, 156 * 8, 156 * 8),
+    ],
+)
+def test_the_clients_part_travels_compressed_and_the_batches_as_they_are(tmp_path, compress, first, later, back):
+    made = experiment(tmp_path / "run", split_fed(cut="layers.2"), model=mlp, max_updates=8, compress=compress)
+    run = finish(made)
+    samples = 3 * 64
+    rows = sorted(run.rows(), key=lambda row: int(row["assignment"]))
+    down = [int(row["bytes_down"]) - samples * 24 * 4 for row in rows]
+    assert down == [first] * 4 + [later] * 4
+    assert {int(row["bytes_up"]) - samples * (24 * 4 + 8) for row in rows} == {back}
+    plain = finish(replace(made, output=str(tmp_path / "plain"), compress=Compress()))
+    assert run.summary["time_s"] < plain.summary["time_s"]
+    assert run.digest != plain.digest
+
+
+def test_what_stays_at_the_server_is_not_rounded(tmp_path):
+    made = experiment(tmp_path / "run", split_fed(cut="layers.2"), model=mlp, compress=Compress(down="bf16"))
+    coordinator = build(made, pace=False).coordinator
+    client = ClientInfo(1, 300)
+    work = made.algorithm.select(client, coordinator.fleet)
+    task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, 3, 5, 0.0, extra=work.extra)
+    received, values = Carried(coordinator).cut(task), coordinator.state.values
+    for name, tensor in received.items():
+        sent = values[name].bfloat16().float() if name.startswith("layers.1.") else values[name]
+        assert torch.equal(tensor, sent)
+    assert not torch.equal(received["layers.1.weight"], values["layers.1.weight"])
+
+
+def test_a_refused_task_leaves_no_residual(tmp_path):
+    made = experiment(tmp_path / "run", split_fed(cut="layers.2"), model=mlp, compress=Compress(up="top_k"))
+    coordinator = build(made, pace=False).coordinator
+    carried, submodels = Carried(coordinator), coordinator.state.submodels
+    work = made.algorithm.select(ClientInfo(1, 300), coordinator.fleet)
+    task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, 3, 5, 0.0, extra=work.extra)
+    received = carried.cut(task)
+
+    def answered(refusal: str | None) -> list[object]:
+        values = FlatTensors.empty(submodels.layout(FULL, "trained"))
+        for name, tensor in values.items():
+            tensor.copy_(received[name] + torch.arange(tensor.numel()).view(tensor.shape))
+        carried.returned(task, update := Update(1, 1, 0, values, 300, refusal=refusal), received)
+        changed = update.tensors["layers.1.weight"] - received["layers.1.weight"]
+        assert int((changed != 0).sum()) == 156  # of 1560; the largest are all in the weight
+        assert torch.equal(update.tensors["layers.5.weight"], values["layers.5.weight"])
+        return carried.save()[0]
+
+    assert answered(None)[3] is not None
+    assert answered("non-finite")[3] is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,12 @@ def test_task_time_is_latency_plus_size_over_rate():
     assert time.total_s == 6.0
 
 
+def test_each_exchange_in_the_middle_of_a_task_takes_the_latency_both_ways():
+    profile = Profile(flops_per_s=2e9, down_bytes_per_s=1e6, up_bytes_per_s=5e5, latency_s=0.25)
+    time = profile.task_time(flops=6e9, down_bytes=500_000, up_bytes=1_000_000, num_exchanges=3)
+    assert (time.down_s, time.compute_s, time.up_s) == (4 * 0.25 + 0.5, 3.0, 4 * 0.25 + 2.0)
+
+
 def test_memory_bandwidth_takes_time_beside_compute():
     profile = Profile(flops_per_s=2.0, bytes_per_s=4.0)
     assert profile.task_time(6.0, 0, 0, moved_bytes=8.0).compute_s == 3.0 + 2.0

@@ -25,7 +25,7 @@ from tests.ranks import ranks
 from tests.tools import EXAMPLE, Line
 
 pytestmark = pytest.mark.timeout(120)
-TERMS = {"cut": "fc1", "batch_size": 2, "num_samples": 3, "samples": 3}
+TERMS = {"cut": "fc1", "batch_size": 2, "num_samples": 3, "per_epoch": 2, "batches": 2, "samples": 3}
 META = {"precision": "32-true", "accumulate": 1, "sends": "values", "dtype": "float32"}
 
 

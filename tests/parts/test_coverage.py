@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from raafl.errors import BadInput
 from raafl.parts.selectors import Coverage, arbitrary, mask_level, of_regions
+from raafl.parts.selectors.coverage import topped_up
 from raafl.submodel import FULL, Axis, Member, Spec, Stack
 
 AXES = {
@@ -73,6 +75,14 @@ def test_rounds_differ_where_they_may():
     assert [strict.taken(q) for q in range(4)] == [strict.taken(q) for q in range(4, 8)]
     loose = Coverage(mask_level("S-Arb", 4), rest=6)
     assert [loose.taken(q) for q in range(40)] != [loose.taken(q) for q in range(4)] * 10
+
+
+def test_regions_are_added_among_those_of_the_round():
+    rng = random.Random(0)
+    assert topped_up(((0,), (2,), (0, 2)), (2, 1, 2), rng) == ((0, 2), (2,), (0, 2))
+    assert topped_up(((1,), (1,)), (2, 2), rng) == ((1,), (1,))  # nobody trains another
+    drawn = {topped_up(((0,), (1,), (2,)), (2, 1, 1), rng) for _ in range(40)}
+    assert drawn == {((0, 1), (1,), (2,)), ((0, 2), (1,), (2,))}
 
 
 def test_mask_levels():

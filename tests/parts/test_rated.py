@@ -203,16 +203,30 @@ def test_a_window_moves_over_the_rounds_as_far_as_memory_allows():
         assert spec.trained == seen[0].trained
 
 
-def test_nothing_to_cut_is_named():
+@pytest.mark.parametrize("rate_of", ["model", "width", "parameters"])
+def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
     class Fixed(Line):
         def submodel_axes(self):
             return {}
 
     state = GlobalState(Submodels(Fixed()), Submodels(Fixed()).state(Fixed()))
+    peak = state.submodels.cost(FULL, 1).peak_bytes
+    one, small = client(memory_bytes=peak), client(2, memory_bytes=peak - 1)
+    fleet = fleet_of(one, state=state)
+    for rates in (1.0, 0.5, [1.0, 0.25]):
+        select = Rated(rates=rates, rate_of=rate_of)
+        assert select(one, fleet).spec == FULL and select.check(fleet) == []
+        notes = select.notes(fleet)
+        assert len(notes) == (rates != 1.0)
+        assert all("trains all of the model, which has no axes to cut by rates: " in note for note in notes)
+        assert all("submodel_axes" in note for note in notes)
+        (problem,) = select.check(fleet_of(one, small, state=state))
+        assert problem.startswith("client 2: memory_bytes is") and "use a smaller batch or model" in problem
+    assert Rated(rates=0.5, rate_of=rate_of).notes(fleet_of(one)) == []
+
+
+def test_a_depth_that_is_not_there_is_named():
     one = client()
-    assert Rated()(one, fleet_of(one, state=state)).spec == FULL
-    (problem,) = Rated(rates=0.5).check(fleet_of(one, state=state))
-    assert problem.startswith("rates are below 1, but the model has nothing to cut: ") and "submodel_axes" in problem
     assert "leave depth whole" in Rated(depth="leading").check(fleet_of(one))[0]
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raafl.core.algorithm import Fleet, Training
-from raafl.core.types import ClientInfo
+from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.select import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs, offline_bound
 from raafl.parts.selectors.units import shared_fragments
-from raafl.submodel import Axis, Member
+from raafl.submodel import FULL, Axis, Member
 from tests.tools import line_state
 
 
@@ -72,6 +72,25 @@ def test_every_fragment_has_a_unit_and_every_unit_a_fragment(size, ratios):
     assert [part[0] for part in kept] == sorted(part[0] for part in kept)
     # one unit is as much as two fragments ever have in common, and only where there are not enough
     assert sum(map(len, kept)) == max(size, len(ratios))
+
+
+def test_a_model_without_axes_is_one_fragment_and_this_is_said():
+    fleet = fleet_of([4.0, 2.0, 1.0])
+    select = Fragments(TABLE_4[3])
+    assert select.notes(fleet) == []
+    fleet.state.submodels.__dict__["_table"] = type("None", (), {"axes": {}})()
+    (note,) = select.notes(fleet)
+    assert note.startswith("every client trains all of the model, which has no axes to cut into fragments: ")
+    assert Fragments(TABLE_4[1]).notes(fleet) == []
+    works = [select(client, fleet) for client in fleet.clients.values()]
+    assert [(work.spec, work.region) for work in works] == [(FULL, 1)] * 3
+    assert select.bound(fleet) == max(fleet.cost_s(client, Work()) for client in fleet.clients.values())
+    poor = fleet_of([1.0], memory=1.0)
+    poor.state.submodels.__dict__["_table"] = type("None", (), {"axes": {}})()
+    (problem,) = select.check(poor)
+    assert problem.startswith("client 1: memory_bytes is 1, ") and problem.endswith(
+        "use a smaller batch, or a smaller model"
+    )
 
 
 def test_k_says_nothing_where_there_is_no_bound():

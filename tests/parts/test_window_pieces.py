@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 
 import pytest
@@ -9,11 +10,15 @@ import torch
 
 from model_zoo import MLP, ViT
 from raafl.algorithms import fed_raa
+from raafl.core.state import GlobalState
 from raafl.data import Digits
 from raafl.errors import BadInput
 from raafl.parts import WindowPieces
+from raafl.parts.distilled import with_every_exit
+from raafl.run import simulate
 from raafl.submodel import Submodels
 from tests.federation import experiment, finish
+from tests.tools import coordinator_for
 
 
 def vit():
@@ -64,6 +69,31 @@ def test_gre_raa_spreads_merges_over_the_pieces_that_clients_manage(tmp_path):
     run = finish(experiment(tmp_path / "run", algorithm, model=vit, data=lambda: Digits(batch_size=64), max_updates=12))
     regions = Counter(row["region"] for row in run.journal() if row.get("event") == "assigned")
     assert set(regions) == {1, 2, 3, 4} and max(regions.values()) - min(regions.values()) <= 4
+
+
+def notes_of(model):
+    fleet = coordinator_for(fed_raa(submodel=WindowPieces()), GlobalState(model, model.state(model.module))).fleet
+    return WindowPieces().notes(fleet)
+
+
+def test_what_is_not_of_co_s2p_is_said(submodels):
+    notes = notes_of(submodels)
+    assert "no mask is trained" in notes[0] and "nothing is distilled" in notes[0]
+    assert notes[1:] == ["the model has no exits: its own last layers end windows of blocks of every depth"]
+    with_exits = Submodels(with_every_exit(vit()))
+    assert len(with_exits.exits) == 1 and notes_of(with_exits) == notes[:1]
+    plain = notes_of(Submodels(MLP(8, (), 3)))
+    assert (
+        len(plain) == 3 and "no stack of blocks" in plain[1] and plain[2].startswith("the model's width stays whole: ")
+    )
+
+
+def test_a_run_says_it_at_its_start(tmp_path):
+    said = io.StringIO()
+    algorithm = fed_raa(submodel=WindowPieces(rates=[0.25]), rescale=False)
+    settings = experiment(tmp_path / "run", algorithm, model=vit, max_updates=2, progress="plain")
+    simulate(settings, progress_file=said)
+    assert "windows of Co-S2P without its training: " in said.getvalue()
 
 
 @pytest.mark.parametrize(

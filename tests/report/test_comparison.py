@@ -101,6 +101,18 @@ def test_a_band_is_mean_least_and_most_where_all_runs_are_known():
     assert most.tolist() == [5, 6, 7]
 
 
+def test_figures_have_curves_and_are_no_metrics_and_times_to_targets_are_neither(make):
+    more = {"peak_bytes": 3e6, "measured_bytes": 4e7, "time_to/accuracy=0.5": 5.0}
+    groups = grouped([make("a", metrics=[{**row, **more} for row in METRICS])])
+    names = ["accuracy", "bytes_up", "bytes_down", "peak_bytes", "measured_bytes"]
+    assert curves(groups).choices["Metric"] == names
+    assert curves(groups).tables[0].columns == ["updates", "version", "time_s", "wall_s", *names]
+    assert overview.model_metrics(groups) == ["accuracy"]
+    assert overview.figures(groups[0].runs[0])["peak MB"] == 3.0
+    summary = {**SUMMARY, "peak_memory": {"predicted_bytes": 5_000_000, "measured_bytes": None}}
+    assert overview.figures(make("b", summary=summary))["peak MB"] == 5.0
+
+
 def test_runs_of_one_group_are_drawn_as_a_band_and_others_as_a_line(make):
     other = {"algorithm": {"class_path": "raafl.fed_avg"}}
     higher = [{**row, "accuracy": row["accuracy"] + 0.1} for row in METRICS]

@@ -42,6 +42,12 @@ def test_where_the_time_went(tmp_path):
     assert spent[2] == pytest.approx({TRAIN: 5, TRANSFER: 0, TASK: 0, NOTHING: 3, WAIT: 0, AWAY: 2})
 
 
+def test_each_batch_of_a_model_in_two_halves_takes_the_latency_both_ways(tmp_path):
+    split = {"time_s": 4.0, "event": "assigned", "id": 3, "client": 1, "extra": {"split": {"batches": 1}}}
+    run = read(write(tmp_path / "run", events=[*EVENTS, split]))
+    assert transfer_s(run)[:3].tolist() == [3.0, 0.0, 4.0]  # twice 0.5 s more
+
+
 def test_waiting_is_presence_without_a_task(tmp_path):
     run = read(write(tmp_path / "run", events=EVENTS[:-1]))  # without the task that never ended
     spent = uses(run, stretches(run))

@@ -16,6 +16,7 @@ from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.run import simulate
 from raafl.runtime.figures import Coverage, Figures
+from raafl.runtime.journal import FIGURE_COLUMNS, is_metric
 from raafl.runtime.record import RunRecord, Target
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
@@ -219,6 +220,15 @@ def test_figures_of_arrivals_count_what_is_under_way(tmp_path):
     assert numbers(run, "staleness")[-1] == pytest.approx(run.summary["staleness"]["mean"])
 
 
+def test_the_peak_in_a_row_is_the_highest_of_the_tasks_that_have_ended(tmp_path):
+    run = finish(experiment(tmp_path / "r", fed_raa(), eval_every=1))
+    peaks = [int(row["peak_bytes"]) for row in run.rows() if row["outcome"] == "merged"]
+    assert len(set(peaks)) == 3  # fragments of 20, 30 and 50 %
+    assert [row["peak_bytes"] for row in run.rows("metrics.csv")] == ["", *(str(max(peaks[:n])) for n in range(1, 13))]
+    assert run.summary["peak_memory"]["predicted_bytes"] == max(peaks)
+    assert "measured_bytes" not in run.rows("metrics.csv")[0]  # nothing is measured in a simulation
+
+
 def test_coverage_of_fragments_is_that_of_their_specs(tmp_path):
     run = finish(experiment(tmp_path / "r", fed_raa(), eval_every=1))
     share = {"1": 5, "2": 7, "3": 12}  # fragments of 20, 30 and 50 % of 24 units, as in test_record
@@ -290,6 +300,23 @@ def test_a_metric_of_the_users_own_keeps_its_name():
     record = RunRecord(None, [Target("coverage", 0.5)])
     assert record.evaluated(1, 1.0, {"coverage": 0.7})
     assert record.metrics == {"coverage": 0.7} and "coverage" not in record.row and "utilisation" in record.row
+
+
+def test_peaks_are_those_of_the_moment_too_and_any_column_beside_metrics_is_a_figure():
+    record = RunRecord(None, figures=Figures(peak_bytes=lambda assignment: 100 * assignment.id))
+    record.evaluated(0, 0.0, dict(KNOWN))
+    assert record.row["peak_bytes"] is None and "measured_bytes" not in record.row
+    record.settled(ended(3, 1, 1, {"memory/peak_bytes": 5e6}), 1.0)
+    record.due(1, 1.0)
+    record.settled(ended(2, 1, 2, {"memory/peak_bytes": 4e6}), 2.0)
+    record.due(2, 2.0)
+    record.settled(ended(4, 1, 3, {"memory/peak_bytes": 6e6}), 3.0)
+    for version, expected in ((1, (300, 5_000_000)), (2, (300, 5_000_000)), (3, (400, 6_000_000))):
+        record.evaluated(version, float(version), dict(KNOWN))
+        assert (record.row["peak_bytes"], record.row["measured_bytes"]) == expected
+    assert set(record.row) == set(FIGURE_COLUMNS)
+    assert not any(map(is_metric, ("version", "time_s", "wall_s", "time_to/accuracy=0.5", *record.row)))
+    assert is_metric("accuracy") and is_metric("client_accuracy")
 
 
 def test_figures_are_those_of_the_moment_at_which_a_version_was_made():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from raafl.data import Iid
 from raafl.errors import BadInput
 from raafl.run import simulate
 from raafl.runtime import logger_specs, loggers
@@ -95,6 +96,28 @@ def test_every_evaluation_is_logged_with_its_version_in_one_thread(tmp_path):
     assert logged[-1][1]["bytes_up"] == summary["bytes_up"] and logged[0][1]["bytes_down"] == 0
     assert len(logger.threads) == 1 and threading.main_thread() not in logger.threads
     assert not any(thread.is_alive() for thread in logger.threads)
+
+
+def test_whatever_is_a_number_in_metrics_csv_is_logged(tmp_path):
+    logger = Noting()
+    _, folder = run(tmp_path, logger, partition=Iid(test_share=0.2), target=["accuracy=0.21", "accuracy=2"])
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    own = ("loss", "accuracy", "top5_accuracy", "macro_f1")
+    clients = tuple(f"client_{name}" for name in own)
+    figures = ("utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up", "bytes_down")
+    figures += ("peak_bytes",)
+    times = ("time_to/accuracy=0.21", "time_to/accuracy=2")
+    assert set(rows[0]) == {"version", "time_s", "wall_s", *own, *clients, *figures, *times}
+    logged = [call[1:] for call in logger.calls if call[0] == "metrics"]
+    for (metrics, step), row in zip(logged, rows, strict=True):
+        assert step == int(row["version"]) and metrics["wall_s"] > 0  # that clock has gone on since the row was written
+        cells = {name: float(cell) for name, cell in row.items() if cell and name not in ("version", "wall_s")}
+        assert {name: metrics.get(name) for name in cells} == cells
+    first = next(row["time_s"] for row in rows if float(row["accuracy"]) >= 0.21)
+    assert [row[times[0]] for row in rows] == [first if float(row["time_s"]) >= float(first) else "" for row in rows]
+    assert float(first) > 0 and not any(row[times[1]] for row in rows)
+    assert all(rows[-1][name] for name in rows[-1] if name != times[1])
 
 
 @pytest.mark.parametrize(

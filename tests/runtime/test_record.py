@@ -13,7 +13,8 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.types import Arrived, Update
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
-from raafl.runtime.record import RunRecord, Target
+from raafl.runtime.record import MeasuredFolder, RunRecord, Target
+from raafl.runtime.rows import read_table
 from tests.federation import experiment, finish
 from tests.runtime.test_simulated import COMING_AND_GOING
 from tests.tools import filled, line_state
@@ -164,6 +165,27 @@ def test_time_to_is_the_first_time_and_reached_needs_all():
     assert record.evaluated(3, 3.0, {"accuracy": 0.4, "loss": 0.9})
     assert record.evaluated(4, 4.0, {"accuracy": 0.9, "loss": 5.0})
     assert record.time_to == {"accuracy=0.5": 1.0, "loss=1": 3.0}
+
+
+def test_the_time_to_a_target_is_in_its_column_from_then_on(tmp_path):
+    with MeasuredFolder(tmp_path / "r", "") as folder:
+        record = RunRecord(folder, [Target("accuracy", 0.5), Target("loss", 1.0), Target("error", 0.1)])
+        for version, accuracy, loss in ((0, 0.1, 3.0), (1, 0.6, 2.0), (2, 0.4, 1.0), (3, 0.9, 0.5)):
+            record.evaluated(version, 1.5 * version, {"accuracy": accuracy, "loss": loss})
+    header, rows = read_table(folder.path / "metrics.csv")
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
+    assert {name: cells for name, cells in columns.items() if name.startswith("time_to")} == {
+        "time_to/accuracy=0.5": ("", "1.5", "1.5", "1.5"),
+        "time_to/loss=1": ("", "", "3.0", "3.0"),
+        "time_to/error=0.1": ("", "", "", ""),
+    }
+
+
+def test_a_run_without_targets_has_no_column_of_times(tmp_path):
+    with MeasuredFolder(tmp_path / "r", "") as folder:
+        RunRecord(folder).evaluated(0, 0.0, {"accuracy": 0.1})
+    header, _ = read_table(folder.path / "metrics.csv")
+    assert "accuracy" in header and not any(name.startswith("time_to") for name in header)
 
 
 def test_without_targets_nothing_is_ever_reached():

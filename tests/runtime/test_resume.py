@@ -54,6 +54,21 @@ def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatc
     assert replay(tmp_path / "cut")["equal"] is True
 
 
+@pytest.mark.parametrize("cut", [13, 30])
+def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch, cut):
+    targets = '["accuracy=0.15", "accuracy=0.5", "accuracy=2"]'
+    options = ["--config", CONFIG, f"--target={targets}", "--max_updates=40", "--eval_every=1", "--checkpoint_every=1"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    crashed(monkeypatch, cut, *options, f"--output={tmp_path / 'cut'}")
+    resumed = simulated("--resume", str(tmp_path / "cut"))
+    assert metric_rows(tmp_path / "cut") == metric_rows(tmp_path / "whole")
+    header, *table = rows(tmp_path / "cut" / "metrics.csv")
+    for target, at_s in whole["time_to"].items():
+        cells = [row[header.index(f"time_to/{target}")] for row in table]
+        assert resumed["time_to"][target] == at_s and set(cells) == ({""} if at_s is None else {"", str(at_s)})
+    assert [at_s is None for at_s in whole["time_to"].values()] == [False, False, True]
+
+
 def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
     options = ["--config", CONFIG, f"--devices={DEVICES}", "--max_updates=60", "--checkpoint_every=7"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")

@@ -20,6 +20,7 @@ from raafl.runtime.tracking import (
     binned,
     clients_table,
     finish,
+    log,
     markdown,
     regions_table,
     timeline_table,
@@ -58,6 +59,16 @@ def test_the_scalars_of_an_evaluation():
     recent = {"recent_staleness": 2.0, "recent_staleness_max": 3, "recent_coverage": 0.75}
     assert measured.scalars() == {"accuracy": 0.5, "time_s": 2.0, "bytes_up": 3, "bytes_down": 4, **recent}
     assert Measured(0, {"accuracy": 0.5}, {}).scalars() == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("MLFlowLogger", "time_to/accuracy_0.5"), ("CSVLogger", "time_to/accuracy=0.5")]
+)
+def test_the_name_of_a_target_is_one_that_its_logger_takes(kind, name):
+    logged = []
+    cls = type(kind, (), {"save": lambda self: None, "log_metrics": lambda self, row, step: logged.append((row, step))})
+    log(cls(), Measured(3, {"accuracy": 0.5}, {"time_to/accuracy=0.5": 2.0}))
+    assert logged == [({"accuracy": 0.5, name: 2.0}, 3)]
 
 
 def test_bins_are_whole_numbers_or_twentieths():

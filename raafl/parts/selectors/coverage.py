@@ -9,7 +9,7 @@ left a region alone (Assumption 6).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,6 +143,19 @@ class Coverage:
             taken[n] = [open_now[(at + i) % self.num_trained] for i in range(self.takes[n])]
             at += self.takes[n]
         return taken
+
+
+def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
+    """Return a round in which each client trains ``takes`` regions: those in ``taken``, and others that somebody trains.
+
+    Regions of the round, clients that cover one and rounds for which one rests stay as they are or become better.
+    """
+    open_now = sorted({i for mine in taken for i in mine})
+    more = []
+    for mine, take in zip(taken, takes, strict=True):
+        others = [i for i in open_now if i not in mine]
+        more.append(tuple(sorted([*mine, *rng.sample(others, min(take - len(mine), len(others)))])))
+    return tuple(more)
 
 
 def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:

@@ -1,0 +1,104 @@
+"""SplitFed on both clocks where its client's half is compressed, refused in the middle, or leaves out the last batches."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from model_zoo import MLP
+from raafl.algorithms import split_fed
+from raafl.core.algorithm import Training
+from raafl.data import Digits
+from raafl.parts.compress import Compress
+from raafl.rerun import replay
+from raafl.runtime import split
+from raafl.runtime.session import Session
+from raafl.runtime.transport import Refused
+from tests.conformance.clocks import on_both_clocks
+from tests.conformance.test_compress_two_clocks import assert_replays
+from tests.crashed import crashed, simulated
+from tests.federation import experiment, finish
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.timeout(240)
+
+WIRES = [Compress("int8", "int8"), Compress("top_k", "top_k", 0.3), Compress("bf16", "none"), Compress("none", "top_k")]
+
+
+def model() -> MLP:
+    return MLP(64, (24, 16), 10, lr=0.05, momentum=0.5)
+
+
+def made(output, compress=None, **more):
+    more = {"model": model, "max_updates": 12, "emulate": False, **more}
+    return experiment(output, split_fed(client_layers=1), compress=compress or Compress(), **more)
+
+
+@pytest.mark.parametrize("compress", WIRES, ids=lambda one: f"{one.down} {one.up}")
+def test_real_ranks_leave_the_simulated_runs_model(tmp_path, compress):
+    simulated, real = on_both_clocks(made(tmp_path / "simulated", compress), tmp_path / "real")
+    assert real.summary["updates_refused"] == simulated.summary["updates_refused"] == {}
+    tasks = [sorted(run.rows(), key=lambda row: int(row["assignment"])) for run in (simulated, real)]
+    for one, other in zip(*tasks, strict=True):
+        for way in ("bytes_down", "bytes_up"):  # real frames have a head, too: those of a task and of its three batches
+            assert 0 < int(other[way]) - int(one[way]) < 4 * 1000
+    assert_replays(made(tmp_path / "real", compress), real)
+
+
+def test_two_workers_give_the_bits_of_one(tmp_path):
+    compress = Compress("top_k", "top_k", 0.3)
+    one = finish(made(tmp_path / "one", compress))
+    two = finish(made(tmp_path / "two", compress, workers=2))
+    assert one.digest == two.digest and one.rows() == two.rows()
+
+
+def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_path, monkeypatch):
+    """Assignment 6 is refused in its second batch, 7 and 9 when all has come."""
+    update, layout = Session._update, split._Stream._batch_layout
+
+    def damaged(self, answer, *more):
+        if answer.assignment in (7, 9):
+            raise Refused("bad-checksum", "payload")
+        return update(self, answer, *more)
+
+    def strange(self, meta):
+        if self._assignment.id == 6 and self._index == 1:
+            raise Refused("wrong-shape", "of a batch")
+        return layout(self, meta)
+
+    monkeypatch.setattr(Session, "_update", damaged)
+    monkeypatch.setattr(split._Stream, "_batch_layout", strange)
+    config = made(tmp_path / "real", Compress("top_k", "top_k", 0.3), max_updates=20)
+    with ranks(config) as fleet:
+        real = fleet.serve()
+        assert set(fleet.exit_codes().values()) == {0}
+    assert real.summary["updates_refused"] == {"bad-checksum": 2, "wrong-shape": 1}
+    assert_replays(config, real)
+
+
+def test_a_simulation_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch):
+    options = ["--config", "configs/quickstart.yaml", "--algorithm", "split_fed", "--max_updates=24", "--checkpoint_every=1"]
+    options += ["--compress.down=top_k", "--compress.up=top_k"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    crashed(monkeypatch, 13, *options, f"--output={tmp_path / 'cut'}")
+    resumed = simulated("--resume", str(tmp_path / "cut"))
+    assert resumed["model_digest"] == whole["model_digest"]
+    assert resumed["bytes_up"] == whole["bytes_up"] and resumed["bytes_down"] == whole["bytes_down"]
+    assert replay(tmp_path / "cut")["equal"] is True
+
+
+class Dropping(Digits):
+    """Without the last batch of each epoch, which has fewer samples."""
+
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        return DataLoader(loader.dataset, loader.batch_size, shuffle=True, drop_last=True)
+
+
+@pytest.mark.parametrize("training", [Training(num_epochs=2), Training(num_epochs=None, num_steps=7)])
+def test_the_server_waits_for_no_batch_that_is_left_out(tmp_path, training):
+    """About 359 samples a client: in batches of 100 three, and one that is left out."""
+    config = made(tmp_path / "s", data=lambda: Dropping(batch_size=100), train=training, max_updates=4)
+    _, real = on_both_clocks(config, tmp_path / "real")
+    assert real.summary["updates_refused"] == {}
+    assert {row["num_steps"] for row in real.rows()} == {"6" if training.num_steps is None else "7"}

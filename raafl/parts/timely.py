@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from raafl.core.algorithm import Fleet, Restart, Select, Trigger, Waiting
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.errors import BadInput, fraction, nearest, refuse_unused
+from raafl.parts.select import uncut
 from raafl.parts.selectors import leading, steps
 from raafl.submodel import Spec, Submodels, last_fraction
 
@@ -221,6 +222,16 @@ class Timely(Select):
         """Name each client whose memory not even the training of the last layer fits."""
         least = self._submodels(fleet)[-1][1]
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where a client that is short of time has nothing to do without."""
+        if self.cut == "width":
+            return uncut(fleet.state.submodels, "narrow")
+        if len(self._submodels(fleet)) > 1:
+            return []
+        return [
+            "every client trains all of the model, which has a single layer that trains: who is short of time is late"
+        ]
 
     def _problem(self, client: ClientInfo, fleet: Fleet) -> str:
         need = fleet.cost(self._submodels(fleet)[-1][1]).peak_bytes

@@ -68,7 +68,9 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
     """Raise `BadInput` for a limit that the run had behind it at the checkpoint."""
     now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
     if limits.max_time_s is not None and limits.max_time_s <= now:
-        raise BadInput(f"max_time is {limits.max_time_s:g} s, but the run to resume has had {now:.1f} s: give more, or null")
+        raise BadInput(
+            f"max_time is {limits.max_time_s:g} s, but the run to resume has had {now:.1f} s: give more, or null"
+        )
     if limits.max_updates is not None and limits.max_updates <= merged:
         raise BadInput(
             f"max_updates is {limits.max_updates}, but the run to resume has merged {merged}: give more, or null"

@@ -26,6 +26,7 @@ NOTES = {
     "prune_fl": WHOLE + "prune: ",
     "ra_fed": WHOLE + "cut into regions: ",
     "ram_fed": WHOLE + "cut into regions: ",
+    "timely_fl": "every client trains all of the model, which has a single layer that trains: who is short of time is late",
     "split_fed": "the model cannot be cut, so clients train all of it, as in FedAvg: ",
 }
 """What methods that cut the model, or decide on its parts, say at the start; the others train all of any model."""
@@ -65,6 +66,11 @@ def test_it_runs_to_its_end_and_says_what_becomes_of_it(tmp_path, name):
 def test_what_was_asked_for_makes_no_difference(tmp_path, name, arguments):
     summary, said = run_of(tmp_path, ALGORITHMS[name](**arguments))
     assert summary["updates_merged"] >= 5 and NOTES[name] in said
+
+
+def test_a_deadline_by_width_says_that_nothing_is_narrower(tmp_path):
+    summary, said = run_of(tmp_path, ALGORITHMS["timely_fl"](cut="width"))
+    assert summary["updates_merged"] >= 5 and WHOLE + "narrow: " in said
 
 
 @pytest.mark.parametrize("arguments", [{"rates": 1.0}, {"fragments": 1}])

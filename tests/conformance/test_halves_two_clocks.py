@@ -77,7 +77,14 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
 
 
 def test_a_simulation_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch):
-    options = ["--config", "configs/quickstart.yaml", "--algorithm", "split_fed", "--max_updates=24", "--checkpoint_every=1"]
+    options = [
+        "--config",
+        "configs/quickstart.yaml",
+        "--algorithm",
+        "split_fed",
+        "--max_updates=24",
+        "--checkpoint_every=1",
+    ]
     options += ["--compress.down=top_k", "--compress.up=top_k"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
     crashed(monkeypatch, 13, *options, f"--output={tmp_path / 'cut'}")

@@ -92,20 +92,22 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
         algorithm, state, experiment.limits(min_clients, count_lost),
         training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
     )  # fmt: skip
-    coordinator.fleet = replace(
-        coordinator.fleet,
-        wires=experiment.wires(submodels),
-        own_tests=own_tests(experiment, data),
-        drop_last=data.drop_last,
-    )
-    everyone = {client.id: client for client in clients}
-    fleet = replace(coordinator.fleet, clients=everyone, cache={})
+    furnish(coordinator, experiment, data)
+    fleet = coordinator.fleet.of(clients)
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
     if problems:
         raise BadInput(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
         )
     return Parts(experiment, data, module, submodels, coordinator, clients)
+
+
+def furnish(coordinator: Coordinator, experiment: Experiment, data: FederatedData) -> None:
+    """Let the fleet know what of the run's config and data decides what tasks cost."""
+    coordinator.fleet = replace(
+        coordinator.fleet, wires=experiment.wires(coordinator.state.submodels), own_tests=own_tests(experiment, data),
+        drop_last=data.drop_last,
+    )  # fmt: skip
 
 
 def batch_size_of(experiment: Experiment, data: FederatedData) -> int:

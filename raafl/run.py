@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +175,7 @@ class Run:
         )
         self.progress.start(title)
         # at the start nobody has joined, but it is known who will
-        fleet = replace(coordinator.fleet, clients={client.id: client for client in self.parts.clients}, cache={})
+        fleet = coordinator.fleet.of(self.parts.clients)
         for note in coordinator.algorithm.notes(fleet, len(self.parts.clients)):
             self.progress.note(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
@@ -110,6 +110,10 @@ class Fleet:
     wires: Wires | None = None
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
+
+    def of(self, clients: Iterable[ClientInfo]) -> Fleet:
+        """Return the fleet as it is when ``clients`` have joined, with nothing computed yet."""
+        return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raafl.build import batch_size_of, client_infos, load_data, make_model, own_tests
+from raafl.build import batch_size_of, client_infos, furnish, load_data, make_model
 from raafl.core.algorithm import Algorithm, Fleet, Merge
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -82,7 +82,7 @@ class World:
     def fleet(self, algorithm: Algorithm) -> Fleet:
         """Return what the parts are told of all clients, whether the algorithm suits them or not."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
-        return replace(fleet, clients={client.id: client for client in self.clients}, cache={})
+        return fleet.of(self.clients)
 
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
         """Return the coordinator of a run that ends after so many updates; its model has values only if ``real``.
@@ -91,9 +91,8 @@ class World:
             BadInput: clients and submodels do not go together.
         """
         coordinator = self._coordinator(algorithm, max_updates, real=real)
-        everyone = {client.id: client for client in self.clients}
         problems = algorithm.merge.check(coordinator.state)
-        problems += algorithm.select.check(replace(coordinator.fleet, clients=everyone, cache={}))
+        problems += algorithm.select.check(coordinator.fleet.of(self.clients))
         if problems:
             raise BadInput(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
         return coordinator
@@ -114,12 +113,7 @@ class World:
             replace(algorithm, merge=Unmerged(algorithm.merge)), state, limits,
             training=experiment.train, batch_size=self.batch_size, seed=experiment.seed,
         )  # fmt: skip
-        coordinator.fleet = replace(
-            coordinator.fleet,
-            wires=experiment.wires(submodels),
-            own_tests=own_tests(experiment, self.data),
-            drop_last=self.data.drop_last,
-        )
+        furnish(coordinator, experiment, self.data)
         return coordinator
 
 

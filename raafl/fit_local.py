@@ -117,7 +117,8 @@ class Server:
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
-            return [*_RAAFL, "serve", *options, *self._address]
+            # it does not wait for clients that have been given up meanwhile
+            return [*_RAAFL, "serve", *options, "--min_clients", "1", *self._address]
         if folder is not None and folder.is_dir():  # nothing to go on from: it begins anew, under the same name
             self._num_aside += 1
             folder.rename(folder.with_name(f"{folder.name}-attempt-{self._num_aside}"))

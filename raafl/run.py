@@ -111,12 +111,14 @@ class Run:
         with self.statistics.untouched(coordinator.state.values):
             coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
         saving.restore(coordinator, section["coordinator"])
-        if self.runtime != "simulated":  # ids are never used twice, also for tasks that were lost
+        restarted = self.runtime != "simulated"
+        if restarted:  # ids are never used twice, also for tasks that were lost
             coordinator.roster.last_id = max(coordinator.roster.last_id, mended.last_id)
             for client, num in mended.joins.items():  # nor are incarnations
                 coordinator.roster.joins[client] = max(coordinator.roster.joins[client], num)
             coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
             self.record.lose(mended.num_lost)
+            coordinator.restart()
         if mended.num_missing:
             self._writer.gap(mended.num_missing)
             self.progress.warn(resume.missing(self.folder, mended.num_missing))
@@ -125,6 +127,8 @@ class Run:
             "last_id": coordinator.roster.last_id,
             "version": coordinator.state.version,
             "goals": self._goals().to_json(),
+            "restarted": restarted,
+            "start": self._start(),
         }
         self._writer.event({"time_s": section["clock"]["now"], "event": "resumed", **row})
         watched = Watched(self.folder)
@@ -136,6 +140,10 @@ class Run:
         """Let the view show ``state``, which is told of each row from now on."""
         state.say = self.progress.note if self.progress.verbose else None
         self._writer.state, self.progress.source = state, state.snapshot
+
+    def _start(self) -> dict[str, Any]:
+        limits = self.parts.coordinator.limits
+        return {"min_clients": limits.min_clients, "count_lost": limits.count_lost}
 
     def _goals(self) -> Goals:
         limits = self.parts.coordinator.limits
@@ -183,9 +191,8 @@ class Run:
         if self._resumed:
             return
         found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
-        start = {"min_clients": coordinator.limits.min_clients, "count_lost": coordinator.limits.count_lost}
         row = {
-            "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found, "start": start,
+            "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found, "start": self._start(),
             "title": title, "goals": self._goals().to_json(),
         }  # fmt: skip
         self._writer.event(row)

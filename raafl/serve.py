@@ -88,7 +88,8 @@ def serve(
         config_yaml: its config, which a client without one is given.
         address: where to listen; see `listener`.
         secret: what clients prove before they are told anything.
-        min_clients: how many must have joined before work starts; None = all.
+        min_clients: how many must have joined before work starts, also after a restart; None = as many as the run to
+            resume needed, or all.
         encrypt: encrypt all that is said after the handshake.
         progress_file: where progress is shown.
         inbox: where events pass through on their way to the coordinator.
@@ -103,7 +104,7 @@ def serve(
     saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
     parts = build(
         experiment, pace=experiment.emulate and experiment.devices is not None,
-        min_clients=min_clients or experiment.clients, count_lost=False,
+        min_clients=min_clients or _min_clients(saved) or experiment.clients, count_lost=False,
     )  # fmt: skip
     lobby = _Lobby(experiment, Terms(config_yaml, sections(config_yaml)), parts.submodels, inbox or Inbox())
     door = Door(where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s)
@@ -117,6 +118,10 @@ def serve(
         return coordinate(run, lobby.server, saved)
     finally:
         door.close()
+
+
+def _min_clients(saved: resume.SavedRun | None) -> int | None:
+    return None if saved is None else saved.section["coordinator"].get("min_clients")
 
 
 class _Lobby:

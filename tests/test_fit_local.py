@@ -105,8 +105,8 @@ def test_a_later_server_goes_on_from_the_last_checkpoint(server, tmp_path):
     (folder / "checkpoints" / "version-000003.ckpt").touch()
     (tmp_path / "note").write_text(str(folder))
     options = ("--config", "c.yaml", "--output", str(folder), "--resume=old", "--json", "--seed", "1")
-    expected = [*RAAFL, "serve", "--json", "--seed", "1", "--resume", str(folder), "--address", "fd:7"]
-    assert server(*options).command() == expected
+    expected = [*RAAFL, "serve", "--json", "--seed", "1", "--resume", str(folder)]
+    assert server(*options).command() == [*expected, "--min_clients", "1", "--address", "fd:7"]
 
 
 def test_a_later_server_begins_anew_where_there_is_no_checkpoint(server, tmp_path):

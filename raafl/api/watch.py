@@ -192,13 +192,13 @@ class CallbackWatcher(Watcher):
             client = event.client.id
             if client in self._there:
                 self._gone(client, "replaced")
-            if client in coordinator.roster.clients:
+            if coordinator.roster.find(client) is not None:
                 self._there[client] = event.client.incarnation
                 self._tell("on_client_joined", client)
-        elif isinstance(event, Lost) and event.client not in coordinator.roster.clients:
+        elif isinstance(event, Lost) and coordinator.roster.find(event.client) is None:
             self._gone(event.client, event.reason)
-        if len(self._there) > len(coordinator.roster.clients):  # some were let go
-            for client in sorted(self._there.keys() - coordinator.roster.clients.keys()):
+        if len(self._there) > len(coordinator.roster.clients):  # some were let go, or are kept out for a while
+            for client in sorted(client for client in self._there if coordinator.roster.find(client) is None):
                 self._gone(client, "unfit")
         self._announce(coordinator.state.version, now)
 

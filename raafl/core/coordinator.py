@@ -11,8 +11,11 @@ from collections.abc import Callable
 
 from raafl.core.algorithm import Algorithm, Fleet, Training, Waiting
 from raafl.core.roster import Roster
+from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
 from raafl.core.types import (
+    ENDS,
+    RESTART,
     Action,
     Arrived,
     Assign,
@@ -22,8 +25,10 @@ from raafl.core.types import (
     Dismiss,
     Evaluate,
     Event,
+    Fail,
     Finish,
     Joined,
+    KeepOut,
     Limits,
     Lost,
     SetTimer,
@@ -36,7 +41,7 @@ from raafl.core.types import (
 )  # fmt: skip
 from raafl.errors import BadInput
 
-TIME_UP = 0  # id of the timer that ends the run
+TIME_UP = 0  # id of the timer that ends the run; minus a client's id: of the one that lets it take part again
 
 
 class Coordinator:
@@ -52,7 +57,7 @@ class Coordinator:
         self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
         self.arrived_s: list[float] = []
         self.merged = self.evaluated = 0
-        self.refused_in_a_row: Counter[int] = Counter()  # by client, since the last merge
+        self.standing = Standing(limits.max_refused)
         self.refused: Counter[str] = Counter()
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.finished: str | None = None
@@ -73,25 +78,44 @@ class Coordinator:
             pass
         return self._actions
 
+    @property
+    def num_good(self) -> int:
+        """Clients that are there and whose last updates were not all refused."""
+        return len(self.roster.clients) - sum(
+            map(self.standing.is_bad, self.standing.refused.keys() & self.roster.clients)
+        )
+
     # ---- events ----
 
+    def restart(self) -> None:
+        """Begin again with whoever joins, as many as the run needs to start; for a server that was started anew."""
+        self.started = False
+        self.standing.forgive()
+
     def _joined(self, event: Joined, now: float) -> None:
-        if event.client.id in self.roster.clients:
+        if self.roster.find(event.client.id) is not None:
             self._drop(event.client.id, "replaced")
-        self.roster.join(event.client)
         self._absent.discard(event.client.id)
-        self.algorithm.select.joined(event.client, self.fleet)
+        if self.standing.keeps_out(event.client.id, now):
+            self.roster.keep_out(event.client)
+        else:
+            self._admit(event.client)
+
+    def _admit(self, client: ClientInfo) -> None:
+        self.roster.join(client)
+        self.algorithm.select.joined(client, self.fleet)
 
     def _arrived(self, event: Arrived, now: float) -> None:
         update = event.update
         assignment = self.roster.active.get(update.assignment)
         problem = self._problem(update, assignment)
         if problem is not None or assignment is None:
-            self._refuse(update, assignment, problem or "")
+            self._refuse(update, assignment, problem or "", now)
             return
         self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
         client = self.roster.clients[assignment.client]
         self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
+        self.standing.accept(client.id)
         staleness = self.state.version - assignment.version
         self.algorithm.merge.receive(self.state, update, assignment.spec, staleness)
         self.waiting.append((assignment, update, staleness))
@@ -111,31 +135,52 @@ class Coordinator:
         staleness = self.state.version - assignment.version
         return self.algorithm.merge.problem(self.state, update, assignment.spec, staleness)
 
-    def _refuse(self, update: Update, assignment: Assignment | None, problem: str) -> None:
+    def _refuse(self, update: Update, assignment: Assignment | None, problem: str, now: float) -> None:
+        """Settle an update that is not merged; a client refused too often is kept out, and alone can end no run."""
         self.refused[problem] += 1
-        self.refused_in_a_row[update.client] += 1
         if assignment is not None and problem == "wrong-client":
             assignment = None  # the one that was asked may still answer
         if assignment is not None:
             self.roster.release(assignment, back=True)
         self._settle(assignment, update.client, f"refused:{problem}", 0, update)
-        # One client alone, hostile or broken, cannot end a run.
-        total = self.refused_in_a_row.total()
-        if total >= self.limits.max_refused and all(client in self.refused_in_a_row for client in self.roster.clients):
-            self._finish(f"failed: {total} updates in a row were refused, of every client, the last as {problem}")
+        if assignment is None or problem in DAMAGED:
+            return
+        until = self.standing.refuse(assignment.client, now)
+        if until is None:
+            return
+        client = self.roster.clients[assignment.client]
+        self._drop(client.id, "kept-out")
+        self.roster.keep_out(client)
+        self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
+        if self._is_hopeless():
+            most = self.limits.max_refused
+            self._actions.append(
+                Fail(
+                    f"failed: the last {most} updates of every client were refused, those of client {client.id} as {problem}"
+                )
+            )
+
+    def _is_hopeless(self) -> bool:
+        """Return whether no client's update can be hoped to be merged any more."""
+        known = [client for client, num in self.roster.joins.items() if num]
+        if len({*known, *self._absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
+            return True
+        return all(map(self.standing.is_hopeless, (*self.roster.clients, *self.roster.kept_out)))
 
     def _lost(self, event: Lost, now: float) -> None:
-        client = self.roster.clients.get(event.client)
+        client = self.roster.find(event.client)
         if client is not None and event.incarnation not in (None, client.incarnation):
             return
         if client is not None:
             self._drop(event.client, event.reason)
-        if not self.started and self.limits.count_lost:
+        if not self.started and self.limits.count_lost and event.reason != RESTART:
             self._absent.add(event.client)
 
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
             self._finish("max_time")
+        elif -event.id in self.roster.kept_out and not self.standing.keeps_out(-event.id, now):
+            self._admit(self.roster.kept_out.pop(-event.id))
 
     def _stop(self, event: Stop, now: float) -> None:
         self._finish(event.reason)
@@ -178,7 +223,6 @@ class Coordinator:
             self._settle(assignment, assignment.client, "merged", staleness, update)
             self.roster.readmit(assignment.client)
         self.merged += len(self.waiting)
-        self.refused_in_a_row.clear()
         self.waiting.clear()
         self.arrived_s.clear()
 
@@ -230,6 +274,8 @@ class Coordinator:
 
     def _drop(self, client: int, reason: str) -> None:
         """Forget a client; what it was working on is lost, what it has sent stays."""
+        if self.roster.kept_out.pop(client, None) is not None:
+            return
         gone = self.roster.clients[client]
         assignment = self.roster.drop(client)
         self.algorithm.select.lost(gone, self.fleet)
@@ -247,8 +293,8 @@ class Coordinator:
             self._actions.append(Evaluate(self.state.version))
 
     def _finish(self, reason: str) -> None:
-        """End the run: fold in or give up what waits, give up what is out, measure and save once more."""
-        if self.waiting and self.algorithm.trigger.folds_rest:
+        """End the run: fold in what waits if it is done, give up the rest and what is out, measure and save once more."""
+        if self.waiting and self.algorithm.trigger.folds_rest and reason in ENDS:
             self._merge()
         for assignment, update, staleness in self.waiting:
             self._settle(assignment, assignment.client, "unused", staleness, update)

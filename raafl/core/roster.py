@@ -13,7 +13,8 @@ class Roster:
     """Clients and their assignments. A client is idle, drawn (to start as soon as it may), at work, or reported.
 
     Attributes:
-        clients: all that have joined and are not lost, by id.
+        clients: all that have joined and are not lost, by id, but for those kept out.
+        kept_out: who is there and may not take part yet, by id.
         active: assignments that are out, by id.
         idle: who could be drawn.
         drawn: who has been drawn to start as soon as concurrency allows, in order.
@@ -26,6 +27,7 @@ class Roster:
     def __init__(self) -> None:
         """Start with nobody."""
         self.clients: dict[int, ClientInfo] = {}
+        self.kept_out: dict[int, ClientInfo] = {}
         self.active: dict[int, Assignment] = {}
         self.last_id = 0
         self.idle = IdlePool()
@@ -39,11 +41,20 @@ class Roster:
         """Tasks that may still report: those out, and those drawn to start."""
         return len(self.active) + len(self.drawn)
 
+    def find(self, client: int) -> ClientInfo | None:
+        """Return a client that is there, kept out or not; None = it is not."""
+        return self.clients.get(client) or self.kept_out.get(client)
+
     def join(self, client: ClientInfo) -> None:
         """Add an idle client."""
         self.clients[client.id] = client
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
         self.idle.add(client.id)
+
+    def keep_out(self, client: ClientInfo) -> None:
+        """Add a client that may not take part yet."""
+        self.kept_out[client.id] = client
+        self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
 
     def drop(self, client: int) -> Assignment | None:
         """Forget a client and return what it was working on, now off the books."""

@@ -65,7 +65,7 @@ def from_plain(data: Any) -> Any:
 
 def save(coordinator: Coordinator) -> dict[str, Any]:
     """Return all but the model's values, which are saved beside it."""
-    roster, state = coordinator.roster, coordinator.state
+    roster, state, standing = coordinator.roster, coordinator.state, coordinator.standing
     version, internal, gauss = coordinator.rng.getstate()
     return {
         "version": state.version,
@@ -83,7 +83,11 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "arrived_s": list(coordinator.arrived_s),
         "merged": coordinator.merged,
         "refused": [[reason, n] for reason, n in coordinator.refused.items()],
-        "refused_in_a_row": [[client, n] for client, n in coordinator.refused_in_a_row.items()],
+        "refused_in_a_row": [[client, n] for client, n in standing.refused.items()],
+        "kept_out": [client_to_json(client) for client in roster.kept_out.values()],
+        "times_out": [[client, n] for client, n in standing.times.items()],
+        "out_until": [[client, at] for client, at in standing.until.items()],
+        "min_clients": coordinator.limits.min_clients,
         "evaluated": coordinator.evaluated,
         "opened_s": coordinator.opened_s,
         "started": coordinator.started,
@@ -94,13 +98,16 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
 
 def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     """Put what `save` returned into a fresh coordinator, in place; its values are restored apart."""
-    roster, state = coordinator.roster, coordinator.state
+    roster, state, standing = coordinator.roster, coordinator.state, coordinator.standing
     state.version = data["version"]
     state.counts.update(dict(data["counts"]))
     state.memory.update(from_plain(data["memory"]))
     for item in data["clients"]:
         client = client_from_json(item)
         roster.clients[client.id] = client
+    for item in data.get("kept_out", []):
+        client = client_from_json(item)
+        roster.kept_out[client.id] = client
     assignments = [assignment_from_json(item) for item in data["active"]]
     roster.active.update({assignment.id: assignment for assignment in assignments})
     for client_id in data["idle"]:
@@ -114,7 +121,9 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     coordinator.arrived_s[:] = data["arrived_s"]
     coordinator.merged, coordinator.evaluated = data["merged"], data["evaluated"]
     coordinator.refused.update(dict(data["refused"]))
-    coordinator.refused_in_a_row.update(dict(data["refused_in_a_row"]))
+    standing.refused.update(dict(data["refused_in_a_row"]))
+    standing.times.update(dict(data.get("times_out", [])))
+    standing.until.update(dict(data.get("out_until", [])))
     coordinator.opened_s, coordinator.started = data["opened_s"], data["started"]
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]

@@ -216,13 +216,35 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepOut:
+    """A client whose updates were refused too often in a row is asked for nothing until then; it may stay connected."""
+
+    client: int
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The run cannot go on: save it as it is, then send `Stop` with this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over; nothing more will be asked."""
 
     reason: str
 
 
-Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | Finish
+Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | KeepOut | Fail | Finish
+
+ENDS = ("max_updates", "max_time", "target")
+"""Reasons of a run that has come to its end; one that ends for any other can be resumed."""
+
+RESTART = "restart"
+"""Why clients are lost whose server was started anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +258,8 @@ class Limits:
         max_time_s: end at this time.
         eval_every: versions between evaluations.
         checkpoint_every: versions between checkpoints; None = only at the end.
-        max_refused: end, as failed, after this many refused updates, of every client, with none merged between them.
+        num_clients: of the run; it fails for refused updates only when so many have taken part, and all of them are bad.
+        max_refused: updates of one client refused in a row, after which it is kept out for a while, growing.
     """
 
     min_clients: int = 1
@@ -245,7 +268,8 @@ class Limits:
     max_time_s: float | None = None
     eval_every: int = 1
     checkpoint_every: int | None = None
-    max_refused: int = 100
+    num_clients: int = 1
+    max_refused: int = 3
 
 
 def derive_seed(*parts: int | str) -> int:

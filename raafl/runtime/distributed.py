@@ -15,6 +15,8 @@ from typing import Any
 
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.types import (
+    ENDS,
+    RESTART,
     Action,
     Arrived,
     Assign,
@@ -22,8 +24,10 @@ from raafl.core.types import (
     Dismiss,
     Evaluate,
     Event,
+    Fail,
     Finish,
     Joined,
+    KeepOut,
     Lost,
     SetTimer,
     Settled,
@@ -35,7 +39,7 @@ from raafl.progress import Progress, ProgressState
 from raafl.runtime.hooks import Hooks
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.record import RunRecord, view
+from raafl.runtime.record import RunRecord, kept_out, view
 from raafl.runtime.session import Session, Waits
 from raafl.runtime.snapshots import Snapshots
 from raafl.runtime.transport import Refused
@@ -185,8 +189,9 @@ class Server:
         """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
         self._start = self._clock() - self._resumed_at
         self._alone_since = self._clock()
-        for client in sorted(self.coordinator.roster.clients):
-            self._tell(Lost(client, "restart", self.coordinator.roster.clients[client].incarnation), ours=False)
+        roster = self.coordinator.roster
+        for client in sorted([*roster.clients.values(), *roster.kept_out.values()], key=lambda client: client.id):
+            self._tell(Lost(client.id, RESTART, client.incarnation), ours=False)
         if self._evaluator is not None:
             self._evaluator.start()
         for session in self.sessions.values():
@@ -198,7 +203,7 @@ class Server:
                 while not self.reason:
                     self._turn()
             except KeyboardInterrupt:
-                self._tell(Stop("interrupted"))
+                self.stop("interrupted")
             finally:
                 self._end()
         return self.reason
@@ -208,8 +213,7 @@ class Server:
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
         event = self.inbox.get(max(wait, 0.0))
         if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
-            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
-            self._tell(Stop("interrupted"))
+            self.stop("interrupted")
             return
         while self._timers and self._timers[0][0] <= self.now and not self.reason:
             self._tell(Timer(heapq.heappop(self._timers)[1]))
@@ -218,11 +222,17 @@ class Server:
         if self._evaluator is not None and not self.reason:
             self._note(self._evaluator.done())
         if not self.reason and (why := self.hooks.stop_asked()) is not None:
-            self._tell(Stop(why))
+            self.stop(why)
         if not self.reason:
             self._look_after_sessions()
         if event is None and self.progress is not None:
             self.progress.update(self._view)  # seconds go by in it
+
+    def stop(self, reason: str) -> None:
+        """End the run, if it has not ended, so that it can be resumed from where it is now."""
+        if not self.reason:
+            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
+            self._tell(Stop(reason))
 
     def _look_after_sessions(self) -> None:
         """End the run when it has been left alone for too long, and sessions that were replaced and do not end."""
@@ -235,13 +245,15 @@ class Server:
                 session.abandon()
         if self._patience_s is None:
             if not there:
-                self._tell(Stop("failed: every client was lost"))
+                self.stop("failed: every client was lost")
             return
-        if there and self.coordinator.started:
+        good = self.coordinator.num_good
+        if good and self.coordinator.started:
             self._alone_since = now
         elif now - self._alone_since > self._patience_s:
             wanted = "" if self.coordinator.started else f" of {self.coordinator.limits.min_clients}"
-            self._tell(Stop(f"failed: {there}{wanted} clients for {self._patience_s:g} s (waits.alone_s)"))
+            bad = f", and {there - good} whose updates are refused," if there > good else ""
+            self.stop(f"failed: {good}{wanted} clients{bad} for {self._patience_s:g} s (waits.alone_s)")
 
     def _tell(self, event: Event, *, ours: bool = True) -> None:
         """Let the coordinator know; ``ours`` is False for what concerns clients of an earlier life."""
@@ -260,10 +272,13 @@ class Server:
             self._do(action)
         self.hooks.on_event(event, self.coordinator, now)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
-        if wanted and self.coordinator.finished != "interrupted":  # when the event has been seen to, to its end
+        if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
             self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
         if self.progress is not None:
             self.progress.update(self._view)
+        for action in actions:
+            if isinstance(action, Fail):
+                self.stop(action.reason)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -286,6 +301,9 @@ class Server:
                     self._evaluator.offer(version, now, self.coordinator.state.values)
             case Dismiss(client, incarnation, reason):
                 self._dismiss(client, incarnation, reason)
+            case KeepOut(client, until, reason):
+                self.record.kept_out(client)
+                self._note_text(kept_out(client, until, self.now, reason))
             case Finish(reason):
                 self.reason = reason
 

@@ -113,6 +113,7 @@ class RunRecord:
         self._busy_s: dict[int, float] = {}
         self._staleness_sum = self._staleness_max = 0
         self._turned_away: Counter[str] = Counter()
+        self._kept_out: Counter[int] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -157,6 +158,10 @@ class RunRecord:
         """Count a connection that did not become a client; from any thread."""
         with self._lock:
             self._turned_away[reason] += 1
+
+    def kept_out(self, client: int) -> None:
+        """Count that a client was kept out for a while."""
+        self._kept_out[client] += 1
 
     def settled(self, settled: Settled, now: float) -> None:
         """Count the end of an assignment and write its row."""
@@ -253,6 +258,7 @@ class RunRecord:
             "busy_s": dict(self._busy_s),
             "staleness": [self._staleness_sum, self._staleness_max],
             "turned_away": dict(self._turned_away),
+            "kept_out": dict(self._kept_out),
             "figures": self.figures.save(),
             "row": dict(self.row),
         }
@@ -269,6 +275,7 @@ class RunRecord:
         self._busy_s.update(data["busy_s"])
         self._staleness_sum, self._staleness_max = data["staleness"]
         self._turned_away.update(data["turned_away"])
+        self._kept_out.update(data.get("kept_out", {}))
         if "figures" in data:
             self.figures.restore(data["figures"])
             self.row = dict(data["row"])
@@ -300,6 +307,7 @@ class RunRecord:
             "updates_lost": sum(by_reason("lost").values()),
             "updates_lost_by_reason": by_reason("lost"),
             "updates_unused": self.outcomes["unused"],
+            "clients_kept_out": {str(client): n for client, n in sorted(self._kept_out.items())},
             "connections_refused": dict(sorted(self._turned_away.items())),
             "time_s": time_s,
             "wall_s": self.wall_s,
@@ -319,6 +327,11 @@ class RunRecord:
             "time_to": self.time_to,
             "model_digest": values.model_digest(),
         }
+
+
+def kept_out(client: int, until: float, now: float, reason: str) -> str:
+    """Return what to say of a client that is kept out for a while."""
+    return f"client {client} is asked for nothing for {until - now:g} s: its last updates were refused, as {reason}"
 
 
 def view(coordinator: Coordinator, record: RunRecord, now: float) -> ProgressState:

@@ -117,10 +117,12 @@ class Replay:
     def _go_on(self, row: dict[str, Any]) -> None:
         """Count assignments from where the resumed run did, and hold it to the limits that it was given."""
         self.coordinator.roster.last_id = row["last_id"]
-        goals = row.get("goals")
-        if goals is not None:
-            limits = {name: goals[name] for name in ("max_updates", "max_time_s")}
-            self.coordinator.limits = replace(self.coordinator.limits, **limits)
+        if row.get("restarted"):
+            self.coordinator.restart()
+        limits = dict(row.get("start", {}))
+        if (goals := row.get("goals")) is not None:
+            limits |= {name: goals[name] for name in ("max_updates", "max_time_s")}
+        self.coordinator.limits = replace(self.coordinator.limits, **limits)
 
     def _do(self, action: Action, order: dict[int, int]) -> None:
         if isinstance(action, Assign):

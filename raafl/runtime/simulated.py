@@ -10,6 +10,7 @@ from typing import Any
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import (
+    ENDS,
     Action,
     Arrived,
     Assign,
@@ -19,8 +20,10 @@ from raafl.core.types import (
     Dismiss,
     Evaluate,
     Event,
+    Fail,
     Finish,
     Joined,
+    KeepOut,
     Lost,
     SetTimer,
     Settled,
@@ -39,7 +42,7 @@ from raafl.runtime.compressed import Carried
 from raafl.runtime.hooks import Hooks
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.pool import Executor
-from raafl.runtime.record import RunRecord, view
+from raafl.runtime.record import RunRecord, kept_out, view
 from raafl.submodel import FlatTensors
 
 ARRIVED, LOST, JOINED, TIMER = range(
@@ -131,17 +134,21 @@ class Simulation:
                 event = self._arrive(item) if isinstance(item, _Due) else item
                 if event is not None:
                     self._tell(event)
-                if interrupt.asked and not self.reason:
-                    self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
-                    self._tell(Stop("interrupted"))
+                if interrupt.asked:
+                    self.stop("interrupted")
                 self._stop_if_asked()
-        if not self.reason:
-            self._tell(Stop("failed: no client is left or will come back"))
+        self.stop("failed: no client is left or will come back")
         return self.reason
+
+    def stop(self, reason: str) -> None:
+        """End the run, if it has not ended, so that it can be resumed from where it is now."""
+        if not self.reason:
+            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
+            self._tell(Stop(reason))
 
     def _stop_if_asked(self) -> None:
         if not self.reason and (why := self.hooks.stop_asked()) is not None:
-            self._tell(Stop(why))
+            self.stop(why)
 
     # ---- events ----
 
@@ -177,7 +184,7 @@ class Simulation:
 
     def _tell(self, event: Event) -> None:
         self.record.event(event, self.now)
-        lost = self.coordinator.roster.clients.get(event.client) if isinstance(event, Lost) else None
+        lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
         actions = self.coordinator.handle(event, self.now)
         for action in actions:
             self._do(action)
@@ -187,10 +194,13 @@ class Simulation:
             self._forget(lost, event)
         self.hooks.on_event(event, self.coordinator, self.now)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
-        if wanted and self.coordinator.finished != "interrupted":  # when the event has been seen to, to its end
+        if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
             self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
         if self.progress is not None:
             self.progress.update(self._view)
+        for action in actions:
+            if isinstance(action, Fail):
+                self.stop(action.reason)
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
         """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
@@ -203,7 +213,7 @@ class Simulation:
         self._num_lost += 1
         if self._num_lost >= LOST_FOR_EACH_CLIENT * len(self.record.participation) and not self.reason:
             reason = event.reason if isinstance(event, Lost) else ""
-            self._tell(Stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}"))
+            self.stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}")
 
     # ---- actions ----
 
@@ -220,6 +230,10 @@ class Simulation:
                 self._evaluate(version)
             case Dismiss(client, _, reason) if self.progress is not None:
                 self.progress.note(f"client {client} was let go: {reason}")
+            case KeepOut(client, until, reason):
+                self.record.kept_out(client)
+                if self.progress is not None:
+                    self.progress.note(kept_out(client, until, self.now, reason))
             case Finish(reason):
                 self.reason = reason
 

@@ -1,0 +1,90 @@
+"""Runs that fail: soon, with a reason, and so that they can be resumed."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from model_zoo import MLP
+from raafl.algorithms import fed_async
+from raafl.build import build, make_executor
+from raafl.run import simulate
+from raafl.runtime.hooks import Watcher
+from raafl.runtime.replay import Replay, read_run
+from tests.federation import experiment, finish, unequal
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def exploding():
+    return MLP(64, (8,), 10, lr=1e38)
+
+
+def test_a_model_that_is_never_finite_is_found_after_three_refusals_of_each_client(tmp_path):
+    made = experiment(tmp_path / "run", fed_async(), model=exploding)
+    run = finish(made)
+    assert run.summary["finished"].startswith("failed: the last 3 updates of every client were refused, those of")
+    assert 12 <= run.summary["updates_refused"]["non-finite"] <= 12 + 4  # fast clients may come back on probation
+    assert set(run.summary["clients_kept_out"]) == {"1", "2", "3", "4"}
+    again = finish(replace(made, resume=str(run.folder)))  # nothing has changed, so it fails again
+    assert again.summary["finished"].startswith("failed: the last 3 updates")
+    refused, more = (one.summary["updates_refused"]["non-finite"] for one in (run, again))
+    assert refused < more <= refused + 4
+
+
+class Stopping(Watcher):
+    """Ends the run once so many updates have settled."""
+
+    def __init__(self, num: int, why: str) -> None:
+        self.num, self.why, self.seen = num, why, 0
+
+    def on_settled(self, settled, now):
+        self.seen += 1
+
+    def stop_asked(self):
+        return self.why if self.seen >= self.num else None
+
+
+@pytest.mark.parametrize("why", ["failed: of something", "stopped"])
+@pytest.mark.parametrize("name", ["fed_async", "fed_avg", "fed_buff"])
+def test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not(tmp_path, name, why):
+    whole = finish(experiment(tmp_path / "whole", name, max_updates=30))
+    made = experiment(tmp_path / "cut", name, max_updates=30)
+    summary, folder = simulate(made, watcher=Stopping(13, why))
+    assert summary["finished"] == why and list((folder / "checkpoints").iterdir())
+    resumed = finish(replace(made, resume=str(folder)))
+    assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
+
+
+def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replays(tmp_path, monkeypatch):
+    """Client 2's first four answers come out wrong; the run is cut while it is kept out, and goes on the same."""
+    from raafl.runtime import pool
+
+    result = pool.Inline.result
+
+    def wrong(self, number):
+        update = result(self, number)
+        if update.client == 2 and broken[0] > 0:
+            broken[0] -= 1
+            update.refusal = "non-finite"
+        return update
+
+    monkeypatch.setattr(pool.Inline, "result", wrong)
+    fields = {"clients": 2, "devices": unequal((2e6, 1e6)), "max_updates": 70}
+    broken = [4]
+    whole = finish(experiment(tmp_path / "whole", fed_async(), **fields))
+    assert whole.summary["updates_refused"] == {"non-finite": 4} and whole.summary["clients_kept_out"] == {"2": 2}
+    assert whole.summary["participation"]["2"] > 0
+    broken = [4]
+    made = experiment(tmp_path / "cut", fed_async(), **fields)
+    _, folder = simulate(made, watcher=Stopping(12, "failed: of something"))
+    resumed = finish(replace(made, resume=str(folder)))
+    assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
+    broken = [0]
+    parts = build(made, pace=False)
+    with closing(make_executor(parts, 1)) as executor:
+        played = Replay(parts.coordinator, executor)
+        played.run(read_run(folder)[0])
+    assert played.parting is None and parts.coordinator.state.values.model_digest() == whole.digest

@@ -68,14 +68,14 @@ def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replay
         update = result(self, number)
         if update.client == 2 and broken[0] > 0:
             broken[0] -= 1
-            update.refusal = "non-finite"
+            update.refusal = "bad-scores"
         return update
 
     monkeypatch.setattr(pool.Inline, "result", wrong)
     fields = {"clients": 2, "devices": unequal((2e6, 1e6)), "max_updates": 70}
     broken = [4]
     whole = finish(experiment(tmp_path / "whole", fed_async(), **fields))
-    assert whole.summary["updates_refused"] == {"non-finite": 4} and whole.summary["clients_kept_out"] == {"2": 2}
+    assert whole.summary["updates_refused"] == {"bad-scores": 4} and whole.summary["clients_kept_out"] == {"2": 2}
     assert whole.summary["participation"]["2"] > 0
     broken = [4]
     made = experiment(tmp_path / "cut", fed_async(), **fields)

@@ -84,7 +84,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise FileNotFoundError(
-            f"this model needs the package transformers ({error}): pip install 'raafl[hf]'"
+            f"this model needs the package transformers ({error}): pip install transformers"
         ) from error
     return transformers
 

@@ -63,7 +63,7 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
     try:
         import peft
     except ImportError as error:
-        raise ValueError(f"lora needs the package peft ({error}): pip install 'raafl[hf]'") from error
+        raise ValueError(f"lora needs the package peft ({error}): pip install peft") from error
     targets = lora.target_modules
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]

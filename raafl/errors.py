@@ -16,6 +16,11 @@ class RunFailed(RuntimeError):
     """A run that had begun cannot go on; the message is one line for the user."""
 
 
+def installing(extra: str) -> str:
+    """Say how to install what an extra of raafl brings; raafl is on no package index, so from its checkout."""
+    return f"pip install '.[{extra}]' in the checkout of raafl"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many."""
     known = sorted(known)

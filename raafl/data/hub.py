@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 
 
 def load_splits(path: str, name: str | None) -> Any:
@@ -21,7 +21,7 @@ def load_splits(path: str, name: str | None) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise BadInput(f"loading '{path}' needs the package datasets: pip install 'raafl[hf]'") from error
+        raise BadInput(f"loading '{path}' needs the package datasets: {installing('hf')}") from error
     try:
         if Path(path, "dataset_dict.json").is_file():
             return datasets.load_from_disk(path)

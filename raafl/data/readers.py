@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 
 Bytes = npt.NDArray[np.uint8]
 Arrays = tuple[npt.NDArray[Any], ...]
@@ -220,7 +220,7 @@ def _read_image_parquet(sources: Sequence[Path], label: str = "label") -> Arrays
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
         from PIL import Image
     except ImportError as error:
-        raise BadInput(f"reading {sources[0]} needs pyarrow and pillow ({error}): pip install 'raafl[hf]'") from error
+        raise BadInput(f"reading {sources[0]} needs pyarrow and pillow ({error}): {installing('hf')}") from error
     images, labels = [], []
     for source in sources:
         table = pq.read_table(source)
@@ -236,7 +236,7 @@ def _read_cifar_batches(root: Path, split: str, kind: str) -> Arrays:
     try:
         import torchvision.datasets
     except ImportError as error:
-        raise BadInput(f"reading {root} needs torchvision ({error}): pip install 'raafl[vision]'") from error
+        raise BadInput(f"reading {root} needs torchvision ({error}): {installing('vision')}") from error
     data = getattr(torchvision.datasets, kind)(str(root), train=split == "train")
     return np.ascontiguousarray(data.data.transpose(0, 3, 1, 2)), np.asarray(data.targets, np.int64)
 

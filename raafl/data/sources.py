@@ -21,7 +21,7 @@ from raafl._lean import import_lightning
 from raafl.data import readers
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.tensors import TensorImages
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 
 import_lightning()
 from lightning import LightningDataModule  # noqa: E402
@@ -167,7 +167,7 @@ class _FromFolder(Classes):
                 if self._find() is None:
                     _download(getattr(torchvision.datasets, type(self).__name__), self.root)
         except ImportError as error:
-            raise self._missing("a download needs torchvision: pip install 'raafl[vision]'") from error
+            raise self._missing(f"a download needs torchvision: {installing('vision')}") from error
         except (OSError, RuntimeError) as error:
             raise self._missing(f"the download failed: {error}") from error
 

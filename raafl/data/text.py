@@ -19,7 +19,7 @@ from raafl.data import readers
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.sources import Classes, held_out
 from raafl.data.tokens import TensorTokens, Tokenizer
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 
 Part = Literal["train", "test"]
 Labels = npt.NDArray[np.int64]
@@ -254,7 +254,7 @@ def _read_parquet(files: Sequence[Path], text_column: str) -> tuple[list[str], L
     try:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ImportError as error:
-        raise BadInput(f"reading {files[0]} needs pyarrow ({error}): pip install 'raafl[hf]'") from error
+        raise BadInput(f"reading {files[0]} needs pyarrow ({error}): {installing('hf')}") from error
     texts: list[str] = []
     labels = []
     for file in files:

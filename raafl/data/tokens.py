@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from raafl.data.tensors import GatherDataset
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 
 Ints = npt.NDArray[np.int32]
 WORDS = "words"
@@ -182,9 +182,7 @@ def _load(name: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise BadInput(
-            f"tokenizer is '{name}', which needs the package transformers: pip install 'raafl[hf]'"
-        ) from error
+        raise BadInput(f"tokenizer is '{name}', which needs the package transformers: {installing('hf')}") from error
     try:
         return AutoTokenizer.from_pretrained(located(name))
     except BadInput:

@@ -29,7 +29,7 @@ from torch import Tensor
 from raafl.core.algorithm import Algorithm
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, positive
+from raafl.errors import BadInput, installing, positive
 from raafl.parts.merge import CHUNK, zeros_like
 from raafl.parts.robust import difference, feed, norm_of
 from raafl.parts.wrapped import Wrapped
@@ -88,7 +88,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
             "keeps from it: choose another algorithm, such as ra_fed"
         )
     if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
-        raise BadInput("privacy.clip_norm needs an accountant, dp-accounting: pip install 'raafl[privacy]'")
+        raise BadInput(f"privacy.clip_norm needs an accountant, dp-accounting: {installing('privacy')}")
     if privacy.delta * num_clients >= 1:
         raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
     merge = Private(

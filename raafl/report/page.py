@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, installing
 from raafl.report.figure import Cell, Chart, Table
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -125,7 +125,7 @@ def plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise BadInput("raafl report draws with plotly, which is not installed: pip install 'raafl[report]'") from None
+        raise BadInput(f"raafl report draws with plotly, which is not installed: {installing('report')}") from None
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
 
 

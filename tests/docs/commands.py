@@ -50,7 +50,10 @@ def check(words: list[str], *, runs: bool) -> None:
             missing = [name for name in targets if not re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)]
             assert not missing, f"the Makefile has no {missing}"
         case ["pip", "install", *rest]:
-            named = [name for word in rest for name in re.findall(r"\braafl\[(.*)\]", word) for name in name.split(",")]
+            assert not [word for word in rest if re.match(r"raafl\b", word)], (
+                "raafl is on no index: pip install '.[EXTRA]'"
+            )
+            named = [name for word in rest for name in re.findall(r"^\.\[(.*)\]$", word) for name in name.split(",")]
             assert set(named) <= EXTRAS.keys(), f"raafl has no extra {set(named) - EXTRAS.keys()}"
         case _:
             raise AssertionError(f"no rule for the command {words}")

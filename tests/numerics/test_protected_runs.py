@@ -61,7 +61,7 @@ def test_a_protected_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path
 
 
 def test_the_spent_epsilon_is_in_the_summary(tmp_path):
-    dp = pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    dp = pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     privacy = Privacy(clip_norm=0.5, noise_multiplier=1.5, delta=1e-6)
     run = finish(experiment(tmp_path / "run", fed_avg(cohort=2), privacy=privacy, max_updates=14))
     spent, most = run.summary["privacy"], max(run.summary["participation"].values())

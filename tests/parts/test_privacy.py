@@ -136,7 +136,7 @@ def test_a_server_optimiser_takes_the_release_as_its_gradient():
 
 
 def test_epsilon_is_the_librarys():
-    dp = pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    dp = pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     from dp_accounting import pld
 
     composed = dp.SelfComposedDpEvent(dp.GaussianDpEvent(1.3), 9)
@@ -146,7 +146,7 @@ def test_epsilon_is_the_librarys():
 
 
 def test_the_client_that_took_part_most_counts():
-    dp = pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    dp = pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     state, merge = line_state(), make(Deltas(), clip_norm=1.0, sigma=2.0)
     for number, clients in enumerate([(1, 2), (2, 3), (2, 1)]):
         give(merge, state, [(0.1, FULL, 1, 0, client) for client in clients], first=1 + 2 * number)
@@ -159,7 +159,7 @@ def test_the_client_that_took_part_most_counts():
 
 
 def test_twice_in_one_merge_costs_four_times():
-    dp = pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    dp = pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     state, merge = line_state(), make(Deltas(), clip_norm=1.0, sigma=2.0)
     give(merge, state, [(0.1, FULL, 1, 0, 1), (0.1, FULL, 1, 0, 1), (0.1, FULL, 1, 0, 2)])
     spent = merge.report(state)["privacy"]
@@ -169,7 +169,7 @@ def test_twice_in_one_merge_costs_four_times():
 
 
 def test_merges_that_a_crash_has_undone_are_spent_all_the_same():
-    pytest.importorskip("dp_accounting", reason="needs raafl[privacy]")
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     state, merge = line_state(), make(Deltas(), clip_norm=1.0, sigma=2.0)
     give(merge, state, [(0.1, FULL, 1, 0, 1)])
     # after the checkpoint: version 2 with client 1 twice and client 2, version 3 with client 2
@@ -240,7 +240,7 @@ def test_running_statistics_are_refused_before_training():
 
 def test_no_accountant_is_said_before_training(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"pip install 'raafl\[privacy\]'"):
+    with pytest.raises(BadInput, match=r"pip install '\.\[privacy\]' in the checkout of raafl"):
         private(fed_avg(), Privacy(clip_norm=1.0), 4, KEY)
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-pytest.importorskip("plotly", reason="needs plotly: pip install 'raafl[report]'")
+pytest.importorskip("plotly", reason="needs plotly: pip install '.[report]'")
 
 from raafl.report.command import build
 from raafl.report.folder import read

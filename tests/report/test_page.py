@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-pytest.importorskip("plotly", reason="needs plotly: pip install 'raafl[report]'")
+pytest.importorskip("plotly", reason="needs plotly: pip install '.[report]'")
 
 from raafl.cli import main
 from raafl.report.command import build
@@ -203,5 +203,5 @@ def test_without_plotly_the_remedy_is_named(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main(["report", str(write(tmp_path / "run")), "--output", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'raafl[report]'" in capsys.readouterr().err
+    assert "pip install '.[report]'" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()

@@ -7,7 +7,7 @@ them takes as long as everything else that a rank imports, and 100 MB.
 from __future__ import annotations
 
 import torch
-from lightning.pytorch.core.module import Metric  # what torchmetrics calls Metric, without its other metrics
+from lightning.pytorch.core.module import Metric  # type: ignore[attr-defined]  # torchmetrics' own, without its other metrics
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,7 +45,8 @@ class MacroF1(Metric):
         occurs = predicted + labelled > 0
         if not bool(occurs.any()):
             return torch.zeros((), device=self.counts.device)
-        return (2.0 * hits[occurs] / (predicted + labelled)[occurs]).mean()
+        score: Tensor = (2.0 * hits[occurs] / (predicted + labelled)[occurs]).mean()
+        return score
 
 
 class Perplexity(Metric):

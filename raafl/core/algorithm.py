@@ -164,8 +164,13 @@ class Select(ABC):
         """Note that ``client`` is no longer in the fleet: empty the cache, or bring it up to date."""
         fleet.cache.clear()
 
-    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
-        """Note who has been drawn to start in the round that opened at ``opened_s``; asked for their work after this."""
+    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
+        """Note that clients have been drawn; they are asked for their work after this.
+
+        Args:
+            out: the round's clients: those drawn, and those of earlier rounds that are still at work.
+            fleet: what may be known.
+        """
         return
 
     def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:

@@ -242,9 +242,8 @@ class Coordinator:
         if len(self.roster.idle) and (rolling or not self.waiting):
             if not (self.roster.num_out or self.waiting):
                 self.opened_s = now
-            clients = self.roster.draw(sample, self.rng, rolling=rolling)
-            if not rolling:
-                self.algorithm.select.drawn(clients, self.fleet, self.opened_s)
+            if self.roster.draw(sample, self.rng, rolling=rolling) and not rolling:
+                self.algorithm.select.drawn(self.roster.out, self.fleet)
         dismissed = False
         while (client := self.roster.next_to_start(sample.concurrency)) is not None:
             try:

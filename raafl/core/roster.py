@@ -45,6 +45,11 @@ class Roster:
         """Return a client that is there, kept out or not; None = it is not."""
         return self.clients.get(client) or self.kept_out.get(client)
 
+    @property
+    def out(self) -> list[ClientInfo]:
+        """Clients at work, then those drawn to start."""
+        return [self.clients[client] for client in (*self.busy, *self.drawn)]
+
     def join(self, client: ClientInfo) -> None:
         """Add an idle client."""
         self.clients[client.id] = client
@@ -68,12 +73,12 @@ class Roster:
         self.release(assignment, back=False)
         return assignment
 
-    def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> list[ClientInfo]:
-        """Let ``sample`` choose among the idle; return whom it chose."""
+    def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
+        """Let ``sample`` choose among the idle; return whether it chose anybody."""
         num_busy = len(self.busy) + len(self.drawn)
         chosen = sample.draw(self.idle, num_busy, rng, rolling=rolling)
         self.drawn.extend(chosen)
-        return [self.clients[client] for client in chosen]
+        return bool(chosen)
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
         """Remove and return the next client drawn, if one more may work."""

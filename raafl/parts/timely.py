@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
-from raafl.core.algorithm import Fleet, Restart, Select, Trigger, Waiting
+from raafl.core.algorithm import Fleet, Local, Restart, Select, Trigger, Waiting
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.errors import BadInput, fraction, nearest, refuse_unused
 from raafl.parts.select import uncut
 from raafl.parts.selectors import leading, steps
-from raafl.submodel import Spec, Submodels, last_fraction
+from raafl.submodel import FULL, Spec, Submodels, last_fraction
+from raafl.submodel.cost import Cost
 
 MEMORY = "timely_fl"
 """Key of `GlobalState.memory` under which a round's plan is kept, so that a checkpoint has it."""
@@ -26,6 +27,8 @@ Layers = Literal["time", "share"]
 LAYERS: tuple[Layers, ...] = ("time", "share")
 Cut = Literal["layers", "width"]
 CUTS: tuple[Cut, ...] = ("layers", "width")
+Clock = Literal["device", "share"]
+CLOCKS: tuple[Clock, ...] = ("device", "share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +77,62 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
     return Workload(max(math.floor(units * SLACK), 1), share, interval_s - report.link_s * share)
 
 
+def trained_share(submodels: Submodels, spec: Spec) -> float:
+    """Return the share of the parameters that train in ``spec``, of those that train in the whole model."""
+    return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
+
+
+def _num_trained(submodels: Submodels, spec: Spec) -> int:
+    names = submodels.parameter_names
+    return sum(entry.numel for entry in submodels.layout(spec, "trained").entries if entry.name in names)
+
+
+@dataclass(frozen=True)
+class ShareOfTime(Local):
+    """The user's own training, on the paper's clock: of what a task of the whole model costs, the share that trains (Eq. 1).
+
+    FLOPs, memory traffic and bytes each way are charged so; memory is what it is. The paper takes a partial model to cost as
+    little, so everybody is in time. Devices do not: frozen layers run forward and are received. So it is for a virtual clock.
+    """
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the whole model's cost times the share that trains."""
+        whole, share = submodels.cost(FULL, batch_size), trained_share(submodels, spec)
+        return replace(
+            submodels.cost(spec, batch_size),
+            flops_per_sample=whole.flops_per_sample * share,
+            moved_bytes_per_sample=whole.moved_bytes_per_sample * share,
+            padding_flops_per_sample=whole.padding_flops_per_sample * share,
+            down_bytes=round(whole.down_bytes * share),
+            up_bytes=round(whole.up_bytes * share),
+        )
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{super().__str__()}, charged by the share that trains"
+
+
 def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
     """Return each submodel of which only the last layers train, with its share of all that trains, the largest first."""
-    names = submodels.parameter_names
-
-    def num_trained(spec: Spec) -> int:
-        return sum(entry.numel for entry in submodels.layout(spec, "trained").entries if entry.name in names)
-
-    full = last_fraction(submodels, 1.0)
+    names, full = submodels.parameter_names, last_fraction(submodels, 1.0)
     sizes = [entry.numel for entry in submodels.layout(full).entries if entry.name in names]
     ends = [held / sum(sizes) for held in accumulate(sizes[::-1])]
     specs = dict.fromkeys(last_fraction(submodels, share) for share in reversed(ends))
-    return [(num_trained(spec) / num_trained(full), spec) for spec in specs if num_trained(spec)]
+    return [(trained_share(submodels, spec), spec) for spec in specs if _num_trained(submodels, spec)]
 
 
 @dataclass(frozen=True)
 class Timely(Select):
     """As many epochs, or else as many of the last layers, as a client manages within the round's interval T_k.
 
-    Clients that are drawn report t_cmp and t_com (Algorithm 2); T_k is the k-th smallest sum; E_c and alpha_c follow
-    (Algorithm 3). The unit of work is the run's own, `train.num_epochs` or `train.num_steps`.
+    The round's clients report t_cmp and t_com (Algorithm 2): those that are drawn, and those of earlier rounds that are still
+    at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's own, `train.num_epochs` or `train.num_steps`.
 
     The report is the profile's prediction. Where the last task took longer or shorter than was predicted for it, both times
     are scaled by that ratio: so a device that has slowed down gets less in its next round.
 
     Attributes:
-        participation: k as a share of the clients drawn.
+        participation: k as a share of the round's clients.
         adaptive: False = every client keeps the workload of its first round, and no time is measured (Fig. 7).
         layers: share = the last layers that hold at most alpha_c of the parameters, as in the paper; time = of these
             as many as are predicted to be trained and sent within T_k. The two differ because frozen layers still run
@@ -129,15 +162,9 @@ class Timely(Select):
 
     # ---- reports, and the interval they give ----
 
-    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
-        """Take the time reports of ``clients``; T_k is over all who were drawn since the round opened."""
-        if not clients:
-            return
-        plan = _plan(fleet)
-        if plan.get("opened_s") != opened_s:
-            plan["opened_s"], plan["totals_s"] = opened_s, []
-        plan["totals_s"] += [self.report(client, fleet).total_s for client in clients]
-        plan["T_k"] = interval(plan["totals_s"], self.participation)
+    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
+        """Take the time reports of the round's clients, and set T_k by all of them, the late ones included."""
+        _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
 
     def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
         """Compare what a task took with what was predicted for it."""
@@ -250,7 +277,7 @@ class Timely(Select):
 
 
 def _plan(fleet: Fleet) -> dict[str, Any]:
-    """Return what is kept between rounds: T_k, the reports it is of, and by client the ratio and the fixed workload."""
+    """Return what is kept between rounds: T_k, and by client the ratio and the fixed workload."""
     plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
     return plan
 

@@ -85,9 +85,9 @@ class WrappedSelect(Select):
         """Pass it on."""
         self.inner.lost(client, fleet)
 
-    def drawn(self, clients: Sequence[ClientInfo], fleet: Fleet, opened_s: float) -> None:
+    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
         """Pass it on."""
-        self.inner.drawn(clients, fleet, opened_s)
+        self.inner.drawn(out, fleet)
 
     def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
         """Pass it on."""

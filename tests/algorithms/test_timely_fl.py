@@ -12,7 +12,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_opt, timely_fl
 from raafl.core.algorithm import OwnTests, Training, Waiting
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer
+from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.merge import Mean, ServerOptimizer
@@ -104,16 +104,54 @@ def test_a_round_by_hand():
     assert coordinator.state.version == 1 and set(second) == {1, 2}  # 3 is late: (1 + 3) / 2
     assert all((value == 2.0).all() for _, value in coordinator.state.values.items())
 
-    assert second[1].version == 1 and load(second[1]) == (1, FULL)  # T_k = 1, the first of two
-    assert load(second[2]) == (1, LAST)
-    report(coordinator, first[3], 9.0, now=2.5)
-    report(coordinator, second[2], 6.0, now=3.0)
+    # 3 is of this round's clients, too: T_k = 2 again, the second of three
+    assert second[1].version == 1 and load(second[1]) == (2, FULL) and load(second[2]) == (1, FULL)
+    report(coordinator, first[3], 9.0, now=4.0 * 32 / 56)
+    report(coordinator, second[2], 6.0, now=4.0)
     assert coordinator.state.version == 1
-    third = assigned(report(coordinator, second[1], 3.0, now=3.0))
+    third = assigned(report(coordinator, second[1], 3.0, now=4.0))
     assert coordinator.state.version == 2 and set(third) == {1, 2, 3}
     values = dict(coordinator.state.values.items())
-    assert (values["fc1.weight"] == 3.0).all()  # of 1 alone
+    assert (values["fc1.weight"] == 4.5).all()  # (6 + 3) / 2
     assert (values["fc2.weight"] == 6.0).all() and (values["fc2.bias"] == 6.0).all()  # (9 + 6 + 3) / 3
+
+
+def test_the_interval_does_not_shrink_while_slow_clients_are_late():
+    """Of 1, 2, 8 and 9 s the second is 2 s in every round, whoever is still at work from earlier ones."""
+    coordinator, actions = line_fleet(exact(), [1.0, 2.0, 8.0, 9.0])
+    now, found = 0.0, []
+    for _ in range(5):
+        found.append(coordinator.state.memory[MEMORY]["T_k"])
+        given = assigned(actions)
+        assert {c: load(task) for c, task in given.items() if c <= 2} == {1: (2, FULL), 2: (1, FULL)}
+        timers = [a for c in (1, 2) for a in report(coordinator, given[c], 0.0, now + 2.0) if isinstance(a, SetTimer)]
+        now = timers[0].at
+        actions = coordinator.handle(Timer(timers[0].id), now)
+    assert found == [pytest.approx(2.0)] * 5 and coordinator.state.version == 5
+
+
+def test_a_task_may_be_charged_the_share_that_trains():
+    """5 of 13 parameters: on the paper's clock 5/13 of 4 s, in time for T_k = 2, where a device needs 32/56 of it."""
+    for clock, expected_s in (("share", 4.0 * 5 / 13), ("device", 4.0 * 32 / 56)):
+        coordinator, actions = line_fleet(exact(layers="share", clock=clock), [1.0, 2.0, 4.0])
+        task, fleet = assigned(actions)[3], coordinator.fleet
+        assert load(task) == (1, LAST)
+        assert fleet.cost_s(fleet.clients[3], Work(task.spec)) == pytest.approx(expected_s)
+        assert fleet.cost_s(fleet.clients[3], Work(FULL)) == pytest.approx(4.0)
+        # of 13 values of 4 bytes 5 are sent back; all 13 are received, though not on the paper's clock
+        cost = fleet.cost(task.spec)
+        assert (cost.down_bytes, cost.up_bytes) == ((20, 20) if clock == "share" else (52, 20))
+        assert cost.peak_bytes == fleet.state.submodels.cost(LAST, fleet.batch_size).peak_bytes
+
+
+def test_on_the_papers_clock_everybody_is_in_time(tmp_path):
+    fields = {"devices": unequal((8e7, 6e7, 2e7, 1e7)), "max_updates": 24}
+    late = {}
+    for clock in ("share", "device"):
+        algorithm = exact(layers="share", clock=clock)
+        summary = finish(experiment(tmp_path / clock, algorithm, **fields)).summary
+        late[clock] = summary["staleness"]["max"]
+    assert late["share"] == 0 < late["device"]
 
 
 def test_slack_is_waited_for_and_lets_who_is_a_little_late_train_all():
@@ -314,6 +352,8 @@ def test_every_argument_reaches_its_part():
         ({"participation": 1.5}, r"participation is 1\.5"),
         ({"slack": -0.1}, r"slack is -0\.1: give a share of T_k, 0 or more"),
         ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),
+        ({"clock": "papers"}, "clock is 'papers': known: device, share"),
+        ({"cut": "width", "clock": "share"}, "clock is share, but cut is 'width'"),
         ({"cut": "width", "layers": "share"}, "layers is share, but cut is 'width'"),
         ({"server_optimizer": "sgd"}, "server optimizer is 'sgd'"),
         ({"server_lr": 0.5}, r"server_lr is 0\.5, but there is no server_optimizer: leave it out"),

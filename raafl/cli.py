@@ -322,4 +322,8 @@ def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
             _complain(f"the summary cannot be printed: {error.strerror}; see {folder}")
     if summary["finished"] == "interrupted":
         return 130
-    return 1 if summary["finished"].startswith("failed") else 0
+    if not summary["finished"].startswith("failed"):
+        return 0
+    at = f"; the traceback is in {folder / summary['traceback']}" if summary.get("traceback") else ""
+    _complain(summary["finished"].removeprefix("failed: ") + at)
+    return 1

@@ -16,6 +16,34 @@ class RunFailed(RuntimeError):
     """A run that had begun cannot go on; the message is one line for the user."""
 
 
+class CodeFailed(RunFailed):
+    """The user's code has raised an error in the middle of a run; the message is one line.
+
+    Attributes:
+        traceback: in full.
+    """
+
+    def __init__(self, text: str, traceback: str) -> None:
+        """Say what has failed, and where."""
+        super().__init__(text)
+        self.traceback = traceback
+
+
+class TaskFailed(CodeFailed):
+    """It was in a client's task.
+
+    Attributes:
+        client: whose.
+        where: which task, submodel and batch, in words.
+        error: kind, message and place of the error, in one line.
+    """
+
+    def __init__(self, client: int, where: str, error: str, traceback: str) -> None:
+        """Say what has failed, and where."""
+        super().__init__(f"client {client}, {where}: {error}", traceback)
+        self.client, self.where, self.error = client, where, error
+
+
 def installing(extra: str) -> str:
     """Say how to install what an extra of raafl brings; raafl is on no package index, so from its checkout."""
     return f"pip install '.[{extra}]' in the checkout of raafl"

@@ -14,9 +14,10 @@ import torch
 
 from raafl.build import Parts, build, client_infos, client_parts, load_data, make_executor
 from raafl.core import saving
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
+from raafl.local.failure import leave_traceback
 from raafl.local.trial import explained, try_training
 from raafl.memory import settle_heap, with_memory
 from raafl.progress import Progress
@@ -199,8 +200,9 @@ class Run:
         self.record.restart_clock()
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
-    def finish(self, reason: str, time_s: float) -> dict[str, Any]:
-        """Write the summary and return it."""
+    def finish(self, reason: str, time_s: float, error: CodeFailed | None = None) -> dict[str, Any]:
+        """Write the summary and return it; ``error`` is what has failed of the user's."""
+        self.watcher.error = self.watcher.error or error
         coordinator, reason = self.parts.coordinator, self.watcher.failure or reason
         summary = self.record.summary(
             algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
@@ -216,6 +218,8 @@ class Run:
         summary["finished"] = reason = self.watcher.failure or reason
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         summary["loggers"] = self.loggers.finish(outcome, summary)
+        if self.watcher.error is not None:
+            summary["traceback"] = leave_traceback(self.folder, reason, self.watcher.error)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
         return summary
 
@@ -250,7 +254,7 @@ def simulate(
         if saved is not None:
             simulation.restore(saved.section["clock"])
         reason = simulation.run()
-        return run.finish(reason, simulation.now), run.folder
+        return run.finish(reason, simulation.now, simulation.error), run.folder
 
 
 def fit(

@@ -160,6 +160,41 @@ def test_a_callback_that_raises_ends_the_run_whole_and_is_named(tmp_path, occasi
     assert summary["finished"] == f"failed: callback LambdaCallback.{occasion}: KeyError: 'oh no'"
     assert log.told[-1] == ("end", summary["finished"] if occasion != "on_end" else "max_updates")
     assert federation(None).replay(folder, small_mlp, digits())["equal"]
+    assert "in broken" in (folder / summary["traceback"]).read_text()
+
+
+def test_a_run_whose_callback_has_raised_goes_on(tmp_path):
+    """Mended, it ends as if nothing had been raised; what other callbacks keep is kept."""
+
+    def broken(run, version):
+        raise KeyError("oh no")
+
+    folder = tmp_path / "run"
+    early = raafl.EarlyStopping(patience=9)
+    with pytest.raises(RunFailed, match="oh no"):
+        federation(folder, raafl.LambdaCallback(on_version=broken), early).simulate(small_mlp, digits())
+    again = raafl.EarlyStopping(patience=9)
+    result = federation(None, raafl.LambdaCallback(), again).simulate(small_mlp, digits(), resume=folder)
+    whole = federation(tmp_path / "whole").simulate(small_mlp, digits())
+    assert result.summary["model_digest"] == whole.summary["model_digest"]
+    assert again.best == max(row["accuracy"] for row in whole.metrics)
+
+
+@pytest.mark.parametrize("occasion", ["on_start", "on_evaluate", "on_version", "on_end"])
+@pytest.mark.parametrize("on_interrupt", [None, "return"])
+def test_a_ctrl_c_within_a_callback_ends_the_run_whole(tmp_path, occasion, on_interrupt):
+    def broken(*what):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    fed = federation(folder, raafl.LambdaCallback(**{occasion: broken}), on_interrupt=on_interrupt)
+    if on_interrupt is None:
+        with pytest.raises(KeyboardInterrupt, match="run folder: "):
+            fed.simulate(small_mlp, digits())
+    else:
+        assert fed.simulate(small_mlp, digits()).folder == folder
+    finished = json.loads((folder / "summary.json").read_text())["finished"]
+    assert finished == ("max_updates" if occasion == "on_end" else "interrupted")
 
 
 def test_early_stopping_counts_evaluations_without_a_better_value(tmp_path):
@@ -206,7 +241,8 @@ def test_callbacks_go_on_where_a_resumed_run_does(tmp_path, monkeypatch):
     monkeypatch.setattr(Interrupt, "asked", property(lambda self: bool(asked)))
     at_two = raafl.LambdaCallback(on_version=lambda run, version: asked.append(version) if version == 2 else None)
     fed = federation(folder, first, at_two)
-    assert fed.simulate(small_mlp, digits()).summary["finished"] == "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        fed.simulate(small_mlp, digits())
     asked.clear()
     second = Log()
     result = federation(None, second).simulate(small_mlp, digits(), resume=folder)

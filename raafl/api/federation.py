@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -39,8 +39,10 @@ from raafl.api.settings import (
 )
 from raafl.api.watch import CallbackWatcher, current
 from raafl.core.algorithm import Algorithm
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.experiment import Experiment
+
+OnInterrupt = Literal["raise", "return"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Federation:
         clients: int | None = None,
         devices: Any = None,
         callbacks: Callback | Sequence[Callback] = (),
+        on_interrupt: OnInterrupt | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         """Take the settings; nothing is built yet.
@@ -96,11 +99,16 @@ class Federation:
             clients: how many; None = one for each rank but the first, or for each device, or 10.
             devices: what they can do: a list of `raafl.devices.Device`, of their fields, or of shipped names; or a file.
             callbacks: see `raafl.Callback`.
+            on_interrupt: what becomes of Ctrl-C once the run has ended: "raise" KeyboardInterrupt, so that a script ends too,
+                or "return" the result so far; None = return in a notebook, raise elsewhere.
             settings: fields of a config (docs/python.md), with those of ``train`` and ``fabric`` also by themselves.
 
         Raises:
             BadInput: there is no such setting, or a callback is none.
         """
+        if on_interrupt not in (None, "raise", "return"):
+            raise BadInput(f"on_interrupt is {on_interrupt!r:.60}: give 'raise' or 'return'")
+        self.on_interrupt = on_interrupt
         self.algorithm = algorithm_of(algorithm)
         self.clients, self.devices = clients, devices_of(devices)
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
@@ -151,6 +159,7 @@ class Federation:
         Raises:
             BadInput: something is wrong with what was given, all of it said before training starts.
             RunFailed: the run has failed, or a callback, whose error is the cause; its folder is whole.
+            KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(
@@ -192,6 +201,7 @@ class Federation:
         Raises:
             BadInput: something is wrong with what was given, or there are no ranks.
             RunFailed: the run has failed, or a callback, whose error is the cause; its folder is whole.
+            KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(
@@ -251,9 +261,17 @@ class Federation:
         try:
             with _left_as_it_was():
                 ended = run(experiment, to_yaml(config, self._notes()), watcher)
-                return None if ended is None else _result(ended[0], ended[1], watcher)
+                result = None if ended is None else _result(ended[0], ended[1], watcher)
         finally:
             self._watcher = None
+        interrupted = result is not None and "interrupted" in (result.summary["finished"], watcher.stop_asked())
+        if result is not None and interrupted and self._raises():
+            raise KeyboardInterrupt(f"run folder: {result.folder}")
+        return result
+
+    def _raises(self) -> bool:
+        """Return whether an interrupted run interrupts the program."""
+        return not in_notebook() if self.on_interrupt is None else self.on_interrupt == "raise"
 
     def _notes(self) -> list[str]:
         callbacks = without_addresses(", ".join(map(repr, self.callbacks)))
@@ -281,9 +299,20 @@ def _result(summary: dict[str, Any], folder: Path, watcher: CallbackWatcher) -> 
     """Return the result of a run, or raise why it has failed."""
     if summary["finished"].startswith("failed"):
         why = summary["finished"].removeprefix("failed: ")
-        raise RunFailed(f"{why} (run folder: {folder})") from watcher.error
+        error: BaseException | None = watcher.error
+        if isinstance(error, CodeFailed):
+            if error.__cause__ is None:  # it was raised in another process
+                error.add_note(error.traceback)
+            error = error.__cause__ or error
+        raise RunFailed(f"{why} (run folder: {folder})") from error
     assert watcher.run is not None
     return Result(summary, folder, watcher.unwrap(current(watcher.run, anew=False)).eval())
+
+
+def in_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def _settings_in(folder: Path) -> Mapping[str, Any]:

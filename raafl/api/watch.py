@@ -148,7 +148,8 @@ class CallbackWatcher(Watcher):
             there = saved.section["clock"].get("callbacks", {})
             self._there = {int(client): life for client, life in there.get("clients", {}).items()}
             for callback, state in zip(self._callbacks, there.get("states", []), strict=False):
-                self._call(callback, "load_state_dict", state)
+                if state is not None:
+                    self._call(callback, "load_state_dict", state)
         for callback in self._callbacks:
             self._call(callback, "on_start", view)
         self._raise()
@@ -209,7 +210,7 @@ class CallbackWatcher(Watcher):
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Add what callbacks want kept."""
         # copied: it is written while callbacks go on
-        states = [copy.deepcopy(self._call(callback, "state_dict") or {}) for callback in self._callbacks]
+        states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}
 
     def end(self, summary: dict[str, Any]) -> None:
@@ -248,9 +249,11 @@ class CallbackWatcher(Watcher):
             return None
         try:
             return getattr(callback, occasion)(*what)
+        except KeyboardInterrupt:  # the run ends as by any other Ctrl-C
+            self._stop = "interrupted"
         except Exception as error:
             self._fail(callback, occasion, error)
-            return None
+        return None
 
     def _fail(self, callback: Callback, occasion: str, error: Exception) -> None:
         if self.failure is None:

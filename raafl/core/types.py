@@ -15,6 +15,9 @@ from raafl.devices.profiles import Profile
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import FULL, Spec
 
+OUT_OF_MEMORY = "out-of-memory"
+"""Why an update is refused, `Update.refusal`, of a client whose memory was too small for the task."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:

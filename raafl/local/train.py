@@ -22,6 +22,7 @@ from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
+from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
 from raafl.local.record import Recorder, to_device
@@ -186,6 +187,7 @@ class LocalTrainer:
         self._checked: FrozenBase | None = None
         self.stop: threading.Event | None = None  # once set, a task ends before its next batch, with `Stopped`
         self.crew: Crew | None = None  # the processes that train together; None = this is the only one
+        self.place = ""  # where in its task it is, in words
 
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
         """Train and return the update; its tensors are this trainer's own storage, good until the next `run`.
@@ -198,7 +200,7 @@ class LocalTrainer:
         Raises:
             BadInput: training writes to a frozen parameter.
         """
-        crew = self.crew
+        crew, self.place = self.crew, "before its first batch"
         data = data if crew is None else crew.begin(assignment, received, data)
         built = self._get(assignment.spec)
         built.reset(received)
@@ -235,10 +237,12 @@ class LocalTrainer:
         """Measure the trained submodel on the client's test part."""
 
         def batches() -> Iterator[Any]:
-            for batch in data.in_order(self.training.batch_size):
+            self.place = "batch 0 of its test part"
+            for index, batch in enumerate(data.in_order(self.training.batch_size), start=1):
                 if self._is_stopped():
                     raise Stopped
                 yield batch
+                self.place = f"batch {index} of its test part"
 
         static = self.submodels.batch_norm == "static"  # then a client has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
@@ -268,6 +272,13 @@ class LocalTrainer:
         """Have running variances go up as second moments, and no running statistics as differences; see `Pooled`."""
         return nullcontext() if self._pooling is None else self._pooling.untouched(self._pooling.to_moments_(trained))
 
+    def release(self) -> None:
+        """Let go of every module that was built, and give the memory back that is free."""
+        self._built.clear()
+        if self.fabric.device.type == "cuda":
+            torch.cuda.empty_cache()
+        give_back(0)
+
     def _get(self, spec: Spec) -> _Built:
         built = self._built.get(spec)
         if built is None:
@@ -292,6 +303,7 @@ class LocalTrainer:
         hook = self._hook(built, assignment, received, steps if steps is not None else per_epoch * (epochs or 1))
         num_batches, num_steps = 0, 0
         total: Tensor | float = 0.0
+        self.place = "batch 0"
         try:
             for batch in data.batches(self._generator, self.training.batch_size, num_epochs=epochs, num_steps=steps):
                 if crew is None and self._is_stopped():
@@ -311,6 +323,8 @@ class LocalTrainer:
                     for scheduler, interval in built.schedulers:
                         if interval == "step" or ends_epoch:
                             scheduler.step()
+                self.place = f"batch {num_batches}"
+            self.place = "after its last batch"
             return num_steps, float(total) / max(num_batches, 1), hook.finish()
         finally:
             hook.close()

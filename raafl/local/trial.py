@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
+from raafl.local.failure import place_of
 from raafl.local.record import Recorder, to_device
 from raafl.local.train import configure
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cpu") -> None:
@@ -93,22 +90,8 @@ def _line(
         name, layer, args = entered[-1]
         text += f", where {name}, {' '.join(repr(layer).split())[:120]}, is given {shapes(args)}"
     reason = (str(error).splitlines() or [""])[0]
-    text += f": {type(error).__name__}: {reason}{_place(error)}"
+    text += f": {type(error).__name__}: {reason}{place_of(error)}"
     return text + (": make the model's arguments and the data fit" if batch is not None else "")
-
-
-def _place(error: Exception) -> str:
-    """Return file and line of the innermost code that is the user's rather than a library's."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith((str(_ROOT / "raafl"), "<"))
-    ]
-    if not frames:
-        return ""
-    path = Path(frames[-1].filename)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({shown}:{frames[-1].lineno})"
 
 
 def shapes(value: Any) -> str:

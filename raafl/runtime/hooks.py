@@ -44,9 +44,11 @@ class Watcher(Hooks):
 
     Attributes:
         failure: why, as the reason that ends the run; None = it has not.
+        error: what was raised then, here or elsewhere in the run.
     """
 
     failure: str | None = None
+    error: Exception | None = None
 
     def begin(self, run: Any, saved: Any = None) -> None:
         """Take a look at the run, a `raafl.run.Run`, before anything is measured or written; ``saved`` is what it resumes."""

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from raafl.core.types import Assignment, Update, assignment_from_json, assignment_to_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_from_json, assignment_to_json
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, RunFailed, TaskFailed
+from raafl.local.failure import attempt, out_of_memory
 from raafl.local.heap import give_back, keep_freed
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Layout, Submodels
@@ -45,7 +46,11 @@ class Executor(ABC):
 
     @abstractmethod
     def result(self, assignment_id: int) -> Update:
-        """Return the update; its tensors are good until the next call of any method."""
+        """Return the update; its tensors are good until the next call of any method.
+
+        Raises:
+            TaskFailed: the user's code has failed in it.
+        """
 
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
@@ -71,7 +76,7 @@ class Inline(Executor):
     def result(self, assignment_id: int) -> Update:
         """Train now."""
         assignment, snapshot = self._tasks.pop(assignment_id)
-        return self._trainer.run(assignment, snapshot, self._data(assignment.client))
+        return attempt(self._trainer, assignment, snapshot, self._data(assignment.client))
 
     def cancel(self, assignment_id: int) -> None:
         """Forget the task."""
@@ -83,7 +88,7 @@ class _Task:
     assignment: Assignment
     snapshot: FlatTensors
     slot: int = -1
-    update: Update | None = None
+    update: Update | TaskFailed | None = None
     cancelled: bool = False
 
 
@@ -135,7 +140,11 @@ class _Bench:
         task = json.loads(message)
         assignment = assignment_from_json(task["assignment"])
         received = self._slots.view(task["slot"], self._submodels.layout(assignment.spec, "sent"))
-        update = self._trainer.run(assignment, received, self._data(assignment.client))
+        try:
+            update = attempt(self._trainer, assignment, received, self._data(assignment.client))
+        except TaskFailed as failed:
+            told = [failed.client, failed.where, failed.error, failed.traceback]
+            return {"assignment": assignment.id, "failed": told}
         self._slots.view(task["slot"], update.tensors.layout).copy_(update.tensors)
         return {
             "assignment": assignment.id,
@@ -240,6 +249,8 @@ class Pool(Executor):
                 self._take_in(self._bench.train(message))
         del self._tasks[assignment_id]
         self._lent = task.slot
+        if isinstance(task.update, TaskFailed):  # said when its turn comes, however many processes there are
+            raise task.update
         return task.update
 
     def cancel(self, assignment_id: int) -> None:
@@ -304,14 +315,21 @@ class Pool(Executor):
             self._release(task.slot)
             del self._tasks[answer["assignment"]]
             return
+        task.update = self._update(task, answer)
+        self._supply()
+
+    def _update(self, task: _Task, answer: dict[str, Any]) -> Update | TaskFailed:
         assignment = task.assignment
+        if "failed" in answer:
+            return TaskFailed(*answer["failed"])
+        if answer["refusal"] == OUT_OF_MEMORY:
+            return out_of_memory(assignment)
         layout = self._submodels.layout(assignment.spec, "trained")
-        task.update = Update(
+        return Update(
             assignment.id, assignment.client, assignment.incarnation, self._slots.view(task.slot, layout),
             answer["num_samples"], answer["num_steps"], answer["metrics"], extra=answer["extra"],
             refusal=answer["refusal"],
         )  # fmt: skip
-        self._supply()
 
     def _release(self, slot: int) -> None:
         if slot >= 0:

@@ -36,7 +36,9 @@ from raafl.core.types import (
     event_to_json,
 )
 from raafl.devices.profiles import TaskTime
+from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
+from raafl.local.failure import measuring
 from raafl.progress import Progress, ProgressState
 from raafl.runtime.compressed import Carried
 from raafl.runtime.hooks import Hooks
@@ -62,7 +64,13 @@ class _Due:
 
 
 class Simulation:
-    """Drives a coordinator through virtual time: a heap of (time, priority, sequence)."""
+    """Drives a coordinator through virtual time: a heap of (time, priority, sequence).
+
+    Attributes:
+        error: what has failed of the user's, if anything has.
+    """
+
+    error: CodeFailed | None = None
 
     def __init__(
         self,
@@ -130,15 +138,26 @@ class Simulation:
         with Interrupt() as interrupt:
             self._stop_if_asked()
             while self._heap and not self.reason:
-                self.now, _, _, item = heapq.heappop(self._heap)
-                event = self._arrive(item) if isinstance(item, _Due) else item
-                if event is not None:
-                    self._tell(event)
+                self._turn()
+                if self.error is not None:
+                    self.stop(f"failed: {self.error}")
                 if interrupt.asked:
                     self.stop("interrupted")
                 self._stop_if_asked()
         self.stop("failed: no client is left or will come back")
-        return self.reason
+        return self.reason if self.error is None else f"failed: {self.error}"
+
+    def _turn(self) -> None:
+        """See to the next that is due."""
+        entry = heapq.heappop(self._heap)
+        self.now, _, _, item = entry
+        try:
+            event = self._arrive(item) if isinstance(item, _Due) else item
+        except TaskFailed as failed:
+            heapq.heappush(self._heap, entry)  # it is trained again when the run is resumed
+            self.error, event = failed, None
+        if event is not None:
+            self._tell(event)
 
     def stop(self, reason: str) -> None:
         """End the run, if it has not ended, so that it can be resumed from where it is now."""
@@ -172,8 +191,8 @@ class Simulation:
         number, snapshot = self._out.get(assignment.client, (0, None))
         if number != assignment.id or snapshot is None:
             return None
-        del self._out[assignment.client]
         update = self.executor.result(assignment.id)
+        del self._out[assignment.client]
         self._snapshots.returned(assignment, update, snapshot)
         self._snapshots.give_back(snapshot)
         update.train_s = due.time.total_s
@@ -262,7 +281,13 @@ class Simulation:
         if self.evaluator is None:
             return
         self.record.due(version, self.now)
-        metrics = self.hooks.on_measured(version, self.now, self.evaluator(self.coordinator.state.values))
+        try:
+            with measuring(version):
+                measured = self.evaluator(self.coordinator.state.values)
+        except CodeFailed as failed:
+            self.error = failed
+            return
+        metrics = self.hooks.on_measured(version, self.now, measured)
         reached = self.record.evaluated(version, self.now, metrics)
         self.hooks.on_evaluate(version, self.now, metrics)
         if self.progress is not None:

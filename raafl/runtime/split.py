@@ -50,6 +50,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class ClientHalf:
     """The client's half of its tasks, and what it hears from the server in the middle of them."""
 
+    crew = None  # halves are trained by one process each
+
     def __init__(self, pair: Pair, whole: LocalTrainer, wait_s: float) -> None:
         """Prepare; ``whole`` says how tasks are trained, ``wait_s`` is how long a gradient may take."""
         self._pair, self._whole, self._wait_s = pair, whole, wait_s
@@ -71,6 +73,16 @@ class ClientHalf:
             trainer = LocalTrainer(half, whole.local, whole.sends, whole.training, whole.options, pools=pools)
             self._built = path, trainer, half
         return self._built[1], self._built[2]
+
+    @property
+    def place(self) -> str:
+        """Where in its task it is, in words."""
+        return "" if self._built is None else self._built[1].place
+
+    def release(self) -> None:
+        """Let go of all memory that is not needed between two tasks."""
+        if self._built is not None:
+            self._built[1].release()
 
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
         """Train this half; raises `Stopped` when the server has had enough, or is gone."""

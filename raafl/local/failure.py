@@ -1,0 +1,131 @@
+"""What becomes of a task that the user's code, or the machine's memory, does not let come to its end."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
+from raafl.data.federated import ClientData
+from raafl.errors import BadInput, CodeFailed, TaskFailed
+from raafl.local.train import Stopped
+from raafl.submodel import FlatTensors, Layout, Spec
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
+_LONGEST: Final = 200
+_FILE: Final = "failure.txt"
+_LONG: Final = 20_000
+
+
+class Trains(Protocol):
+    """What runs a task: `LocalTrainer`, or a half of one."""
+
+    crew: Any
+
+    @property
+    def place(self) -> str:
+        """Where in its task it is, in words."""
+        ...
+
+    def run(self, assignment: Assignment, received: FlatTensors, data: ClientData, /) -> Update:
+        """Train."""
+        ...
+
+    def release(self) -> None:
+        """Let go of all memory that is not needed between two tasks."""
+        ...
+
+
+def attempt(trainer: Trains, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
+    """Train a task; of one for which the memory is too small return a refused update, and free what it had taken.
+
+    Raises:
+        TaskFailed: the user's code, or a library under it, has raised an error.
+        BadInput: as `LocalTrainer.run`.
+        Stopped: as `LocalTrainer.run`.
+    """
+    try:
+        return trainer.run(assignment, received, data)
+    except (BadInput, Stopped, TaskFailed):
+        raise
+    except Exception as error:
+        if trainer.crew is not None or not is_out_of_memory(error):  # a crew's other processes wait for this one
+            raise _failed(trainer, assignment, error) from error
+        traceback.clear_frames(error.__traceback__)  # they hold the task's tensors
+    trainer.release()
+    return out_of_memory(assignment)
+
+
+def out_of_memory(assignment: Assignment) -> Update:
+    """Return what stands for the update of a task for which the memory was too small."""
+    nothing = FlatTensors.empty(Layout(()))
+    return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=OUT_OF_MEMORY)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that memory, of the machine or of a GPU, was too small."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def _failed(trainer: Trains, assignment: Assignment, error: Exception) -> TaskFailed:
+    where = f"task {assignment.task}, {_in_words(assignment.spec)}, {trainer.place}"
+    return TaskFailed(assignment.client, where, said(error), in_full(error))
+
+
+@contextmanager
+def measuring(version: int) -> Iterator[None]:
+    """Turn what the user's code raises inside into a `CodeFailed`: the evaluation of ``version`` is at hand."""
+    try:
+        yield
+    except Exception as error:
+        raise CodeFailed(f"evaluation of version {version}: {said(error)}", in_full(error)) from error
+
+
+def in_full(error: BaseException) -> str:
+    """Return an error's traceback, of a long one the end."""
+    return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
+
+
+def _in_words(spec: Spec) -> str:
+    words = str(spec)
+    return f"submodel {words if len(words) <= 60 else words[:57] + '...'}"
+
+
+def said(error: BaseException) -> str:
+    """Return an error's kind, its message on one line, and where the user's code stood."""
+    text = "".join(letter if letter.isprintable() else " " for letter in str(error)[: 4 * _LONGEST])
+    message = " ".join(text.split())
+    message = message if len(message) <= _LONGEST else message[: _LONGEST - 3] + "..."
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the innermost code that is the user's rather than a library's, as `` (FILE:LINE)``."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith((str(_ROOT / "raafl"), "<"))
+    ]
+    if not frames:
+        return ""
+    path = Path(frames[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}:{frames[-1].lineno})"
+
+
+def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:
+    """Add an error to the run folder's failure.txt and return that name; None where it cannot be written."""
+    try:
+        with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"{reason}\n\n{in_full(error)}\n")
+    except OSError:  # what there is to say in a line is said elsewhere
+        return None
+    return _FILE

@@ -1,0 +1,164 @@
+"""Runs in which the user's code fails: one line that says where, a traceback, a checkpoint to go on from, exit code 1."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import raafl
+from model_zoo import MLP
+from raafl.api.federation import in_notebook
+from raafl.cli import main
+from raafl.core.algorithm import Training
+from raafl.errors import BadInput, RunFailed
+from raafl.experiment import Experiment
+from raafl.run import simulate
+from raafl.runtime import checkpoint
+from tests.federation import Finished, digits, experiment, finish, small_mlp, unequal
+
+TRAIN = Training(num_epochs=1, num_steps=None)
+
+
+class OneBadLabel(MLP):
+    """Meets a label that there is not, of the sample whose pixels ``bad`` holds."""
+
+    bad = torch.full((1, 64), -1.0)  # there is none
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        wrong = (images.flatten(1) == self.bad).all(dim=1)
+        labels = torch.where(wrong, torch.full_like(labels, 12), labels)
+        return super().training_step((images, labels), batch_idx)
+
+
+LINE = 1 + Path(__file__).read_text().splitlines().index(
+    "        return super().training_step((images, labels), batch_idx)"
+)
+
+
+def model():
+    return OneBadLabel(64, (24,), 10, lr=0.05, momentum=0.5)
+
+
+@pytest.fixture
+def bad_label(monkeypatch, tmp_path):
+    """Spoil the label of one sample of client 3's."""
+    made = experiment(tmp_path / "unused", train=TRAIN)
+    from raafl.build import load_data
+
+    (batch, *_) = load_data(made).client(3).in_order(64)
+    monkeypatch.setattr(OneBadLabel, "bad", batch[0][-1:].flatten(1))
+
+
+def bad(folder, **more) -> Experiment:
+    return experiment(folder, model=model, train=TRAIN, max_updates=60, **more)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_bad_label_ends_a_simulation_with_a_line_a_traceback_and_a_checkpoint(tmp_path, bad_label, workers):
+    run = finish(bad(tmp_path / "run", workers=workers))
+    reason = run.summary["finished"]
+    assert reason.startswith("failed: client 3, task 0, submodel full, batch ")
+    assert "IndexError: Target 12 is out of bounds." in reason and "\n" not in reason
+    assert "(model_zoo/classifier.py:" in reason  # the innermost that is no library's
+    told = run.text(run.summary["traceback"])
+    assert f'test_failed_runs.py", line {LINE}' in told and told.startswith(reason)
+    assert checkpoint.load(run.folder).raafl["finished"] is None
+    assert run.summary["updates_merged"] < 60
+
+
+def test_workers_fail_at_the_same_event(tmp_path, bad_label):
+    one, three = (finish(bad(tmp_path / f"{n}", algorithm="fed_async", workers=n)) for n in (1, 3))
+    assert one.summary["finished"] == three.summary["finished"] and one.digest == three.digest
+    assert one.text("events.jsonl") == three.text("events.jsonl")
+
+
+def test_a_mended_run_goes_on_as_if_nothing_had_failed(tmp_path, bad_label, monkeypatch):
+    failed = finish(bad(tmp_path / "run", algorithm="fed_async"))
+    assert failed.summary["updates_merged"] > 0
+    monkeypatch.setattr(OneBadLabel, "bad", torch.full((1, 64), -1.0))
+    resumed = Finished(*simulate(bad(None, algorithm="fed_async", resume=str(failed.folder))))
+    whole = finish(bad(tmp_path / "whole", algorithm="fed_async"))
+    assert resumed.summary["finished"] == "max_updates" and resumed.digest == whole.digest
+    assert resumed.rows() == whole.rows()
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path, capsys):
+    config = [f"--model={__name__}.FailsAtOnce", "--model.in_features=64", "--model.hidden=[8]"]
+    code = main(["simulate", "--config", "quickstart", *config, "--json", "--output", str(tmp_path / "run")])
+    out, err = capsys.readouterr()
+    assert code == 1 and json.loads(out)["finished"].startswith("failed: client ")
+    assert [line for line in err.splitlines() if "Error" in line] == [
+        f"raafl: {json.loads(out)['finished'].removeprefix('failed: ')}; the traceback is in {tmp_path / 'run' / 'failure.txt'}"
+    ]
+
+
+class FailsAtOnce(MLP):
+    """Fails in the first training step after the trial before the run."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[1]) > 2:
+            raise ValueError("what\nis this?")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_python_raises_run_failed_with_the_users_traceback(tmp_path, bad_label, workers):
+    settings = {"max_updates": 60, "num_epochs": 1, "progress": "quiet", "output": tmp_path / "run", "workers": workers}
+    with pytest.raises(RunFailed, match=r"client 3, task 0, .* \(run folder: ") as raised:
+        raafl.Federation("fed_avg", devices=unequal(), **settings).simulate(model, digits())
+    cause = raised.value.__cause__  # the error itself, or from another process what it left as text
+    assert type(cause) is IndexError or f"line {LINE}" in cause.__notes__[0]
+
+
+@pytest.mark.parametrize(("how", "ends_script"), [(None, True), ("raise", True), ("return", False)])
+def test_ctrl_c_ends_a_script_of_several_runs_unless_it_asks_for_the_result(tmp_path, how, ends_script):
+    ctrl_c = raafl.LambdaCallback(on_version=lambda run, version: signal.raise_signal(signal.SIGINT))
+    settings = {"max_updates": 8, "num_steps": 1, "progress": "quiet", "on_interrupt": how, "callbacks": ctrl_c}
+    started = []
+    try:
+        for place in ("first", "second"):
+            started.append(place)
+            fed = raafl.Federation("fed_avg", devices=unequal(), output=tmp_path / place, **settings)
+            assert fed.simulate(small_mlp, digits()).summary["finished"] == "interrupted"
+        assert not ends_script
+    except KeyboardInterrupt:
+        assert ends_script
+    assert started == (["first"] if ends_script else ["first", "second"])
+    assert json.loads((tmp_path / "first" / "summary.json").read_text())["finished"] == "interrupted"
+
+
+def test_in_a_notebook_ctrl_c_returns_what_there_is(monkeypatch):
+    assert not in_notebook()
+    for shell, notebook in ((SimpleNamespace(), False), (SimpleNamespace(kernel=object()), True), (None, False)):
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        assert in_notebook() is notebook
+        assert raafl.Federation()._raises() is not notebook
+    with pytest.raises(BadInput, match="on_interrupt is 'ignore': give 'raise' or 'return'"):
+        raafl.Federation(on_interrupt="ignore")
+
+
+class FailsToValidate(MLP):
+    """Fails in the third evaluation."""
+
+    seen = 0
+
+    def validation_step(self, batch, batch_idx):
+        type(self).seen += batch_idx == 0
+        if self.seen >= 3:
+            raise ZeroDivisionError("no share")
+        return super().validation_step(batch, batch_idx)
+
+
+def test_an_evaluation_that_fails_ends_a_simulation_as_a_task_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(FailsToValidate, "seen", 0)
+    run = finish(experiment(tmp_path / "run", model=lambda: FailsToValidate(64, (8,), 10), eval_every=1))
+    assert run.summary["finished"].startswith("failed: evaluation of version 2: ZeroDivisionError: no share (tests/")
+    assert "in validation_step" in run.text("failure.txt")
+    assert checkpoint.load(run.folder).raafl["finished"] is None and run.summary["versions"] == 2

@@ -5,7 +5,8 @@ with shrinkage ratio r (section 3.1): submodels are nested, and the smallest par
 global model becomes the mean of the clients that have it (eqs. 1 to 3, region by region); what none has stays.
 Three things help submodels of different widths along (section 3.2):
 - scaler: while training, a layer's activations are multiplied by ``1 / r^(p-1)``, one over its share of the width (`rescale`).
-- masked cross entropy: logits of classes that a client has no samples of are set to 0 (`masked`).
+- masked cross entropy: logits of classes that a client has no samples of are set to 0 (`masked`). Rows of the output layer are
+  then averaged over the clients that have the class (the authors' ``label_split``), see `raafl.parts.label_split`.
 - static batch norm (sBN): clients keep and send no running statistics. That is the run's own setting,
   ``submodels: {batch_norm: static}``, since it goes with every algorithm.
 
@@ -21,7 +22,8 @@ At rate 1, with all classes at every client, this is unweighted FedAvg, bit for 
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.core.algorithm import Algorithm, Local, Merge, Select
+from raafl.parts.label_split import LabelSplit
 from raafl.parts.merge import Mean
 from raafl.parts.rated import Rates, by_rate
 from raafl.parts.sample import Sample
@@ -46,7 +48,8 @@ def hetero_fl(
         rates: share of the width at each client (r^(p-1)): one for all; a list dealt to clients 1, 2, ... and again from its
             beginning; or by name of device. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
         rescale: scale a cut layer's activation by 1/keep-fraction while training (the scaler).
-        masked: set the logits of classes that a client does not have to 0 (masked cross entropy).
+        masked: set the logits of classes that a client does not have to 0 (masked cross entropy), and average a class's output row
+            over the clients that have it.
         by_samples: weigh by |D_n|; False = every client alike, as in the paper.
         cohort: clients in a round, drawn uniformly (C*M in Algorithm 1); None = all.
         concurrency: how many of them work at a time; None = no cap.
@@ -59,5 +62,10 @@ def hetero_fl(
         select=by_rate(submodel, "leading", rates, LEVELS),
         local=Local(rescale=rescale, masked=masked),
         trigger=AllReported(),
-        merge=Mean(by_samples=by_samples),
+        merge=by_class(Mean(by_samples=by_samples), masked),
     )
+
+
+def by_class(mean: Mean, masked: bool) -> Merge:
+    """Return ``mean``, with output rows over the clients that have the class where the others mask it."""
+    return LabelSplit(mean) if masked else mean

@@ -90,7 +90,8 @@ class Local:
         prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
             mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
-        masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss).
+        masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss), and
+            tell the server which were left (`raafl.parts.label_split`).
     """
 
     prox: float = field(default=0.0, kw_only=True)

@@ -13,8 +13,11 @@ from raafl.parts.masked_loss import logits_of
 
 
 @contextmanager
-def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[None]:
+def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
     """Within this context the logits of absent classes that ``module``'s forward gives are 0, and have no gradient.
+
+    Yields the list of the classes that were left, ascending; it fills at the first forward pass, and stays empty where
+    nothing is masked.
 
     Acts on logits of shape (batch, num_classes), as a tensor or as the attribute ``logits``; what is not that, or has no
     such classes, is left as it is. With every class present nothing changes, to the last bit.
@@ -23,25 +26,27 @@ def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[None]:
         module: whose `training_step` calls itself.
         classes: those of the client's samples; None = not known, and nothing is masked.
     """
+    left: list[int] = []
     if not classes:
-        yield
+        yield left
         return
-    handle = module.register_forward_hook(lambda _, args, output: _masked(output, classes))
+    handle = module.register_forward_hook(lambda _, args, output: _masked(output, classes, left))
     try:
-        yield
+        yield left
     finally:
         handle.remove()
 
 
-def _masked(output: Any, classes: Set[int]) -> Any:
+def _masked(output: Any, classes: Set[int], left: list[int]) -> Any:
     logits = logits_of(output)
     if logits is None:
         return output
     num = logits.shape[1]
     if min(classes) < 0 or max(classes) >= num or len(classes) == num:
         return output
+    left[:] = sorted(classes)
     absent = torch.ones(num, dtype=torch.bool)
-    absent[sorted(classes)] = False
+    absent[left] = False
     zeroed = logits.masked_fill(absent.to(logits.device), 0.0)
     if isinstance(output, Tensor):
         return zeroed

@@ -27,6 +27,7 @@ from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
 from raafl.local.record import Recorder, to_device
 from raafl.local.spanning import Crew
+from raafl.parts.masked_loss import CLASSES
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
@@ -205,11 +206,12 @@ class LocalTrainer:
         built = self._get(assignment.spec)
         built.reset(received)
         # before seeding: reading a client's classes may draw from what its data set's transforms draw from
-        masking = masked(built.module, data.classes()) if self.local.masked else nullcontext()
+        masking = masked(built.module, data.classes() if self.local.masked else None)
         seed_everything(assignment.seed if crew is None else crew.seed(assignment.seed), self.fabric.device)
         self._generator.manual_seed(assignment.seed)
-        with masking:
+        with masking as classes:
             num_steps, loss, extra = self._steps(built, assignment, received, data)
+        extra |= {CLASSES: classes} if classes else {}
         loss = loss if crew is None else crew.finish(built.module, loss)
         self._check_base(built)
         built.buffers.gather()

@@ -1,16 +1,22 @@
-"""On which models the logits of a client's absent classes can be masked (HeteroFL's masked loss); `raafl.local.masked` does it."""
+"""On which models the logits of a client's absent classes can be masked (HeteroFL's masked loss), and which layer gives them.
+
+`raafl.local.masked` masks them, `raafl.parts.label_split` merges that layer's rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raafl.data.labels import classes_in
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.cost import meta_batch
+
+CLASSES = "classes"
+"""Key in `Update.extra` of the classes whose logits a client's task has left as they were, ascending."""
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -29,10 +35,32 @@ def why_unmasked(submodels: Submodels) -> str | None:
         return None
     if classes_in([batch]) is None:
         return "a batch does not end in one class for each sample"
+    found = _on_meta(submodels, _why_unused)
+    return None if found is None else found[0]
+
+
+def output_layer(submodels: Submodels) -> str | None:
+    """Return the path of the linear layer whose output the masked logits are, as they leave it; None where there is none.
+
+    One training step runs on the meta device; None also where it needs values, or there is no example batch.
+    """
+    found = _on_meta(submodels, _layer_of)
+    return None if found is None else found[0]
+
+
+def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tuple[str | None] | None:
+    """Return what ``ask`` says of the whole model and a batch, both without values; None where that cannot run."""
+    if submodels.example_batch is None:
+        return None
     for device in ("meta", "cpu"):  # of tensors that the user's code makes without saying where
         try:
             with torch.device(device), torch.enable_grad():
-                return _why_unused(submodels.shrink(FULL, device="meta").module, meta_batch(batch, 2))
+                module: Any = submodels.shrink(FULL, device="meta").module
+                for name in ("log", "log_dict"):
+                    if hasattr(module, name):
+                        module.__dict__[name] = _ignore
+                module.train()
+                return (ask(module, meta_batch(submodels.example_batch, 2)),)
         except Exception:  # whatever the user's code raises without values
             continue
     return None
@@ -50,10 +78,6 @@ def _why_unused(module: Any, batch: Any) -> str | None:
         output.logits = found[-1]
         return output
 
-    for name in ("log", "log_dict"):
-        if hasattr(module, name):
-            module.__dict__[name] = _ignore
-    module.train()
     module.register_forward_hook(cut)
     answer = module.training_step(batch, 0)
     loss = answer["loss"] if isinstance(answer, Mapping) else answer
@@ -65,6 +89,20 @@ def _why_unused(module: Any, batch: Any) -> str | None:
         return f"{name}.forward gives no logits of shape (batch, classes)"
     used = loss.requires_grad and any(g is not None for g in torch.autograd.grad(loss, logits, allow_unused=True))
     return None if used else f"the loss of {name} does not come from the logits that its forward gives"
+
+
+def _layer_of(module: Any, batch: Any) -> str | None:
+    """Return the linear layer that gives the logits of every call, and nothing else in the step."""
+    given: list[tuple[str, Tensor]] = []
+    logits: list[Tensor | None] = []
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda _, args, output, path=path: given.append((path, output)))
+    module.register_forward_hook(lambda _, args, output: logits.append(logits_of(output)))  # after the layers' own
+    module.training_step(batch, 0)
+    makers = {next((path for path, output in given if output is one), None) for one in logits}
+    maker = makers.pop() if len(makers) == 1 else None
+    return maker if sum(path == maker for path, _ in given) == len(logits) else None
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -30,6 +30,7 @@ from raafl.core.algorithm import Algorithm
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, installing, positive
+from raafl.parts.label_split import joint_notes
 from raafl.parts.merge import CHUNK, zeros_like
 from raafl.parts.robust import difference, feed, norm_of
 from raafl.parts.wrapped import Wrapped
@@ -199,6 +200,10 @@ class Private(Wrapped):
                 "use GroupNorm or LayerNorm in the place of BatchNorm",
             ]
         return problems
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and what the joint update leaves out."""
+        return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the clipped difference to the sum of its submodel."""

@@ -17,7 +17,7 @@ from raafl.parts.merge import chunks
 from raafl.parts.remembered_files import check_folder, check_room, is_in_files, is_in_ram, release, zeros_in
 from raafl.parts.staleness import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.axes import Axis, AxisTable
+from raafl.submodel.axes import table_within
 from raafl.submodel.extract import Plan
 
 
@@ -217,7 +217,8 @@ class _Owned:
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
         """Work out the plans; both spec and the whole model must train floating-point tensors only."""
         everything, held = submodels.layout(part="trained"), submodels.layout(spec, "trained")
-        selections = _table(submodels, everything).selections(submodels.normal(spec)) if spec.kept else {}
+        table = table_within(submodels.axes.values(), everything.shapes)
+        selections = table.selections(submodels.normal(spec)) if spec.kept else {}
         first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}
         others = {name: {d: runs for d, runs in dims.items() if d != min(dims)} for name, dims in selections.items()}
         shapes = []
@@ -237,14 +238,6 @@ class _Owned:
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)
         self._inner.scatter_(wide, tensors)
         return wide
-
-
-def _table(submodels: Submodels, layout: Layout) -> AxisTable:
-    """Return the axes over the tensors of ``layout`` alone."""
-    axes = []
-    for axis in submodels.axes.values():
-        axes.append(Axis(axis.name, axis.size, tuple(m for m in axis.members if m.name in layout.by_name)))
-    return AxisTable(axes, {entry.name: entry.shape for entry in layout.entries})
 
 
 MAX_KNOWN = 64

@@ -22,6 +22,7 @@ from raafl.core.algorithm import Algorithm, Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, nearest, positive
+from raafl.parts.label_split import joint_notes
 from raafl.parts.merge import CHUNK, chunks
 from raafl.parts.trigger import EachArrival
 from raafl.parts.wrapped import Wrapped
@@ -333,6 +334,10 @@ class Located(Wrapped):
 
     combine: Combine
     trim: float
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and what the joint update leaves out."""
+        return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy."""

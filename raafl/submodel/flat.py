@@ -102,6 +102,11 @@ class Layout:
         """Entry of each name."""
         return {entry.name: entry for entry in self.entries}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each name."""
+        return {entry.name: entry.shape for entry in self.entries}
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes, dtypes and order; the same on every machine."""

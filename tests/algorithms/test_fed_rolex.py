@@ -4,8 +4,9 @@ import pytest
 
 from raafl.algorithms import fed_avg, fed_rolex
 from raafl.core.algorithm import Local
-from raafl.data import Dirichlet
+from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
+from raafl.parts.label_split import LabelSplit
 from raafl.parts.merge import Mean
 from raafl.parts.rated import Rated
 from raafl.parts.sample import Sample
@@ -15,14 +16,15 @@ from tests.tools import answer, assigned, coordinator_for, join
 
 
 def test_every_argument_reaches_its_part():
-    algorithm = fed_rolex(rates=0.5, rescale=False, by_samples=True, cohort=4, concurrency=2)
+    algorithm = fed_rolex(rates=0.5, rescale=False, masked=False, by_samples=True, cohort=4, concurrency=2)
     assert algorithm.sample == Sample(4, 2)
     assert algorithm.select == Rated("rolling", 0.5, "width", rounds="server")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=True)
     assert fed_rolex().select.rates == [1.0, 0.5, 0.25, 0.125, 0.0625]
-    assert fed_rolex().local == Local(rescale=True)
+    assert fed_rolex().local == Local(rescale=True, masked=True)
+    assert fed_rolex().merge == LabelSplit(Mean(by_samples=False))
     with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says"):
         fed_rolex(rates=0.5, submodel=Rated())
 
@@ -50,8 +52,13 @@ def test_five_rounds_by_hand():
         assert values["fc2.bias"].tolist() == [(first + second) / 2]
 
 
-def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path):
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8}
-    one = finish(experiment(tmp_path / "one", fed_rolex(rates=1.0), **more))
+@pytest.mark.parametrize(
+    ("settings", "partition"),
+    [({}, Iid()), ({"masked": False}, Dirichlet(alpha=0.1))],
+    ids=["equal clients", "unequal clients, not masked"],
+)
+def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path, settings, partition):
+    more = {"partition": partition, "max_updates": 8}
+    one = finish(experiment(tmp_path / "one", fed_rolex(rates=1.0, **settings), **more))
     other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
     assert one.digest == other.digest

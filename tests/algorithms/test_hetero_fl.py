@@ -6,6 +6,7 @@ from raafl.algorithms import fed_avg, hetero_fl
 from raafl.core.algorithm import Local
 from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
+from raafl.parts.label_split import LabelSplit
 from raafl.parts.merge import Mean
 from raafl.parts.rated import Rated
 from raafl.parts.sample import Sample
@@ -22,6 +23,7 @@ def test_every_argument_reaches_its_part():
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=True)
     default = hetero_fl()
+    assert default.merge == LabelSplit(Mean(by_samples=False))
     assert default.select == Rated("leading", [1.0, 0.5, 0.25, 0.125, 0.0625], "width")
     assert default.local == Local(rescale=True, masked=True)
     with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says what each client trains: leave out"):

@@ -43,6 +43,13 @@ class TaskFailed(CodeFailed):
         super().__init__(f"client {client}, {where}: {error}", traceback)
         self.client, self.where, self.error = client, where, error
 
+    def is_like(self, other: TaskFailed) -> bool:
+        """Return whether ``other`` is the same error at the same place, whatever it says of its batch."""
+        return self._key() == other._key()
+
+    def _key(self) -> tuple[int, str, str]:
+        return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
+
 
 def installing(extra: str) -> str:
     """Say how to install what an extra of raafl brings; raafl is on no package index, so from its checkout."""

@@ -294,7 +294,7 @@ def _serve(
         )
         for client in parts.clients
     ]  # fmt: skip
-    return coordinate(run, make_server(run, sessions, inbox, announce=rendezvous.announce), saved)
+    return coordinate(run, make_server(run, sessions, inbox, announce=rendezvous.announce, bears=0), saved)
 
 
 def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any) -> Server:
@@ -315,7 +315,7 @@ def coordinate(run: Run, server: Server, saved: resume.SavedRun | None) -> tuple
             server.restore(saved.section["clock"])
         run.start()
         reason = server.run()
-        return run.finish(reason, server.now), run.folder
+        return run.finish(reason, server.now, server.error), run.folder
     finally:
         server.close()
         run.close()

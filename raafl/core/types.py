@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raafl.devices.profiles import Profile
+from raafl.errors import TaskFailed
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import FULL, Spec
 
@@ -135,11 +136,12 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A client is gone, with whatever it was working on."""
+    """A client is gone, with whatever it was working on; ``failure`` is what it said of the user's code, if that is why."""
 
     client: int
     reason: str
     incarnation: int | None = None
+    failure: TaskFailed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -101,10 +101,28 @@ def _in_words(spec: Spec) -> str:
 
 def said(error: BaseException) -> str:
     """Return an error's kind, its message on one line, and where the user's code stood."""
-    text = "".join(letter if letter.isprintable() else " " for letter in str(error)[: 4 * _LONGEST])
-    message = " ".join(text.split())
-    message = message if len(message) <= _LONGEST else message[: _LONGEST - 3] + "..."
+    message = one_line(str(error))
     return f"{type(error).__name__}{': ' if message else ''}{message}{place_of(error)}"
+
+
+def one_line(text: str, longest: int = _LONGEST) -> str:
+    """Return a text on one line, without what is not printable, cut to so many letters."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * longest])
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def to_meta(failure: TaskFailed) -> dict[str, str]:
+    """Return a failure as a client tells it to the server."""
+    return {"where": failure.where, "error": failure.error, "traceback": failure.traceback}
+
+
+def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:
+    """Return the failure that `to_meta` described, or anybody else's words, cleaned and cut."""
+    where, error, told = (str(meta.get(name, "")) for name in ("where", "error", "traceback"))
+    lines = told[-_LONG:].splitlines()
+    told = "\n".join("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
+    return TaskFailed(client, one_line(where), one_line(error, 2 * _LONGEST), told)
 
 
 def place_of(error: BaseException) -> str:

@@ -7,11 +7,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import raafl
-from raafl.core.types import Assignment, ClientInfo, assignment_from_json, client_to_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
+from raafl.errors import TaskFailed
+from raafl.local.failure import attempt, to_meta
 from raafl.local.heap import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
@@ -73,6 +76,7 @@ class Client:
         """Work until the server says stop; return its reason. The pair is closed then.
 
         Raises:
+            TaskFailed: the user's code has failed, which the server has been told.
             PeerLost: the server is gone.
             PeerTimeout: it has said nothing for ``Waits.idle_s``.
             Refused: it has sent what is not raafl's.
@@ -179,7 +183,7 @@ class Client:
             peak_bytes(device, anew=True)
             received = self._down.unpack(assignment.spec, wire)
             trainer = self._half if KEY in assignment.extra else self._trainer
-            update = trainer.run(assignment, received, self._data)
+            update = attempt(trainer, assignment, received, self._data)
             left = assignment.pace_s - (time.perf_counter() - self._since)
             if left > 0 and self._trainer.stop is not None and self._trainer.stop.wait(left):
                 raise Stopped
@@ -187,6 +191,15 @@ class Client:
             return  # what the reader has to say comes next
         except Unsound as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
+        except TaskFailed as failed:
+            self._give_up(assignment, to_meta(failed))
+            with suppress(queue.Empty):  # until the server has taken it in
+                self._received.get(timeout=self._waits.stop_s)
+            raise
+        if update.refusal == OUT_OF_MEMORY:
+            warnings.warn(f"client {self._info.id}: memory is too small for {assignment.spec}", stacklevel=1)
+            self._give_up(assignment, {"reason": OUT_OF_MEMORY})
+            return
         packed = self._up.pack(assignment, update.tensors, received)
         metrics = _finite(update.metrics) | {PEAK: float(peak_bytes(device))}
         meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": metrics}
@@ -200,6 +213,12 @@ class Client:
             give_back()
         self.unsent = None
         self.num_answered += 1
+
+    def _give_up(self, assignment: Assignment, meta: dict[str, str]) -> None:
+        """Tell the server that there will be no answer, and why."""
+        self._assignment = None
+        with suppress(PeerLost, PeerTimeout):
+            self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, meta))
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:

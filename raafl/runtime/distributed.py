@@ -34,80 +34,23 @@ from raafl.core.types import (
     Stop,
     Timer,
 )
+from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
+from raafl.local.failure import leave_traceback
 from raafl.progress import Progress, ProgressState
 from raafl.runtime.hooks import Hooks
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.record import RunRecord, kept_out, view
 from raafl.runtime.session import Session, Waits
+from raafl.runtime.snapshot_evaluator import SnapshotEvaluator
 from raafl.runtime.snapshots import Snapshots
 from raafl.runtime.transport import Refused
 from raafl.submodel import FlatTensors
 
 _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4
-
-
-class SnapshotEvaluator(threading.Thread):
-    """Evaluates the newest snapshot offered; one that is overtaken while an earlier one is measured is skipped."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        """Prepare; `start` begins."""
-        super().__init__(name="evaluator", daemon=True)
-        self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
-        self._next: tuple[int, float, FlatTensors] | None = None
-        self._spare: FlatTensors | None = None
-        self._done: list[tuple[int, float, dict[str, float]]] = []
-        self._failure: BaseException | None = None
-
-    def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
-        """Copy ``values`` for measuring; returns once they are copied."""
-        with self._changed:
-            snapshot = self._next[2] if self._next is not None else self._spare
-            self._spare = None
-            if snapshot is None:
-                snapshot = values.clone()
-            else:
-                snapshot.copy_(values)
-            self._next = (version, at_s, snapshot)
-            self._changed.notify()
-
-    def done(self) -> list[tuple[int, float, dict[str, float]]]:
-        """Return (version, time of the snapshot, metrics) of what has been measured since the last call."""
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            done, self._done = self._done, []
-            return done
-
-    def finish(self, timeout_s: float) -> list[tuple[int, float, dict[str, float]]]:
-        """Measure what is still on offer, end the thread, and return the last results; a thread that hangs is left."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
-        self.join(timeout_s)
-        return self.done()
-
-    def run(self) -> None:
-        """Measure whatever is offered until told to finish."""
-        while True:
-            with self._changed:
-                while self._next is None and not self._ended:
-                    self._changed.wait()
-                if self._next is None:
-                    return
-                version, at_s, snapshot = self._next
-                self._next = None
-            try:
-                metrics = self._evaluator(snapshot)
-            except BaseException as error:  # reported by `done` in the loop's own thread
-                with self._changed:
-                    self._failure = error
-                return
-            with self._changed:
-                self._done.append((version, at_s, metrics))
-                self._spare = snapshot
+_MAX_KEPT = 20  # tracebacks of clients
 
 
 class Server:
@@ -126,13 +69,17 @@ class Server:
         progress: Progress | None = None,
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,
+        bears: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare; `run` starts the sessions and the clock. ``announce`` is told why a client (None = all) is let go.
 
         With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
-        without, when none is left.
+        without, when none is left. A client in which the user's code fails in the same way more than ``bears`` times ends it
+        too; None = it does not, others have sound data.
         """
+        self.error: CodeFailed | None = None  # what has failed of the user's, and ended the run
+        self._bears, self._failures = bears, list[TaskFailed]()
         self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
         self.coordinator, self.inbox, self.record = coordinator, inbox, record
@@ -206,7 +153,7 @@ class Server:
                 self.stop("interrupted")
             finally:
                 self._end()
-        return self.reason
+        return self.reason if self.error is None else f"failed: {self.error}"
 
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
@@ -221,6 +168,7 @@ class Server:
             self._tell(event)
         if self._evaluator is not None and not self.reason:
             self._note(self._evaluator.done())
+            self._fail(self._evaluator.failure)
         if not self.reason and (why := self.hooks.stop_asked()) is not None:
             self.stop(why)
         if not self.reason:
@@ -233,6 +181,12 @@ class Server:
         if not self.reason:
             self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
             self._tell(Stop(reason))
+
+    def _fail(self, error: CodeFailed | None) -> None:
+        """End the run for what has failed of the user's, if anything has."""
+        if error is not None:
+            self.error = self.error or error
+            self.stop(f"failed: {error}")
 
     def _look_after_sessions(self) -> None:
         """End the run when it has been left alone for too long, and sessions that were replaced and do not end."""
@@ -279,6 +233,19 @@ class Server:
         for action in actions:
             if isinstance(action, Fail):
                 self.stop(action.reason)
+        if isinstance(event, Lost) and event.failure is not None:
+            self._take_failure(event.failure)
+
+    def _take_failure(self, failure: TaskFailed) -> None:
+        """Say that the user's code has failed in a client; where that ends no run, leave the traceback."""
+        self._failures.append(failure)
+        if self._bears is not None and sum(map(failure.is_like, self._failures)) > self._bears:
+            self._fail(failure)
+            return
+        if self.progress is not None:
+            self.progress.warn(str(failure))
+        if self.record.folder is not None and len(self._failures) <= _MAX_KEPT:
+            leave_traceback(self.record.folder.path, str(failure), failure)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -333,6 +300,7 @@ class Server:
             session.stop(self.reason or "failed")
         if self._evaluator is not None and self._evaluator.is_alive():
             self._note(self._evaluator.finish(self.waits.eval_s))
+            self.error = self.error or self._evaluator.failure
             if self._evaluator.is_alive() and self.progress is not None:
                 self.progress.warn(f"the last evaluation was not done within waits.eval_s = {self.waits.eval_s:g} s")
         deadline = time.monotonic() + self.waits.stop_s
@@ -372,7 +340,10 @@ class Server:
             kind, _, detail = event.reason.partition(": ")
             self.record.turned_away(detail.partition(":")[0] if kind == "disconnected" else kind)
         elif self._is_current(client, incarnation):
-            del self.sessions[client]
+            session = self.sessions.pop(client)
+            if event.failure is not None:  # it waits for a word
+                session.stop(event.reason)
+                self._leaving.append((self._clock() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
         self._note_text(f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}")
         return entering is None

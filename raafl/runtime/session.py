@@ -12,13 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import raafl
-from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, Update, assignment_to_json, client_from_json
+from raafl.core.types import (
+    OUT_OF_MEMORY,
+    Arrived,
+    Assignment,
+    ClientInfo,
+    Joined,
+    Lost,
+    Update,
+    assignment_to_json,
+    client_from_json,
+)
+from raafl.errors import TaskFailed
+from raafl.local.failure import from_meta, out_of_memory
 from raafl.parts.compress import Unsound
 from raafl.parts.split import KEY
 from raafl.parts.wires import Wires
+from raafl.runtime.answers import extra_of, metrics_of
 from raafl.runtime.compressed import Down, Up
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 if TYPE_CHECKING:
@@ -145,6 +158,7 @@ class Session(threading.Thread):
     def run(self) -> None:
         """Serve the client; every end becomes a `Lost` event, but for a client that was told to stop before."""
         pair: Pair | None = None
+        failure: TaskFailed | None = None
         try:
             pair = self._pair = self._connect()
             hello = self._greet(pair)
@@ -153,6 +167,9 @@ class Session(threading.Thread):
             self._take_late(hello)
             self._serve(pair)
             reason = "stopped"
+        except TaskFailed as failed:
+            failure, reason = failed, f"failed: {failed.where}: {failed.error}"
+            self._part(failed, reason)
         except PeerTimeout as error:
             reason = f"timeout: {error}"
         except (PeerLost, Refused, OSError, RuntimeError) as error:
@@ -162,8 +179,17 @@ class Session(threading.Thread):
         finally:
             if pair is not None:
                 pair.close()
-        if self._stopping is None:
+        if self._stopping is None and failure is None:
             self._inbox.put(Lost(self.client, reason, self.incarnation))
+
+    def _part(self, failure: TaskFailed, reason: str) -> None:
+        """Report a failure, and let the client go once the run has taken it in."""
+        self._out = None
+        if self._stopping is None:
+            self._inbox.put(Lost(self.client, reason, self.incarnation, failure))
+        with suppress(queue.Empty):
+            self._outbox.get(timeout=self._waits.stop_s)
+        self._say_stop(reason)
 
     def _greet(self, pair: Pair) -> dict[str, Any]:
         """Check that the client runs the same raafl, config and model, and welcome it; return what it says of itself."""
@@ -244,9 +270,18 @@ class Session(threading.Thread):
             answer = pair.recv(self._expect, self._waits.task_s, finite=True)
             update = self._update(answer, spec)
         except Refused as refused:
-            nothing = self._nothing(spec)
-            update = Update(task.assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
+            update = self._refused(task.assignment, refused)
         self._arrived(pair, update, sent, pair.received_bytes)
+
+    def _refused(self, assignment: Assignment, refused: Refused) -> Update:
+        """Return what stands for an answer that is refused; raises `TaskFailed` where the client says that its code failed."""
+        meta = refused.message.meta if refused.message is not None else {}
+        if refused.reason == GIVEN_UP and meta.get("reason") != OUT_OF_MEMORY:
+            raise from_meta(self.client, meta) from None
+        if refused.reason == GIVEN_UP:
+            return out_of_memory(assignment)
+        nothing = self._nothing(assignment.spec)
+        return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
 
     def _assign(self, pair: Pair, assignment: Assignment, values: FlatTensors) -> int:
         """Send an assignment with its values; return the bytes."""
@@ -290,8 +325,7 @@ class Session(threading.Thread):
         except Stopped:
             return  # what is next in the outbox says why
         except Refused as refused:
-            nothing, reason = self._nothing(spec), str(refused)
-            update = Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
+            update, reason = self._refused(assignment, refused), str(refused)
         if reason and not pair.closed:  # the client may wait for a gradient, and is to forget its residual
             link.send(Kind.REFUSED, {"reason": reason[:200]})
         self._arrived(pair, update, sent + link.down_bytes, link.up_bytes)
@@ -325,14 +359,16 @@ class Session(threading.Thread):
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(
             answer.assignment, self.client, self.incarnation, tensors, _count(meta, "num_samples", least=1),
-            _count(meta, "num_steps"), _metrics(meta), extra=_extra(meta),
+            _count(meta, "num_steps"), metrics_of(meta), extra=extra_of(meta),
         )  # fmt: skip
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
-        if kind is not Kind.UPDATE or self._out is None:
+        if kind not in (Kind.UPDATE, Kind.FAILED) or self._out is None:
             raise Refused("bad-kind", f"expected UPDATE, got {kind.name}")
         if assignment != self._out.id:
             raise Refused("unknown-assignment", f"expected {self._out.id}, got {assignment}")
+        if kind is Kind.FAILED:
+            raise Refused(GIVEN_UP, "", Message(kind, assignment, meta=meta))
         return self._buffer(self._wires.layout(self._out.spec, "trained"))
 
     def _buffer(self, layout: Layout) -> FlatTensors:
@@ -354,20 +390,3 @@ def _count(meta: dict[str, Any], field: str, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
         raise Refused("bad-json", f"{field} is {value!r}")
     return value
-
-
-def _extra(meta: dict[str, Any]) -> dict[str, Any]:
-    extra = meta.get("extra", {})
-    if not isinstance(extra, dict):
-        raise Refused("bad-json", "extra is not a table")
-    return extra
-
-
-def _metrics(meta: dict[str, Any]) -> dict[str, float]:
-    metrics = meta.get("metrics", {})
-    if not isinstance(metrics, dict) or len(metrics) > 100:
-        raise Refused("bad-json", "metrics is not a small table")
-    try:
-        return {str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-    except OverflowError:
-        raise Refused("bad-json", "a metric is out of range") from None

@@ -27,7 +27,7 @@ from raafl.parts.compress import Compressor
 from raafl.parts.split import KEY
 from raafl.parts.split_cut import Shapes
 from raafl.parts.split_half import Half, halves
-from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.codec import Expect
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.submodel.flat import DTYPES
@@ -331,6 +331,8 @@ class _Stream:
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
         if assignment != self._assignment.id:
             raise Refused("unknown-assignment", f"expected {self._assignment.id}, got {assignment}")
+        if kind is Kind.FAILED:
+            raise Refused(GIVEN_UP, "", Message(kind, assignment, meta=meta))
         wanted = Kind.ACTIVATIONS if self._index < self._total else Kind.UPDATE
         if kind is not wanted:
             raise Refused("bad-kind", f"expected {wanted.name} after {self._index} batches, got {kind.name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.runtime.transport.codec import Expect, Kind, Message, Refused
+from raafl.runtime.transport.codec import GIVEN_UP, Expect, Kind, Message, Refused
 from raafl.runtime.transport.door import Door, call, parse_address
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.runtime.transport.handshake import ClientKey, Secret, load_secret
@@ -12,6 +12,7 @@ from raafl.runtime.transport.seal import Seal
 from raafl.runtime.transport.tcp import TcpPair
 
 __all__ = [
+    "GIVEN_UP",
     "ClientKey",
     "Door",
     "Expect",

@@ -66,6 +66,11 @@ class Kind(IntEnum):
     CONFIG = 8
     ACTIVATIONS = 9
     GRADIENTS = 10
+    FAILED = 11
+
+
+GIVEN_UP = "given-up"
+"""Reason of a `Refused` whose message says, as `Kind.FAILED`, that there will be no answer."""
 
 
 @dataclass(frozen=True, slots=True)

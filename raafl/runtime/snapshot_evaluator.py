@@ -1,0 +1,74 @@
+"""Evaluation beside a run on the wall clock, on snapshots."""
+
+from __future__ import annotations
+
+import threading
+
+from raafl.errors import CodeFailed
+from raafl.local.evaluate import Evaluator
+from raafl.local.failure import measuring
+from raafl.submodel import FlatTensors
+
+
+class SnapshotEvaluator(threading.Thread):
+    """Evaluates the newest snapshot offered; one that is overtaken while an earlier one is measured is skipped.
+
+    Attributes:
+        failure: why it has ended, if the user's code has failed.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        """Prepare; `start` begins."""
+        super().__init__(name="evaluator", daemon=True)
+        self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
+        self._next: tuple[int, float, FlatTensors] | None = None
+        self._spare: FlatTensors | None = None
+        self._done: list[tuple[int, float, dict[str, float]]] = []
+        self.failure: CodeFailed | None = None
+
+    def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
+        """Copy ``values`` for measuring; returns once they are copied."""
+        with self._changed:
+            snapshot = self._next[2] if self._next is not None else self._spare
+            self._spare = None
+            if snapshot is None:
+                snapshot = values.clone()
+            else:
+                snapshot.copy_(values)
+            self._next = (version, at_s, snapshot)
+            self._changed.notify()
+
+    def done(self) -> list[tuple[int, float, dict[str, float]]]:
+        """Return (version, time of the snapshot, metrics) of what has been measured since the last call."""
+        with self._changed:
+            done, self._done = self._done, []
+            return done
+
+    def finish(self, timeout_s: float) -> list[tuple[int, float, dict[str, float]]]:
+        """Measure what is still on offer, end the thread, and return the last results; a thread that hangs is left."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self.join(timeout_s)
+        return self.done()
+
+    def run(self) -> None:
+        """Measure whatever is offered until told to finish."""
+        while True:
+            with self._changed:
+                while self._next is None and not self._ended:
+                    self._changed.wait()
+                if self._next is None:
+                    return
+                version, at_s, snapshot = self._next
+                self._next = None
+            try:
+                with measuring(version):
+                    metrics = self._evaluator(snapshot)
+            except CodeFailed as failed:
+                with self._changed:
+                    self.failure = failed
+                return
+            with self._changed:
+                self._done.append((version, at_s, metrics))
+                self._spare = snapshot

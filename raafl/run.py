@@ -281,10 +281,11 @@ def _serve(
     from raafl.runtime.inbox import Inbox
     from raafl.runtime.session import Session
 
-    saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
-    parts = build(experiment, pace=experiment.emulate and experiment.devices is not None)
-    run = Run(parts, config_yaml, "distributed", progress_file, saved, watcher)
-    resume.leave_note(run.folder)
+    with rendezvous.preparing():
+        saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+        parts = build(experiment, pace=experiment.emulate and experiment.devices is not None)
+        run = Run(parts, config_yaml, "distributed", progress_file, saved, watcher)
+        resume.leave_note(run.folder)
     inbox = inbox or Inbox()
     device = experiment.server_device
     sessions = [
@@ -334,6 +335,7 @@ def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
     for note in notes:
         Progress("plain", sys.stderr).note(f"raafl, client {info.id}: {note}")
     try:
+        rendezvous.await_server()
         with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
             client = Client(
                 info,

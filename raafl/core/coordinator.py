@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from raafl.core.algorithm import Algorithm, Fleet, Training, Waiting
 from raafl.core.roster import Roster
@@ -15,6 +16,7 @@ from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
 from raafl.core.types import (
     ENDS,
+    OUT_OF_MEMORY,
     RESTART,
     Action,
     Arrived,
@@ -145,6 +147,8 @@ class Coordinator:
         self._settle(assignment, update.client, f"refused:{problem}", 0, update)
         if assignment is None or problem in DAMAGED:
             return
+        if problem == OUT_OF_MEMORY:
+            self._narrow(assignment)
         until = self.standing.refuse(assignment.client, now)
         if until is None:
             return
@@ -247,7 +251,7 @@ class Coordinator:
         dismissed = False
         while (client := self.roster.next_to_start(sample.concurrency)) is not None:
             try:
-                work = self.algorithm.select(client, self.fleet)
+                work = self._work_for(client)
             except BadInput as error:  # nobody else is to suffer for it
                 self._drop(client.id, "unfit")
                 self._actions.append(Dismiss(client.id, client.incarnation, str(error)))
@@ -255,6 +259,29 @@ class Coordinator:
                 continue
             self._assign(client, work, now)
         return dismissed
+
+    def _work_for(self, client: ClientInfo) -> Work:
+        """Return what a client is to do; where nothing smaller suits one whose memory was too small, what suited it before."""
+        try:
+            return self.algorithm.select(client, self.fleet)
+        except BadInput:
+            if client.id not in self.roster.said_bytes:
+                raise
+            return self.algorithm.select(self._with_memory(client, self.roster.said_bytes.pop(client.id)), self.fleet)
+
+    def _narrow(self, assignment: Assignment) -> None:
+        """Take it that a client's memory is less than a task was predicted to need, which it did not have."""
+        client = self.roster.clients[assignment.client]
+        needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
+        self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
+        self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
+
+    def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
+        changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
+        self.algorithm.select.lost(client, self.fleet)
+        self.roster.clients[client.id] = changed
+        self.algorithm.select.joined(changed, self.fleet)
+        return changed
 
     def _assign(self, client: ClientInfo, work: Work, now: float) -> None:
         number, task = self.roster.number(client.id)

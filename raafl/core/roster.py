@@ -15,6 +15,7 @@ class Roster:
     Attributes:
         clients: all that have joined and are not lost, by id, but for those kept out.
         kept_out: who is there and may not take part yet, by id.
+        said_bytes: memory that each client has said it has, where a task has shown that it is less.
         active: assignments that are out, by id.
         idle: who could be drawn.
         drawn: who has been drawn to start as soon as concurrency allows, in order.
@@ -28,6 +29,7 @@ class Roster:
         """Start with nobody."""
         self.clients: dict[int, ClientInfo] = {}
         self.kept_out: dict[int, ClientInfo] = {}
+        self.said_bytes: dict[int, float] = {}
         self.active: dict[int, Assignment] = {}
         self.last_id = 0
         self.idle = IdlePool()
@@ -64,6 +66,7 @@ class Roster:
     def drop(self, client: int) -> Assignment | None:
         """Forget a client and return what it was working on, now off the books."""
         del self.clients[client]
+        self.said_bytes.pop(client, None)
         self.idle.discard(client)
         if client in self.drawn:
             self.drawn.remove(client)

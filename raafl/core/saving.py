@@ -6,6 +6,7 @@ generator. Restored into a fresh coordinator of the same config, the same events
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from typing import Any
 
@@ -85,6 +86,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "refused": [[reason, n] for reason, n in coordinator.refused.items()],
         "refused_in_a_row": [[client, n] for client, n in standing.refused.items()],
         "kept_out": [client_to_json(client) for client in roster.kept_out.values()],
+        "said_bytes": [[client, None if num == math.inf else num] for client, num in roster.said_bytes.items()],
         "times_out": [[client, n] for client, n in standing.times.items()],
         "out_until": [[client, at] for client, at in standing.until.items()],
         "min_clients": coordinator.limits.min_clients,
@@ -108,6 +110,8 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     for item in data.get("kept_out", []):
         client = client_from_json(item)
         roster.kept_out[client.id] = client
+    for number, num_bytes in data.get("said_bytes", []):
+        roster.said_bytes[number] = math.inf if num_bytes is None else num_bytes
     assignments = [assignment_from_json(item) for item in data["active"]]
     roster.active.update({assignment.id: assignment for assignment in assignments})
     for client_id in data["idle"]:

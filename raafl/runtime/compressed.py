@@ -16,7 +16,7 @@ import torch
 
 from raafl.core.coordinator import Coordinator
 from raafl.core.saving import from_plain, to_plain
-from raafl.core.types import Assignment, Update, derive_seed
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.parts.compress import Unsound
 from raafl.parts.split_half import Half
 from raafl.parts.wires import Way, Wires
@@ -300,6 +300,10 @@ class Carried(Snapshots):
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Turn what the trainer returned into what the server receives, in place."""
+        if update.refusal == OUT_OF_MEMORY:  # nothing was sent
+            if self._half is not None:
+                self.refused(assignment)
+            return
         if self._wires.up is None:
             return
         up, trained = self._life(assignment).up, update.tensors

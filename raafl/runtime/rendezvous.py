@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch import distributed as _distributed
 
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
-from raafl.runtime.transport import Pair, connect
+from raafl.runtime.transport import Pair, PeerLost, PeerTimeout, connect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 dist: Any = _distributed  # much of it is not typed
 
-_LET_GO = "let-go"
+_LET_GO, _READY, _BEAT = "let-go", "ready", "beat"
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -90,6 +91,49 @@ class Rendezvous:
             )  # fmt: skip
 
         return connect_pair
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Have the clients wait, for as long as the block takes, until rank 0 listens; it may have to evaluate a large model."""
+        ended = threading.Event()
+        beats = threading.Thread(target=self._beat, args=(ended,), name="preparing", daemon=True)
+        beats.start()
+        try:
+            yield
+            self.store.set(_READY, "1")
+        finally:
+            ended.set()
+            beats.join()
+
+    def _beat(self, ended: threading.Event) -> None:
+        """Say now and then that rank 0 is there."""
+        number = 0
+        with suppress(RuntimeError):  # the store may go with the agent that holds it
+            while not ended.is_set():
+                number += 1
+                self.store.set(_BEAT, str(number))
+                ended.wait(min(self.experiment.waits.join_s / 5, 1.0))
+
+    def await_server(self) -> None:
+        """Wait until rank 0 listens.
+
+        Raises:
+            PeerTimeout: it has said nothing for ``waits.join_s``.
+            PeerLost: the store is gone.
+        """
+        join_s, heard, wait_s = self.experiment.waits.join_s, b"", 0.01
+        since = time.monotonic()
+        try:
+            while not self.store.check([_READY]):
+                beat = bytes(self.store.get(_BEAT)) if self.store.check([_BEAT]) else b""
+                if beat != heard:
+                    heard, since = beat, time.monotonic()
+                if time.monotonic() - since > join_s:
+                    raise PeerTimeout(f"rank 0 has not been heard of for {join_s:g} s (waits.join_s)")
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 0.2)
+        except RuntimeError as error:
+            raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
 
     def announce(self, client: int | None, reason: str) -> None:
         """Leave word why ``client`` (None = everybody) is let go, for one whose pair breaks before it hears so."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import (
+    OUT_OF_MEMORY,
     Action,
     Arrived,
     Assign,
@@ -155,7 +156,8 @@ class Replay:
         )
         in_halves = assignment is not None and KEY in assignment.extra  # refused, it may never have come to its end
         sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not in_halves)
-        again = sound or (self._snapshots.remembers and not in_halves)
+        sent = row["refusal"] != OUT_OF_MEMORY
+        again = sound or (self._snapshots.remembers and not in_halves and sent)
         if assignment is None or snapshot is None or not known or not again:
             if assignment is not None and known and row["incarnation"] == assignment.incarnation:
                 self.executor.cancel(number)

@@ -50,6 +50,7 @@ def timely_fl(
     cut: Cut = "layers",
     slack: float = 0.05,
     clock: Clock = "device",
+    by_samples: bool = True,
 ) -> Algorithm:
     """Make TimelyFL.
 
@@ -66,6 +67,7 @@ def timely_fl(
         slack: share of T_k by which a client may come late and still be in the merge; 0 = the paper's.
         clock: what a task is charged: device = what its device is predicted to need; share = alpha of the whole model's task
             (Equation 1), the paper's assumption, on a virtual clock.
+        by_samples: weigh clients by their samples; False = all alike, as FedBuff does.
     """
     if clock not in CLOCKS:
         raise BadInput(f"clock is '{clock}': {nearest(clock, CLOCKS)}")
@@ -82,5 +84,7 @@ def timely_fl(
         select=Timely(participation, adaptive, layers, cut, slack),
         local=ShareOfTime() if clock == "share" else Local(),
         trigger=Interval(slack),
-        merge=Mean() if server_optimizer is None else ServerOptimizer(server_optimizer, server_lr),
+        merge=Mean(by_samples=by_samples)
+        if server_optimizer is None
+        else ServerOptimizer(server_optimizer, server_lr, by_samples=by_samples),
     )

@@ -342,7 +342,7 @@ def test_every_argument_reaches_its_part():
     assert algorithm.select == Timely(0.3, False, "share", slack=0.2)
     assert algorithm.trigger == Interval(0.2)
     assert algorithm.merge == ServerOptimizer("yogi", 0.5)
-    assert timely_fl().merge == Mean()
+    assert timely_fl().merge == Mean() and timely_fl(by_samples=False).merge == Mean(by_samples=False)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 Everything but what a row names is `configs/mnist-fed-raa.yaml`: model, data, clients, devices, learning rate, local
 epochs. The time is the virtual clock's when the global model first reaches the target, measured at every version; null
-where it was not reached. `ratio_to_fed_raa` is the row's time over that of Fed-RAA's defaults with the same seed, beta
+where it was not reached. `ratio_to_fed_raa` is the row's time over that of Fed-RAA, as the search found it, with the same seed, beta
 and learning rate. On standard error: each row as it comes.
 
-    python -m benchmarks.fed_raa --json             the three methods' defaults, seeds 0, 1, 2, beta 0.3
+    python -m benchmarks.fed_raa --json             the three methods, seeds 0, 1, 2, beta 0.3
     python -m benchmarks.fed_raa --full --json      also beta 0.9, Table 3, rescale, M, other learning rates, and
                                                     when the target is reached for good
-    python -m benchmarks.fed_raa --search --json    the grid behind the defaults, seeds 10, 11, 12
+    python -m benchmarks.fed_raa --search --json    the grid of time on MNIST, seeds 10, 11, 12
+    python -m benchmarks.fed_raa --defaults --json  alpha and staleness on four unequal tasks, seed 10: what the defaults are from
     (--jobs N runs N simulations at a time; --out FILE saves the result)
 """
 
@@ -19,6 +20,7 @@ import csv
 import itertools
 import multiprocessing as mp
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -35,9 +37,27 @@ SEARCH_SEEDS = (10, 11, 12)
 SEARCH_LIMIT_S = 75.0
 SLACK = 1.25
 FINALISTS = 6
-PLAIN = {"staleness": "constant", "prox": 0.0}
 
 Arguments = tuple[tuple[str, Any], ...]
+
+UNEQUAL = "--partition raafl.data.Dirichlet --partition.alpha 0.5 --train.num_epochs null --train.num_steps 20 --max_updates 300 --eval_every 50 "
+CIFAR = "--clients 20 --data.num_train 10000 --data.num_test 2000 --model.in_features 3072 --model.lr 0.01 "
+TASKS = {
+    "mnist": "--model.lr 0.02",
+    "cifar10": "--data raafl.data.CIFAR10 --data.batch_size 64 " + CIFAR,
+    "cifar100": "--data raafl.data.CIFAR100 --data.batch_size 64 --model.num_classes 100 " + CIFAR,
+    "sst2": "--clients 20 --data raafl.data.SST2 --data.tokenizer words --data.vocab_size 5000 --data.num_train 10000 "
+    "--data.batch_size 64 --model model_zoo.FastText --model.vocab_size 5000 --model.num_classes 2 --model.lr 0.2",
+}
+MIXES: tuple[Arguments, ...] = (
+    (("alpha", 0.9), ("staleness", "constant")),
+    (("alpha", 0.9), ("staleness", "polynomial"), ("staleness_a", 0.5)),
+    (("alpha", 0.9), ("staleness", "polynomial"), ("staleness_a", 1.0)),
+    (("alpha", 0.6), ("staleness", "polynomial"), ("staleness_a", 0.5)),
+)
+FOUND = {"fed_raa": {"staleness": "constant"}}
+"""What the search found soonest on MNIST, where it is not the factory's default."""
+PLAIN = {"staleness": "constant", "prox": 0.0}
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,7 @@ def experiment_of(setting: Setting, config: Path = CONFIG) -> Any:
     from raafl.config import load_experiment
 
     options = ["--algorithm", setting.algorithm, "--seed", str(setting.seed), "--progress", "quiet"]
-    for name, value in setting.arguments:
+    for name, value in {**FOUND.get(setting.algorithm, {}), **dict(setting.arguments)}.items():
         options += [f"--algorithm.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     if setting.lr is not None:
         options += ["--model.init_args.lr", str(setting.lr)]
@@ -104,6 +124,7 @@ def run(setting: Setting, config: Path = CONFIG) -> Row:
         "part": setting.part, "algorithm": setting.algorithm, **dict(setting.arguments), "beta": setting.beta,
         "lr": setting.lr, "seed": setting.seed, "time_s": time_s, "versions": version,
         "given_up_s": None if reached else summary["time_s"], "accuracy": summary["final"].get(target.metric),
+        "loss": summary["final"].get("loss"), "staleness_mean": summary["staleness"]["mean"],
         "wall_s": summary["wall_s"],
     }  # fmt: skip
     if setting.through:
@@ -216,6 +237,14 @@ def search(jobs: int = 1, seeds: Sequence[int] = SEARCH_SEEDS, config: Path = CO
     return _summary(found)
 
 
+def defaults(seeds: Sequence[int] = SEARCH_SEEDS[:1], tasks: Iterable[str] = TASKS) -> list[Setting]:
+    """Return each way of mixing on each task: clients with unequal data, 300 updates, whether a target is reached or not."""
+    return [
+        Setting(task, "fed_raa", mix, seed, through=True, options=tuple(shlex.split(f"{TASKS[task]} {UNEQUAL}")))
+        for seed, task, mix in itertools.product(seeds, tasks, MIXES)
+    ]
+
+
 def _summary(found: dict[Setting, Row]) -> list[Row]:
     """Return one row for each combination: its times by seed and their mean, the most seeds and the best mean first."""
     groups: dict[tuple[str, Arguments], list[Row]] = {}
@@ -243,6 +272,7 @@ def cli(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--defaults", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     options, rest = parser.parse_known_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -250,6 +280,8 @@ def cli(argv: Sequence[str] | None = None) -> None:
     def rows() -> list[Row]:
         if options.search:
             return search(options.jobs)
+        if options.defaults:
+            return run_all(defaults(), options.jobs)
         return with_ratios(run_all(full() if options.full else comparison(), options.jobs))
 
     main("fed_raa", rows, rest)

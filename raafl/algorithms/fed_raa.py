@@ -7,7 +7,8 @@ arrival: ``q(j) += 1; theta_j <- (1 - alpha_t) theta_j + alpha_t theta_j_new``, 
 (Algorithm 1).
 
 The paper leaves open, and this does:
-- alpha, rho and the fragments' scale: see docs/fed-raa.md for the search behind the defaults.
+- alpha, s, rho and the fragments' scale: see docs/fed-raa.md for the search behind the defaults. With a constant s an
+  alpha near 1 does not learn once many clients work at a time (`raafl.parts.merge.Mean.too_stale`).
 - Parameters of no fragment (output bias, norms over an uncut width) go with every fragment and are mixed in like the
   rest, with the same alpha_t.
 - A fragment is trained alone, yet the full network sums all M: `rescale` multiplies a cut layer's activation by
@@ -42,7 +43,7 @@ def fed_raa(
     select: Choice = "gre_raa",
     trigger: Literal["each", "all"] = "each",
     alpha: float = 0.9,
-    staleness: Kind = "constant",
+    staleness: Kind = "polynomial",
     staleness_a: float = 0.5,
     staleness_b: float = 4.0,
     prox: float = 0.0,

@@ -226,6 +226,10 @@ class Trigger(ABC):
         """Return when to ask again even if nothing happens, or None."""
         return None
 
+    def staleness(self, num_at_work: int) -> float:
+        """Return the mean staleness of updates where so many clients are always at work; 0 where it is bounded."""
+        return 0.0
+
 
 class Merge(ABC):
     """How are waiting updates folded in? Its memory lives in `GlobalState.memory`, so that it can be saved.
@@ -249,6 +253,10 @@ class Merge(ABC):
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return what the user is to know at the start, one line each."""
         return []
+
+    def too_stale(self, staleness: float) -> str | None:
+        """Return why it will not learn from updates that come so many merges late on average, or None."""
+        return None
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return why a sound update is not to be received, as REASON in refused:REASON, or None; asked before `receive`."""
@@ -294,9 +302,11 @@ class Algorithm:
 
     def notes(self, fleet: Fleet, num_clients: int) -> list[str]:
         """Return what its parts have to say at the start."""
+        stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             self.select.notes(fleet)
             + self.local.notes(fleet.state.submodels)
             + self.merge.notes(fleet.state, num_clients)
             + (fleet.wires.notes(num_clients) if fleet.wires is not None else [])
+            + ([] if stale is None else [stale])
         )

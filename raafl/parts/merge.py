@@ -26,6 +26,9 @@ from raafl.submodel import FULL, FlatTensors, Spec
 CHUNK = 1 << 16
 """Elements worked on at a time on a CPU, so that what lies between two operations stays in its cache."""
 
+MOST_UNDONE = 9.0
+"""Mean staleness times mixing weight above which a run is said not to learn: nine tenths of the work are taken back."""
+
 
 def zeros_like(values: FlatTensors) -> FlatTensors:
     """Return flat tensors of the same layout and device, all zero."""
@@ -196,6 +199,22 @@ class Mean(Merge):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / on
                 new = torch.addcdiv(old * keep, total, on)
                 old.copy_(torch.where(on > 0, new, old))
+
+    def too_stale(self, staleness: float) -> str | None:
+        """Return that hardly any of the clients' work is kept, where that is so; docs/fed-raa.md derives the rule.
+
+        A share a of an update that comes s merges late takes back a of what these s merges did. So of its own progress
+        Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): nearly Delta / s, whatever a is, once a s is large,
+        and the model is then little but the last few clients'.
+        """
+        share = self.alpha * self.staleness(staleness)
+        if share * staleness <= MOST_UNDONE:
+            return None
+        return (
+            f"will hardly learn: updates come {staleness:.3g} merges late on average and are mixed in with {share:.2g}, so "
+            f"{share * staleness / (1 + share * staleness):.0%} of what clients do is taken back: give a smaller alpha, staleness "
+            "polynomial with a larger staleness_a (1 suits any number of clients), or a lower concurrency"
+        )
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -98,7 +98,7 @@ def choose(
         mine = sorted(
             (i for i in range(axis.size) if in_use is None or (name, i) in in_use), key=lambda i: (sizes[i], i)
         )
-        stay |= {(name, i) for i in mine[int(prunable * len(mine)) :]}
+        stay |= {(name, i) for i in mine[int(prunable * len(mine) + 1e-9) :]}
 
     def worth(unit: Unit) -> float:
         return gains[unit] / times[unit[0]]

@@ -80,6 +80,10 @@ class Sample:
         positive("cohort", self.cohort, optional=True)
         positive("concurrency", self.concurrency, optional=True)
 
+    def most_at_work(self, num_clients: int) -> int:
+        """Return how many of so many clients may be at work at a time."""
+        return min([num_clients, *(limit for limit in (self.cohort, self.concurrency) if limit is not None)])
+
     def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:
         """Remove from ``idle`` and return the clients to start.
 

@@ -18,6 +18,10 @@ class EachArrival(Trigger):
         """Return True: whatever waits is merged."""
         return True
 
+    def staleness(self, num_at_work: int) -> float:
+        """Return one less than are at work: every merge makes the others' tasks, and no more, one version older."""
+        return max(num_at_work - 1, 0)
+
     def __str__(self) -> str:
         """Return the answer in words."""
         return "each arrival"
@@ -116,7 +120,7 @@ class MinRatio(Trigger):
     def wake_at(self, waiting: Waiting) -> float | None:
         """Return when the wait ends, or None while too few have reported."""
         total = len(waiting.arrived_s) + waiting.num_active
-        needed = max(1, math.ceil(self.min_ratio * total))
+        needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # 0.28 * 25 is a little more than 7
         if len(waiting.arrived_s) < needed:
             return None
         return waiting.arrived_s[needed - 1] + self.wait_s

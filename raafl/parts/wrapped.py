@@ -38,6 +38,10 @@ class Wrapped(Merge):
         """Return the inner merge's notes."""
         return self.inner.notes(state, num_clients)
 
+    def too_stale(self, staleness: float) -> str | None:
+        """Return what the inner merge says."""
+        return self.inner.too_stale(staleness)
+
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return what the inner merge objects to."""
         return self.inner.problem(state, update, spec, staleness)

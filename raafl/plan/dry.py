@@ -40,6 +40,7 @@ class Prediction:
         run_s: seconds until ``max_updates`` of the config.
         least, most: merged updates of the client with the fewest, and with the most.
         problem: why it cannot be run; the figures are then None or 0.
+        note: why it will not learn at this staleness.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Prediction:
     least: int = 0
     most: int = 0
     problem: str | None = None
+    note: str | None = None
 
 
 class World:
@@ -192,9 +194,10 @@ def _gone_through(
     updates, versions, time_s = summary["updates_merged"], summary["versions"], simulation.now
     if reason.startswith("failed") or not versions:
         return Prediction(name, time_s=time_s, problem=reason if reason.startswith("failed") else "no update in time")
-    tasks = summary["participation"].values()
+    tasks, staleness = summary["participation"].values(), float(summary["staleness"]["mean"])
     return Prediction(
         name, updates, versions, time_s, time_s / versions, time_s / updates, summary["utilisation"],
-        summary["staleness"]["mean"], (summary["bytes_up"] + summary["bytes_down"]) / updates,
+        staleness, (summary["bytes_up"] + summary["bytes_down"]) / updates,
         None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
+        note=algorithm.merge.too_stale(staleness),
     )  # fmt: skip

@@ -22,6 +22,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
     head = f"{plan.name}: {plan.params:,} parameters, {plan.num_clients} clients, batches of {plan.batch_size}"
+    shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
     return "\n\n".join([head, *shown])
 
 

@@ -181,3 +181,32 @@ def test_fed_opt_leaves_uncovered_elements_and_their_moments():
 def test_values_out_of_range_are_named(make, says):
     with pytest.raises(BadInput, match=says):
         make()
+
+
+# ---- staleness that undoes the work ----
+
+
+@pytest.mark.parametrize(
+    ("merge", "staleness", "said"),
+    [
+        (Mean(alpha=0.9), 17.7, "17.7 merges late on average and are mixed in with 0.9, so 94% of"),  # 15.93 / 16.93
+        (Mean(alpha=0.9), 9.9, None),  # 8.91: 8.91 / 9.91 is a little less than nine tenths
+        (Mean(alpha=0.9, staleness=Staleness("polynomial")), 99.0, None),  # 0.09 * 99
+        (Mean(alpha=0.9, staleness=Staleness("polynomial")), 120.0, "mixed in with 0.082, so 91% of"),  # 0.9 / 11 * 120
+        (Mean(alpha=0.9, staleness=Staleness("polynomial", a=1.0)), 1e6, None),
+        (Mean(), 0.0, None),
+        (Deltas(), 1e6, None),
+    ],
+)
+def test_what_takes_back_nine_tenths_of_the_work_is_said(merge, staleness, said):
+    found = merge.too_stale(staleness)
+    assert found is None if said is None else said in found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_of_its_own_progress_the_model_keeps_as_much_as_the_rule_says(share):
+    """By brute force: theta moves by a (theta_old + 1 - theta), with theta_old nine merges old: a / (1 + 9 a) each time."""
+    theta = [0.0] * 10
+    for _ in range(4000):
+        theta.append((1 - share) * theta[-1] + share * (theta[-10] + 1))
+    assert (theta[-1] - theta[-1001]) / 1000 == pytest.approx(share / (1 + 9 * share), rel=1e-3)

@@ -34,6 +34,11 @@ def test_rolling_draws_only_what_may_start():
     assert len(Sample(concurrency=3).draw(pool(10), 0, random.Random(0), rolling=False)) == 10
 
 
+def test_as_many_may_be_at_work_as_every_limit_allows():
+    parts = (Sample(), Sample(cohort=5), Sample(concurrency=3), Sample(5, 3), Sample(50))
+    assert [part.most_at_work(10) for part in parts] == [10, 5, 3, 3, 10]
+
+
 def test_draws_are_uniform():
     rng, counts = random.Random(0), Counter()
     for _ in range(4000):

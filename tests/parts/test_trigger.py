@@ -42,6 +42,18 @@ def test_min_ratio_waits_after_enough_have_reported():
     assert trigger.due(waiting([1.0], 0, now=1.0))
 
 
+def test_a_rounding_error_waits_for_nobody_more():
+    # 0.28 * 25 is a little more than 7
+    trigger = MinRatio(min_ratio=0.28)
+    assert not trigger.due(waiting([1.0] * 6, 19, now=1.0))
+    assert trigger.due(waiting([1.0] * 7, 18, now=1.0))
+
+
+def test_each_merge_makes_the_tasks_of_all_others_one_version_older():
+    assert [EachArrival().staleness(num) for num in (0, 1, 20)] == [0, 0, 19]
+    assert AllReported().staleness(20) == MinRatio().staleness(20) == 0
+
+
 def test_min_ratio_zero_without_wait_is_asynchronous_and_one_is_synchronous():
     assert MinRatio(0.0, 0.0).due(waiting([1.0], 99, now=1.0))
     assert not MinRatio(1.0, 0.0).due(waiting([1.0, 2.0], 1, now=99.0))

@@ -2,8 +2,8 @@
 
 Everything but what a row names is `configs/mnist-fed-raa.yaml`: model, data, clients, devices, learning rate, local
 epochs. The time is the virtual clock's when the global model first reaches the target, measured at every version; null
-where it was not reached. `ratio_to_fed_raa` is the row's time over that of Fed-RAA, as the search found it, with the same seed, beta
-and learning rate. On standard error: each row as it comes.
+where it was not reached. `ratio_to_fed_raa` is the row's time over that of Fed-RAA, as the search found it, with the same
+seed, beta and learning rate. On standard error: each row as it comes.
 
     python -m benchmarks.fed_raa --json             the three methods, seeds 0, 1, 2, beta 0.3
     python -m benchmarks.fed_raa --full --json      also beta 0.9, Table 3, rescale, M, other learning rates, and
@@ -40,7 +40,10 @@ FINALISTS = 6
 
 Arguments = tuple[tuple[str, Any], ...]
 
-UNEQUAL = "--partition raafl.data.Dirichlet --partition.alpha 0.5 --train.num_epochs null --train.num_steps 20 --max_updates 300 --eval_every 50 "
+UNEQUAL = (
+    "--partition raafl.data.Dirichlet --partition.alpha 0.5 --train.num_epochs null --train.num_steps 20 "
+    "--max_updates 300 --eval_every 50"
+)
 CIFAR = "--clients 20 --data.num_train 10000 --data.num_test 2000 --model.in_features 3072 --model.lr 0.01 "
 TASKS = {
     "mnist": "--model.lr 0.02",

@@ -38,7 +38,7 @@ class Staleness:
         if self.b != 4.0 and self.kind != "hinge":
             raise BadInput(f"staleness_b is {self.b}, but staleness is {self.kind}: leave it out, or use hinge")
 
-    def __call__(self, staleness: int) -> float:
+    def __call__(self, staleness: float) -> float:
         """Return the factor for an update ``staleness`` merges late; 1 for a fresh one."""
         if self.kind == "constant":
             return 1.0

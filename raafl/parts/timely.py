@@ -126,7 +126,8 @@ class Timely(Select):
     """As many epochs, or else as many of the last layers, as a client manages within the round's interval T_k.
 
     The round's clients report t_cmp and t_com (Algorithm 2): those that are drawn, and those of earlier rounds that are still
-    at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's own, `train.num_epochs` or `train.num_steps`.
+    at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's
+    own, `train.num_epochs` or `train.num_steps`.
 
     The report is the profile's prediction. Where the last task took longer or shorter than was predicted for it, both times
     are scaled by that ratio: so a device that has slowed down gets less in its next round.

@@ -26,7 +26,7 @@ _GROUPS = {
     "when it ends (the first that comes)": ("max_updates", "max_time", "target"),
     "what is measured, kept and shown": (
         "eval_every", "checkpoint_every", "checkpoint_s", "keep_checkpoints", "name", "output", "resume", "progress",
-        "logger",
+        "logger", "strict",
     ),
     "how it is computed": ("seed", "threads", "workers", "server_device", "emulate"),
 }  # fmt: skip
@@ -34,7 +34,7 @@ _METAVARS = {
     "model": "CLASS", "data": "CLASS", "partition": "CLASS", "algorithm": "NAME", "clients": "N", "devices": "FILE",
     "max_updates": "N", "max_time": "SECONDS", "target": "METRIC=VALUE", "eval_every": "N", "checkpoint_every": "N",
     "checkpoint_s": "SECONDS", "keep_checkpoints": "N", "name": "NAME", "output": "DIR", "resume": "RUN", "progress": "HOW",
-    "logger": "NAME", "seed": "N", "threads": "N", "workers": "N", "server_device": "DEVICE",
+    "logger": "NAME", "seed": "N", "threads": "N", "workers": "N", "server_device": "DEVICE", "strict": "[BOOL]",
 }  # fmt: skip
 _EPILOG = """\
 Options win over the file. CLASS is the path of a class, such as model_zoo.MLP or my_module.MyModel; NAME is one that
@@ -185,7 +185,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
 
     from raafl.experiment import Experiment
 
-    argv = config_first(expand_algorithm(expand_resume(argv)))
+    argv = config_first(expand_algorithm(expand_resume(_expand_strict(argv))))
     if not argv:
         raise BadInput(f"{command} needs a config: give --config FILE (raafl {command} --help lists every field)")
     _find_project_modules()
@@ -233,6 +233,13 @@ def _find_project_modules() -> None:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
+
+
+def _expand_strict(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with `--strict` alone as `--strict=true`."""
+    rest = [*argv[1:], "--"]
+    alone = [item == "--strict" and after.startswith("--") for item, after in zip(argv, rest, strict=True)]
+    return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
 
 
 def expand_resume(argv: Sequence[str]) -> list[str]:

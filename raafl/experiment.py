@@ -124,6 +124,7 @@ class Experiment:
         output: the run's folder, new or empty; null = runs/NAME-TIME.
         progress: how the run is shown: auto, live, plain, verbose or quiet.
         waits: deadlines of a wall-clock run.
+        strict: a warning said before the run starts is an error, and so is a run that diverges.
     """
 
     model: Callable[[], LightningModule]
@@ -157,6 +158,7 @@ class Experiment:
     progress: str = "auto"
     logger: Any = None
     waits: Waits = field(default_factory=Waits)
+    strict: bool = False
 
     def make(self) -> LightningModule:
         """Return a new model, with the exits that ``submodels`` asks for; raises `BadInput` where it cannot have them."""

@@ -14,6 +14,7 @@ import torch
 
 from raafl.build import Parts, build, client_infos, client_parts, load_data, make_executor
 from raafl.core import saving
+from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.experiment import Experiment, seconds
 from raafl.local.evaluate import Evaluator
@@ -63,6 +64,7 @@ class Run:
         self._resumed = saved is not None
         self.folder = self._name_folder(saved)
         metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
+        self._notes = self._said_before()
         if saved is not None:
             self._go_on(saved)
         else:
@@ -173,6 +175,15 @@ class Run:
                 )
         return metrics
 
+    def _said_before(self) -> list[str]:
+        """Return what is to be said at the start; raises `BadInput` for warnings where the run is strict."""
+        fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
+        notes = self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))
+        warnings = [note for note in notes if isinstance(note, Warn)]
+        if warnings and self.parts.experiment.strict:
+            raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
+        return notes
+
     def start(self) -> None:
         """Start the clock and the view."""
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
@@ -183,10 +194,8 @@ class Run:
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )
         self.progress.start(title)
-        # at the start nobody has joined, but it is known who will
-        fleet = coordinator.fleet.of(self.parts.clients)
-        for note in coordinator.algorithm.notes(fleet, len(self.parts.clients)):
-            self.progress.note(note)
+        for note in self._notes:
+            (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
         self.loggers.start(hyper_parameters(self._config_yaml))
         if self._resumed:
@@ -209,6 +218,7 @@ class Run:
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
         )  # fmt: skip
         summary |= coordinator.algorithm.merge.report(coordinator.state)
+        summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):
             summary["model"] = save_model(

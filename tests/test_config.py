@@ -83,6 +83,14 @@ def test_json_is_an_option_beside_the_fields():
     assert not parse("simulate", ["--config", str(QUICKSTART)]).as_json
 
 
+@pytest.mark.parametrize(
+    ("options", "strict"),
+    [([], False), (["--strict"], True), (["--strict", "--json"], True), (["--strict", "false"], False)],
+)
+def test_strict_needs_no_value(options, strict):
+    assert parse("simulate", ["--config", str(QUICKSTART), *options]).experiment.strict is strict
+
+
 @pytest.mark.parametrize("command", ["simulate", "fit"])
 def test_every_field_of_an_experiment_is_an_option_with_a_text(command):
     from dataclasses import fields

@@ -36,7 +36,7 @@ _FLAT = {
 _NOT_SETTINGS = ("model", "data", "algorithm", "clients", "devices", "resume")
 _MAY_CHANGE = (
     "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits",
-    "checkpoint_every", "checkpoint_s", "keep_checkpoints",
+    "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict",
 )  # fmt: skip
 _HERE = "raafl.api.handed"
 
@@ -76,6 +76,7 @@ class Settings(TypedDict, total=False):
     progress: str
     logger: Any
     waits: Waits | Mapping[str, Any]
+    strict: bool
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:

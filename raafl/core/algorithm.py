@@ -182,7 +182,7 @@ class Select(ABC):
         return []
 
     def notes(self, fleet: Fleet) -> list[str]:
-        """Return what the user is to know at the start, one line each."""
+        """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
         return []
 
 
@@ -251,7 +251,7 @@ class Merge(ABC):
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return what the user is to know at the start, one line each."""
+        """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
         return []
 
     def too_stale(self, staleness: float) -> str | None:

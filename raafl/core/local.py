@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raafl.core.types import Warn
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Spec
@@ -131,13 +132,13 @@ class Local:
         return []
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return what the user is to know at the start, one line each."""
+        """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
         if not self.masked:
             return []
         from raafl.parts.masked_loss import why_unmasked
 
         why = why_unmasked(submodels)
-        return [] if why is None else [f"masked loss: nothing is masked, clients train on the plain loss: {why}"]
+        return [] if why is None else [Warn(f"masked loss: nothing is masked, clients train on the plain loss: {why}")]
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -20,6 +20,10 @@ OUT_OF_MEMORY = "out-of-memory"
 """Why an update is refused, `Update.refusal`, of a client whose memory was too small for the task."""
 
 
+class Warn(str):
+    """A note that the run may not be what was asked for: said as a warning, kept in the summary, an error with `strict`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
     """What the server knows of one client.

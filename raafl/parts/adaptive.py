@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.algorithm import Hook, Local, Task
+from raafl.core.types import Warn
 from raafl.errors import BadInput, fraction, positive
 from raafl.submodel import Axis, Member, Submodels
 from raafl.submodel.lora import is_lora
@@ -244,9 +245,11 @@ class Adaptive(Local):
         """Say what is gated, or that nothing is."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
-            return ["ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these"]
+            return [Warn("ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these")]
         if not policies:
-            return ["ada_vit finds neither blocks nor hidden units to decide on in this model: it is plain averaging"]
+            return [
+                Warn("ada_vit finds neither blocks nor hidden units to decide on in this model: it is plain averaging")
+            ]
         units, sublayers = (sum(getattr(policy, kind) for policy in policies) for kind in ("units", "sublayers"))
         what = f"{units} heads and {sublayers} sublayers of blocks" if sublayers else f"{units} groups of hidden units"
         return [

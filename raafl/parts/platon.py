@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, Update, Work
+from raafl.core.types import ClientInfo, Update, Warn, Work
 from raafl.errors import BadInput, positive
 from raafl.parts.merge import Mean
 from raafl.parts.rated import Rated, Rates
@@ -110,7 +110,7 @@ class Sensitivity(Local):
     def notes(self, submodels: Submodels) -> list[str]:
         """Say which axes are scored by groups, or that there are none."""
         if not any(_wide(submodels)):
-            return [f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}"]
+            return [Warn(f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}")]
         coarse = [axis for axis in _wide(submodels) if axis.size > self.groups]
         if not coarse:
             return []

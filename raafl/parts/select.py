@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
-from raafl.core.types import ClientInfo, Work
+from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.ranking import Ranking
 from raafl.parts.selectors.units import shared_fragments
@@ -52,10 +52,10 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return the note that there is nothing to ``what``, so that everyone trains the whole model; empty where there is."""
+    """Return the warning that there is nothing to ``what``, so that everyone trains the whole model; empty where there is."""
     if submodels.axes:
         return []
-    return [f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}"]
+    return [Warn(f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}")]
 
 
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:

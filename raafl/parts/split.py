@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.utils._pytree import tree_flatten
 
 from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
-from raafl.core.types import ClientInfo, Work
+from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, positive
 from raafl.parts.split_cut import Cut, cuts_of
 from raafl.parts.split_half import Half
@@ -147,7 +147,9 @@ class Split(Local):
         lower, upper = self.half(submodels), self.half(submodels, "upper")
         if lower is None or upper is None:
             return [
-                f"split: the model cannot be cut, so clients train all of it, as in FedAvg: {cuts_of(submodels)[1]}"
+                Warn(
+                    f"split: the model cannot be cut, so clients train all of it, as in FedAvg: {cuts_of(submodels)[1]}"
+                )
             ]
         cut, total = lower.cut, sum(submodels.parameters.values())
         leaves = ", ".join(f"number {place}" for place in cut.leaves) or "none"

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Fleet, Local, Restart, Select, Trigger, Waiting
-from raafl.core.types import Assignment, ClientInfo, Work
+from raafl.core.types import Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, nearest, refuse_unused
 from raafl.parts.select import uncut
 from raafl.parts.selectors import leading, steps
@@ -258,7 +258,9 @@ class Timely(Select):
         if len(self._submodels(fleet)) > 1:
             return []
         return [
-            "every client trains all of the model, which has a single layer that trains: who is short of time is late"
+            Warn(
+                "every client trains all of the model, which has a single layer that trains: who is short of time is late"
+            )
         ]
 
     def _problem(self, client: ClientInfo, fleet: Fleet) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
-from raafl.core.types import ClientInfo, Work, derive_seed
+from raafl.core.types import ClientInfo, Warn, Work, derive_seed
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.distilled import exit_depths
 from raafl.parts.mask_training import best, first_score
@@ -38,14 +38,14 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
 def window_notes(submodels: Submodels) -> list[str]:
     """Return in words which cuts of depth and width this model has no place for."""
-    found = []
+    found: list[str] = []
     if stack_of(submodels) is None:
         what = "several stacks" if submodels.stacks else "no stack"
-        found.append(f"the model has {what} of blocks: its depth stays whole, only its width is cut")
+        found.append(Warn(f"the model has {what} of blocks: its depth stays whole, only its width is cut"))
     elif not exit_depths(submodels):
         found.append("the model has no exits: its own last layers end windows of blocks of every depth")
     if not submodels.axes:
-        found.append(f"the model's width stays whole: {submodels.why_whole()}")
+        found.append(Warn(f"the model's width stays whole: {submodels.why_whole()}"))
     return found
 
 

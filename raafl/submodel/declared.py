@@ -6,7 +6,7 @@ blocks with a rule are found without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,11 @@ class Exit:
 def join(*parts: str) -> str:
     """Return the path made of these parts, of which some may be empty."""
     return ".".join(part for part in parts if part)
+
+
+def within(name: str, paths: Iterable[str]) -> bool:
+    """Return whether a tensor or module of this name is one of ``paths``, or lies in one; all lies in the root, ''."""
+    return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from raafl.errors import fraction, nearest
+from raafl.submodel.declared import within
 from raafl.submodel.spec import Spec, SpecError
 
 if TYPE_CHECKING:
@@ -51,13 +52,13 @@ def depth_window(
             known = nearest(one, submodels.exits) if submodels.exits else "it has none (`add_exits`, `submodel_exits`)"
             raise SpecError(f"exit is '{one}', which this model does not have; {known}")
     names = list(submodels.parameters)
-    inside = [place for place, full in enumerate(names) if _within(full, (blocks.path,))]
+    inside = [place for place, full in enumerate(names) if within(full, (blocks.path,))]
     heads = [path for head in submodels.exits.values() for path in head.paths]
-    above = [n for n in names[inside[-1] + 1 :] if not _within(n, heads)]
-    trained = [n for n in names if _within(n, [blocks.block(i) for i in range(start, stop)])]
+    above = [n for n in names[inside[-1] + 1 :] if not within(n, heads)]
+    trained = [n for n in names if within(n, [blocks.block(i) for i in range(start, stop)])]
     ends = [path for one in chosen for path in submodels.exits[one].paths]
-    trained += [n for n in names if _within(n, ends)] if chosen else above
-    trained += [n for n in names[: inside[0]] if start == 0 and not _within(n, heads)]
+    trained += [n for n in names if within(n, ends)] if chosen else above
+    trained += [n for n in names[: inside[0]] if start == 0 and not within(n, heads)]
     exits = chosen if submodels.exits else None
     return Spec.keep(kept, blocks={name: range(stop)}, trained=_prefixes(submodels, trained), exits=exits)
 
@@ -76,9 +77,9 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
     layers: dict[str, list[str]] = {}
     blocks = [stack.block(i) for stack in submodels.stacks.values() for i in range(len(stack))]
     heads = [path for head in submodels.exits.values() for path in head.paths]
-    sizes = {name: size for name, size in submodels.parameters.items() if not _within(name, heads)}
+    sizes = {name: size for name, size in submodels.parameters.items() if not within(name, heads)}
     for name in sizes:
-        owner = next((path for path in blocks if _within(name, (path,))), name.rpartition(".")[0])
+        owner = next((path for path in blocks if within(name, (path,))), name.rpartition(".")[0])
         layers.setdefault(owner, []).append(name)
     total = sum(sizes.values())
     trained: list[str] = []
@@ -108,10 +109,6 @@ def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
     if name not in stacks:
         raise SpecError(f"stack is '{name}', which this model does not have; {nearest(name, stacks)}")
     return stacks[name]
-
-
-def _within(name: str, paths: Sequence[str]) -> bool:
-    return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:

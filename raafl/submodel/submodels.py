@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
-from raafl.submodel.declared import Exit, Stack, find_exits, find_stacks
+from raafl.submodel.declared import Exit, Stack, find_exits, find_stacks, within
 from raafl.submodel.extract import Plan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
@@ -109,6 +109,11 @@ class Submodels:
         """Why axes were not found, or only those of layers with axes of their own; None when nothing was in the way."""
         return self._problem if self._table else None
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """All that cannot shrink -> the reason: layers (`kept_whole`), and ``forward`` where it was not followed."""
+        return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
+
     def why_whole(self) -> str:
         """Return in words why there are no axes, with the layer in the way and the remedy."""
         if self.problem is not None:
@@ -161,7 +166,7 @@ class Submodels:
                 )
         for prefix in spec.trained or ():
             names = [*self._parameters, *self.aliases]
-            if not any(_covers(prefix, name) for name in names):
+            if not any(within(name, (prefix,)) for name in names):
                 modules = {name.rpartition(".")[0] for name in names} - {""}
                 raise SpecError(
                     f"spec trains '{prefix}', which this model does not have; {nearest(prefix, {*names, *modules})}"
@@ -181,7 +186,7 @@ class Submodels:
         """Refuse to leave out the first of several places that share a tensor: it has its name from there."""
         absent = self._absent(spec)
         for alias, name in self.aliases.items() if absent else ():
-            if _is_in(name, absent) and not _is_in(alias, absent):
+            if within(name, absent) and not within(alias, absent):
                 raise SpecError(
                     f"spec leaves out '{name}', which is also '{alias}': keep what it lies in, or leave out both"
                 )
@@ -220,7 +225,7 @@ class Submodels:
         still = self._still_buffers(spec, trains)
         found: dict[str, list[tuple[str, list[int], torch.dtype]]] = {"trained": [], "other": [], "frozen": []}
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
-            if _is_in(name, absent):
+            if within(name, absent):
                 continue
             shape = list(tensor.shape)
             for dim, runs in selections.get(name, {}).items():
@@ -250,7 +255,7 @@ class Submodels:
         if spec.trained is None:
             return self._requires_grad
         named = [*((name, name) for name in self._parameters), *self.aliases.items()]
-        chosen = {own for name, own in named if any(_covers(prefix, name) for prefix in spec.trained)}
+        chosen = {own for name, own in named if within(name, spec.trained)}
         return frozenset(chosen & self._requires_grad)
 
     def _selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
@@ -385,14 +390,6 @@ class Submodels:
         from raafl.submodel.cost import predict
 
         return predict(self, spec, batch_size, num_optimizer_slots)
-
-
-def _is_in(name: str, paths: tuple[str, ...]) -> bool:
-    return any(_covers(path, name) for path in paths)
-
-
-def _covers(prefix: str, name: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".")
 
 
 def _is_float(tensor: Tensor) -> bool:

@@ -73,6 +73,26 @@ def test_a_deadline_by_width_says_that_nothing_is_narrower(tmp_path):
     assert summary["updates_merged"] >= 5 and WHOLE + "narrow: " in said
 
 
+def test_nothing_shrinks_is_a_warning_in_the_summary_with_the_reasons(tmp_path):
+    summary, _ = run_of(tmp_path, "hetero_fl")
+    (warning,) = summary["warnings"]
+    assert warning.startswith(NOTES["hetero_fl"])
+    assert summary["kept_whole"] == {"layers.1": "it is an output of the model"}
+
+
+@pytest.mark.parametrize("name", ["hetero_fl", "fed_raa", "platon", "co_s2p", "ada_vit", "split_fed", "timely_fl"])
+def test_it_is_an_error_where_the_run_is_strict(tmp_path, name):
+    with pytest.raises(BadInput) as caught:
+        run_of(tmp_path, name, strict=True)
+    assert NOTES[name] in str(caught.value) and str(caught.value).endswith("(an error, since strict is true)")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_strict_run_without_warnings_is_like_any_other(tmp_path):
+    summary, _ = run_of(tmp_path, "fed_avg", strict=True)
+    assert summary["finished"] == "max_updates" and summary["warnings"] == []
+
+
 @pytest.mark.parametrize("arguments", [{"rates": 1.0}, {"fragments": 1}])
 def test_who_asks_for_the_whole_model_is_told_nothing(tmp_path, arguments):
     name = "hetero_fl" if "rates" in arguments else "fed_raa"

@@ -131,6 +131,8 @@ class Coordinator:
             return "wrong-client"
         if update.refusal is not None:
             return update.refusal
+        if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
+            return "no-samples"
         expected = self.state.submodels.layout(assignment.spec, "trained")
         if update.tensors.layout is not expected and update.tensors.layout != expected:
             return "wrong-layout"

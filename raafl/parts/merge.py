@@ -123,8 +123,8 @@ class Mean(Merge):
     For one update this is FedAsync's and Fed-RAA's ``theta <- (1 - a) theta + a theta_new`` with
     ``a = alpha * s(t - tau)`` (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). For several, with weights
     ``w_n`` = samples: ``theta <- theta + sum_n w_n a_n (theta_n - theta) / sum_n w_n`` over the n that cover the
-    element; with alpha 1 and no staleness that is FedAvg's weighted mean. What no update covers is left as it is, bit
-    for bit.
+    element; with alpha 1 and no staleness that is FedAvg's weighted mean. What no update covers, or only those that weigh
+    nothing, is left as it is, bit for bit.
 
     Attributes:
         alpha: mixing weight in (0, 1].
@@ -168,6 +168,8 @@ class Mean(Merge):
         received: list[tuple[float, float]] = memory.pop("received")
         lone = memory.pop("lone", None)
         if lone is not None:
+            if not received[0][0]:
+                return
             tensors, spec = lone
             plan = state.submodels.plan(spec)
             if received[0][1] == 1.0:
@@ -181,7 +183,7 @@ class Mean(Merge):
         spec = sums.common
         if spec is None:
             self._apply_covered(state, sums, [factor for _, factor in received])
-        else:  # one part of the model, covered by all: plain numbers do
+        elif sums.weight:  # one part of the model, covered by all: plain numbers do
             mixed = math.fsum(weight * factor for weight, factor in received)
             plan, whole = state.submodels.plan(spec), sums.weight
             keep = 1.0 - mixed / whole
@@ -304,7 +306,8 @@ class ServerOptimizer(Merge):
     ``m <- beta1 m + (1 - beta1) Delta``; ``v`` by kind: adagrad ``v + Delta^2``, yogi
     ``v - (1 - beta2) Delta^2 sign(v - Delta^2)``, adam ``beta2 v + (1 - beta2) Delta^2``;
     ``theta <- theta + eta m / (sqrt(v) + tau)``. v starts at tau^2, m at 0; no bias correction, as in the paper.
-    Floating-point buffers (running statistics) take the plain mean. Elements that no update covers keep theta, m and v.
+    Floating-point buffers (running statistics) take the plain mean. Elements that no update covers, or only those that
+    weigh nothing, keep theta, m and v.
     Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the version that
     client started from.
 
@@ -347,6 +350,9 @@ class ServerOptimizer(Merge):
         """Take one server step."""
         memory = state.memory["fed_opt"]
         sums = _Accumulator(state, memory)
+        if not sums.weight:
+            sums.clear()
+            return
         if "m" not in memory:
             memory["m"], memory["v"] = zeros_like(state.values), zeros_like(state.values)
             for buffer in memory["v"].buffers.values():

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.types import (
     Arrived,
     ClientInfo,
@@ -135,6 +135,15 @@ def test_a_wrong_shape_is_refused():
     task = assigned(join(coordinator, [1, 2]))[1]
     whole = Update(task.id, 1, 0, filled(coordinator.state, 1.0), 1)
     assert outcomes(coordinator.handle(Arrived(whole), 0.0)) == [(1, "refused:wrong-layout", 0)]
+
+
+def test_an_update_without_samples_is_refused_whatever_the_merge_goes_by():
+    for algorithm in (fed_avg(), fed_avg(by_samples=False), fed_buff(buffer_size=1), fed_async(), fed_opt()):
+        coordinator = coordinator_for(algorithm)
+        task = assigned(join(coordinator, (1,)))[1]
+        empty = update_for(coordinator.state, task, 9.0, num_samples=0)
+        assert outcomes(coordinator.handle(Arrived(empty), 0.0)) == [(1, "refused:no-samples", 0)]
+        assert coordinator.state.version == 0 and coordinator.refused == {"no-samples": 1}
 
 
 def test_an_answer_from_an_earlier_incarnation_is_refused():

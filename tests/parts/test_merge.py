@@ -7,6 +7,7 @@ import torch
 
 from raafl.core.types import Update
 from raafl.errors import BadInput
+from raafl.parts.label_split import LabelSplit
 from raafl.parts.merge import Deltas, Mean, ServerOptimizer
 from raafl.parts.staleness import Staleness
 from raafl.submodel import FULL, Spec
@@ -181,6 +182,37 @@ def test_fed_opt_leaves_uncovered_elements_and_their_moments():
 def test_values_out_of_range_are_named(make, says):
     with pytest.raises(BadInput, match=says):
         make()
+
+
+# ---- updates that weigh nothing ----
+
+WEIGHTLESS = {
+    "one": [(6.0, FULL, 0, 0)],
+    "several of one part": [(6.0, FULL, 0, 0), (9.0, FULL, 0, 1)],
+    "of one smaller part": [(6.0, TOP, 0, 0), (9.0, TOP, 0, 1)],
+    "of several parts": [(6.0, TOP, 0, 0), (9.0, BOTTOM, 0, 0), (9.0, FULL, 0, 2)],
+}
+BY_SAMPLES = {
+    "mean": Mean, "mixed mean": lambda: Mean(alpha=0.5, staleness=Staleness("polynomial")),
+    **{kind: lambda kind=kind: ServerOptimizer(kind) for kind in ("adam", "yogi", "adagrad")},
+    "label split": lambda: LabelSplit(Mean()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("updates", WEIGHTLESS.values(), ids=WEIGHTLESS)
+@pytest.mark.parametrize("make", BY_SAMPLES.values(), ids=BY_SAMPLES)
+def test_updates_without_samples_change_nothing_and_the_next_merge_is_as_if_they_had_not_been(make, updates):
+    merge, state = make(), give(make(), line_state(value=0.3), updates)
+    assert torch.equal(values_of(state), values_of(line_state(value=0.3)))
+    after = [(2.0, FULL, 1, 0), (5.0, TOP, 3, 1)]
+    assert torch.equal(values_of(give(merge, state, after)), values_of(give(make(), line_state(value=0.3), after)))
+
+
+@pytest.mark.parametrize("make", BY_SAMPLES.values(), ids=BY_SAMPLES)
+def test_beside_others_an_update_without_samples_counts_for_nothing(make):
+    sound = [(2.0, FULL, 2, 0), (5.0, FULL, 1, 0)]
+    found, expected = (give(make(), line_state(value=0.3), [*more, *sound]) for more in ([(9.0, FULL, 0, 0)], []))
+    assert torch.equal(values_of(found), values_of(expected))
 
 
 # ---- staleness that undoes the work ----

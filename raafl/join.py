@@ -20,6 +20,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import Experiment
+from raafl.foreign import foreign
 from raafl.local.train import LocalTrainer
 from raafl.memory import settle_heap, with_memory
 from raafl.runtime.client import Client
@@ -247,7 +248,7 @@ def _ask_config(pair: Pair) -> str:
     answer = pair.recv(lambda kind, assignment, meta: None, _CONFIG_S)
     text = answer.meta.get("config_yaml")
     if answer.kind is Kind.STOP:
-        raise RunFailed(str(answer.meta.get("reason", "refused")))
+        raise RunFailed(foreign(answer.meta.get("reason", "refused")))
     if answer.kind is not Kind.CONFIG or not isinstance(text, str):
         raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")
     return trusted(text)

@@ -217,6 +217,7 @@ class Run:
             algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
         )  # fmt: skip
+        summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary |= coordinator.algorithm.merge.report(coordinator.state)
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
@@ -302,6 +303,7 @@ def _serve(
         Session(
             client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
             parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=parts.coordinator.fleet.wires,
+            share=client.num_samples,
         )
         for client in parts.clients
     ]  # fmt: skip

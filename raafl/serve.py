@@ -106,7 +106,8 @@ def serve(
         experiment, pace=experiment.emulate and experiment.devices is not None,
         min_clients=min_clients or _min_clients(saved) or experiment.clients, count_lost=False,
     )  # fmt: skip
-    lobby = _Lobby(experiment, Terms(config_yaml, sections(config_yaml)), parts.submodels, inbox or Inbox())
+    shares = [client.num_samples for client in parts.clients]
+    lobby = _Lobby(experiment, Terms(config_yaml, sections(config_yaml)), parts.submodels, inbox or Inbox(), shares)
     door = Door(where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s)
     try:
         run = Run(parts, config_yaml, "distributed", progress_file, saved)
@@ -130,7 +131,10 @@ class _Lobby:
     record: RunRecord
     server: Server
 
-    def __init__(self, experiment: Experiment, terms: Terms, submodels: Submodels, inbox: Inbox) -> None:
+    def __init__(
+        self, experiment: Experiment, terms: Terms, submodels: Submodels, inbox: Inbox, shares: list[int]
+    ) -> None:
+        self._shares = shares
         self._experiment, self._terms, self._submodels, self.inbox = experiment, terms, submodels, inbox
         self._waits = replace(experiment.waits, join_s=_GREET_S)
 
@@ -145,6 +149,7 @@ class _Lobby:
             return Session(
                 client, incarnation, lambda: pair, self._submodels, self.inbox, self._waits, self.record.moved,
                 self._experiment.server_device, self._terms, self.server.coordinator.fleet.wires,
+                share=self._shares[client - 1],
             )  # fmt: skip
 
         self.server.enter(client, session)

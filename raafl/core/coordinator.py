@@ -61,6 +61,7 @@ class Coordinator:
         self.merged = self.evaluated = 0
         self.standing = Standing(limits.max_refused)
         self.refused: Counter[str] = Counter()
+        self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.finished: str | None = None
         self.rng = random.Random(derive_seed(seed, "coordinator"))
@@ -118,6 +119,7 @@ class Coordinator:
         client = self.roster.clients[assignment.client]
         self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
         self.standing.accept(client.id)
+        update.num_samples = self._weight(client, update.num_samples)
         staleness = self.state.version - assignment.version
         self.algorithm.merge.receive(self.state, update, assignment.spec, staleness)
         self.waiting.append((assignment, update, staleness))
@@ -138,6 +140,15 @@ class Coordinator:
             return "wrong-layout"
         staleness = self.state.version - assignment.version
         return self.algorithm.merge.problem(self.state, update, assignment.spec, staleness)
+
+    def _weight(self, client: ClientInfo, num_samples: int) -> int:
+        """Return ``num_samples``, cut to what a client with data of its own may weigh beside the others."""
+        if not client.own_data or self.limits.max_weight is None:
+            return num_samples
+        most = max(int(self.limits.max_weight * self.roster.middle), 1)
+        if num_samples > most:
+            self.clipped[client.id] += 1
+        return min(num_samples, most)
 
     def _refuse(self, update: Update, assignment: Assignment | None, problem: str, now: float) -> None:
         """Settle an update that is not merged; a client refused too often is kept out, and alone can end no run."""

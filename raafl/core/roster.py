@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections import Counter, deque
 
 from raafl.core.types import Assignment, ClientInfo
@@ -37,11 +38,19 @@ class Roster:
         self.busy: dict[int, int] = {}  # client -> assignment id
         self.tasks: Counter[int] = Counter()
         self.joins: Counter[int] = Counter()
+        self._middle: int | None = None
 
     @property
     def num_out(self) -> int:
         """Tasks that may still report: those out, and those drawn to start."""
         return len(self.active) + len(self.drawn)
+
+    @property
+    def middle(self) -> int:
+        """The lower median of the clients' numbers of samples."""
+        if self._middle is None:
+            self._middle = statistics.median_low(client.num_samples for client in self.clients.values())
+        return self._middle
 
     def find(self, client: int) -> ClientInfo | None:
         """Return a client that is there, kept out or not; None = it is not."""
@@ -55,6 +64,7 @@ class Roster:
     def join(self, client: ClientInfo) -> None:
         """Add an idle client."""
         self.clients[client.id] = client
+        self._middle = None
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
         self.idle.add(client.id)
 
@@ -67,6 +77,7 @@ class Roster:
         """Forget a client and return what it was working on, now off the books."""
         del self.clients[client]
         self.said_bytes.pop(client, None)
+        self._middle = None
         self.idle.discard(client)
         if client in self.drawn:
             self.drawn.remove(client)

@@ -85,6 +85,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "merged": coordinator.merged,
         "refused": [[reason, n] for reason, n in coordinator.refused.items()],
         "refused_in_a_row": [[client, n] for client, n in standing.refused.items()],
+        "clipped": [[client, n] for client, n in coordinator.clipped.items()],
         "kept_out": [client_to_json(client) for client in roster.kept_out.values()],
         "said_bytes": [[client, None if num == math.inf else num] for client, num in roster.said_bytes.items()],
         "times_out": [[client, n] for client, n in standing.times.items()],
@@ -125,6 +126,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     coordinator.arrived_s[:] = data["arrived_s"]
     coordinator.merged, coordinator.evaluated = data["merged"], data["evaluated"]
     coordinator.refused.update(dict(data["refused"]))
+    coordinator.clipped.update(dict(data.get("clipped", [])))
     standing.refused.update(dict(data["refused_in_a_row"]))
     standing.times.update(dict(data.get("times_out", [])))
     standing.until.update(dict(data.get("out_until", [])))

@@ -268,6 +268,8 @@ class Limits:
         eval_every: versions between evaluations.
         checkpoint_every: versions between checkpoints; None = only at the end.
         num_clients: of the run; it fails for refused updates only when so many have taken part, and all of them are bad.
+        max_weight: a client's own data weigh no more than so many times the (lower) median of the clients there; None =
+            whatever it says. A share of the run's data is bounded by what was dealt.
         max_refused: updates of one client refused in a row, after which it is kept out for a while, growing.
     """
 
@@ -278,6 +280,7 @@ class Limits:
     eval_every: int = 1
     checkpoint_every: int | None = None
     num_clients: int = 1
+    max_weight: float | None = None
     max_refused: int = 3
 
 

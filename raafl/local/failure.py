@@ -13,6 +13,7 @@ import torch
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, CodeFailed, TaskFailed
+from raafl.foreign import foreign
 from raafl.local.train import Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
@@ -119,10 +120,9 @@ def to_meta(failure: TaskFailed) -> dict[str, str]:
 
 def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:
     """Return the failure that `to_meta` described, or anybody else's words, cleaned and cut."""
-    where, error, told = (str(meta.get(name, "")) for name in ("where", "error", "traceback"))
-    lines = told[-_LONG:].splitlines()
-    told = "\n".join("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
-    return TaskFailed(client, one_line(where), one_line(error, 2 * _LONGEST), told)
+    lines = str(meta.get("traceback", ""))[-_LONG:].splitlines()
+    told = "\n".join(map(foreign, lines))
+    return TaskFailed(client, foreign(meta.get("where", "")), foreign(meta.get("error", ""), 2 * _LONGEST), told)
 
 
 def place_of(error: BaseException) -> str:

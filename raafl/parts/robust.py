@@ -44,6 +44,8 @@ class Guard:
         outlier: refuse an update whose norm is above this many times the median of those accepted; null = none is.
         warm_up: how many updates of a size are accepted before one is judged.
         combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it.
+        max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
+            of the clients' samples; null = as it says. Others are held to the share that they were dealt.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
     """
 
@@ -52,6 +54,7 @@ class Guard:
     warm_up: int = 5
     combine: Combine = "mean"
     trim: float = 0.1
+    max_weight: float | None = 10.0
 
     def __post_init__(self) -> None:
         """Raise `BadInput` for a value out of range."""
@@ -61,12 +64,14 @@ class Guard:
         positive("guard.warm_up", self.warm_up)
         if self.combine not in COMBINES:
             raise BadInput(f"guard.combine is '{self.combine}': {nearest(self.combine, COMBINES)}")
+        if self.max_weight is not None and not self.max_weight >= 1:
+            raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
         if not 0 <= self.trim < 0.5:
             raise BadInput(f"guard.trim is {self.trim}: give a number from 0 to below 0.5")
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether anything is asked of the merge."""
         return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 

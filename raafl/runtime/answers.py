@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from raafl.core.types import ClientInfo, client_from_json
+from raafl.foreign import foreign
 from raafl.runtime.transport import Refused
 
 
@@ -21,6 +23,47 @@ def metrics_of(meta: dict[str, Any]) -> dict[str, float]:
     if not isinstance(metrics, dict) or len(metrics) > 100:
         raise Refused("bad-json", "metrics is not a small table")
     try:
-        return {str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+        return {foreign(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
     except OverflowError:
         raise Refused("bad-json", "a metric is out of range") from None
+
+
+class TooMany(Refused):
+    """A client says that it has more samples than it was dealt."""
+
+
+def count_of(meta: dict[str, Any], field: str, least: int = 0) -> int:
+    """Return a count that a client gives; raises `Refused` for anything else."""
+    value = meta.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
+        raise Refused("bad-json", f"{field} is {foreign(value)}")
+    return value
+
+
+def client_of(hello: dict[str, Any], client: int, incarnation: int, share: int | None) -> ClientInfo:
+    """Return what a client says of itself in its HELLO.
+
+    Args:
+        hello: what it says.
+        client: its id.
+        incarnation: of this life.
+        share: samples that it was dealt of the run's data; None = not known.
+
+    Raises:
+        TooMany: it says that it has more.
+        Refused: it makes no sense.
+    """
+    num_samples, profile = count_of(hello, "num_samples", least=1), hello.get("profile")
+    try:
+        if isinstance(profile, dict):
+            profile = {**profile, "name": foreign(profile.get("name", "default"))}
+        info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused("bad-json", f"profile of client {client}: {foreign(error)}") from None
+    if share is not None and not info.own_data and num_samples > share:
+        raise TooMany(
+            "too-many-samples",
+            f"client {client} says that it has {num_samples} samples, but its share of the run's data is {share}: it has "
+            "other data than the run",
+        )
+    return info

@@ -14,6 +14,7 @@ import raafl
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
+from raafl.foreign import foreign
 from raafl.local.failure import attempt, to_meta
 from raafl.local.heap import give_back
 from raafl.local.metrics import PEAK, peak_bytes
@@ -110,7 +111,7 @@ class Client:
                     self.unsent = None
                     self._on_welcome()
                 if message.kind is Kind.STOP:
-                    self._received.put(str(message.meta.get("reason", "")))
+                    self._received.put(foreign(message.meta.get("reason", "")))
                     break
                 if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
                     self._received.put((self._assignment, message.tensors))
@@ -121,7 +122,7 @@ class Client:
                 if message.kind is Kind.REFUSED:  # of a model in two halves; nothing is packed now
                     self._up.residual = None
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
-                    reason = str(message.meta.get("reason", ""))
+                    reason = foreign(message.meta.get("reason", ""))
                     warnings.warn(f"client {self._info.id}: the server refuses a batch: {reason}", stacklevel=1)
                     self._assignment = None  # given up in the middle; the next may come
                     self._half.hear(None)
@@ -157,7 +158,7 @@ class Client:
             # what came before is unpacked: an answer to it has been sent
             layout = self._half_layout(found) if KEY in found.extra else self._down.layout(found.spec)
         except (SpecError, TypeError, KeyError) as error:
-            raise Refused("bad-json", f"assignment {assignment}: {error}") from None
+            raise Refused("bad-json", f"assignment {assignment}: {foreign(error)}") from None
         self._free.wait(self._waits.stop_s)
         self._free.clear()
         if self._storage is None or self._storage[0] != layout:

@@ -16,6 +16,7 @@ import torch
 from torch import distributed as _distributed
 
 from raafl.errors import BadInput
+from raafl.foreign import foreign
 from raafl.local.train import FabricOptions
 from raafl.runtime.transport import Pair, PeerLost, PeerTimeout, connect
 
@@ -145,7 +146,7 @@ class Rendezvous:
         with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
             for key in (_LET_GO, f"{_LET_GO}/{self.rank}"):
                 if self.store.check([key]):
-                    return str(self.store.get(key).decode())
+                    return foreign(self.store.get(key).decode(errors="replace"))
         return None
 
     def fabric_options(self) -> FabricOptions:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import raafl
+from raafl.core.standing import DAMAGED
 from raafl.core.types import (
     OUT_OF_MEMORY,
     Arrived,
@@ -21,14 +22,14 @@ from raafl.core.types import (
     Lost,
     Update,
     assignment_to_json,
-    client_from_json,
 )
 from raafl.errors import TaskFailed
+from raafl.foreign import foreign
 from raafl.local.failure import from_meta, out_of_memory
 from raafl.parts.compress import Unsound
 from raafl.parts.split import KEY
 from raafl.parts.wires import Wires
-from raafl.runtime.answers import extra_of, metrics_of
+from raafl.runtime.answers import TooMany, client_of, count_of, extra_of, metrics_of
 from raafl.runtime.compressed import Down, Up
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
@@ -36,6 +37,9 @@ from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 if TYPE_CHECKING:
     from raafl.runtime.split import Link, ServerHalf
+
+MAX_DAMAGED = 3
+"""Damaged messages in a row after which a connection is given up."""
 
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
 
@@ -101,7 +105,7 @@ class Session(threading.Thread):
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
         waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
-        wires: Wires | None = None,
+        wires: Wires | None = None, share: int | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
@@ -116,6 +120,7 @@ class Session(threading.Thread):
             device: where received tensors are to lie.
             terms: what the client must agree on beside raafl's version and the model.
             wires: how what travels is compressed; None = it is not.
+            share: samples that the client was dealt of the run's data; None = not known.
         """
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
@@ -132,6 +137,7 @@ class Session(threading.Thread):
         self._sending = threading.Lock()
         self._stopping: str | None = None
         self._told = False
+        self._share, self._num_samples, self._num_damaged = share, 0, 0
         self._half: ServerHalf | None = None  # of a model that is trained in two halves
         self._num_threads = torch.get_num_threads()  # those of the thread that has set up the run
 
@@ -161,8 +167,8 @@ class Session(threading.Thread):
         failure: TaskFailed | None = None
         try:
             pair = self._pair = self._connect()
-            hello = self._greet(pair)
-            info = self._info(hello)
+            info, hello = self._greet(pair)
+            self._num_samples = info.num_samples
             self._inbox.put(Joined(info))
             self._take_late(hello)
             self._serve(pair)
@@ -175,7 +181,7 @@ class Session(threading.Thread):
         except (PeerLost, Refused, OSError, RuntimeError) as error:
             reason = f"disconnected: {error}"
         except Exception as error:  # whatever it is, the run must hear that nothing more will come
-            reason = f"failed: {type(error).__name__}: {error}"
+            reason = f"failed: {type(error).__name__}: {foreign(error)}"
         finally:
             if pair is not None:
                 pair.close()
@@ -191,8 +197,8 @@ class Session(threading.Thread):
             self._outbox.get(timeout=self._waits.stop_s)
         self._say_stop(reason)
 
-    def _greet(self, pair: Pair) -> dict[str, Any]:
-        """Check that the client runs the same raafl, config and model, and welcome it; return what it says of itself."""
+    def _greet(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
+        """Check that the client runs the same raafl, config and model, and welcome it; return what it is, and its HELLO."""
         hello = pair.recv(_nothing, self._waits.join_s)
         if hello.kind is Kind.CONFIG and self._terms.config_yaml:
             pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
@@ -202,32 +208,30 @@ class Session(threading.Thread):
         problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
         for field, value in expected.items():
             if problem is None and hello.meta.get(field) != value:
-                problem = f"different {field}: the server has {value}, client {self.client} has {hello.meta.get(field)}"
+                problem = f"different {field}: the server has {value}, client {self.client} has {foreign(hello.meta.get(field))}"
             if problem is None and field == "raafl":  # before the model, which follows from the config
                 problem = self._terms.problem(hello.meta.get("config"))
         if problem is None and base is not None and hello.meta.get("base") != base.digest:
             problem = (
                 f"different frozen parameters: the server's have digest {base.digest}, those of client {self.client} "
-                f"{hello.meta.get('base')}; they are not sent: give both the same pretrained weights"
+                f"{foreign(hello.meta.get('base'))}; they are not sent: give both the same pretrained weights"
             )
         if problem is not None:
             self._say_stop(f"refused: {problem}")
             raise Refused("incompatible", problem)
-        pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client}, None))
-        return hello.meta
-
-    def _info(self, hello: dict[str, Any]) -> ClientInfo:
-        _count(hello, "num_samples", least=1)
         try:
-            return client_from_json({**hello, "client": self.client, "incarnation": self.incarnation})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Refused("bad-json", f"profile of client {self.client}: {error}") from None
+            info = client_of(hello.meta, self.client, self.incarnation, self._share)
+        except TooMany as refused:
+            self._say_stop(f"refused: {refused.detail}")
+            raise
+        pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client}, None))
+        return info, hello.meta
 
     def _take_late(self, hello: dict[str, Any]) -> None:
         """Report an answer that a client still held when its connection broke; the coordinator refuses it by id."""
         if hello.get("unsent") is not None:
             nothing = FlatTensors.empty(Layout(()))
-            number = _count(hello, "unsent", least=1)
+            number = count_of(hello, "unsent", least=1)
             self._inbox.put(Arrived(Update(number, self.client, self.incarnation, nothing, 0, refusal="late")))
 
     def _serve(self, pair: Pair) -> None:
@@ -305,6 +309,11 @@ class Session(threading.Thread):
         self._inbox.put(Arrived(update))
         if pair.closed:
             raise PeerLost("connection-broken", f"after a message refused as {update.refusal}")
+        self._num_damaged = self._num_damaged + 1 if update.refusal in DAMAGED else 0
+        if self._num_damaged >= MAX_DAMAGED:
+            raise PeerLost(
+                "connection-broken", f"{MAX_DAMAGED} messages in a row were damaged, the last: {update.refusal}"
+            )
 
     def _split_task(self, pair: Pair, task: _Task) -> None:
         """Train the upper half of the model with the client, who trains the lower."""
@@ -353,13 +362,15 @@ class Session(threading.Thread):
             raise Refused("bad-kind", f"expected UPDATE, got {answer.kind.name}")
         if answer.incarnation != self.incarnation:
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
+        if (num_samples := count_of(meta, "num_samples", least=1)) > self._num_samples:
+            raise Refused("too-many-samples", f"{num_samples}, of {self._num_samples} that the client has said it has")
         try:
             tensors = self._up.unpack(spec, answer.tensors, self._received)
         except Unsound as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(
-            answer.assignment, self.client, self.incarnation, tensors, _count(meta, "num_samples", least=1),
-            _count(meta, "num_steps"), metrics_of(meta), extra=extra_of(meta),
+            answer.assignment, self.client, self.incarnation, tensors, num_samples,
+            count_of(meta, "num_steps"), metrics_of(meta), extra=extra_of(meta),
         )  # fmt: skip
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -383,10 +394,3 @@ class Session(threading.Thread):
 
 def _nothing(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
     return None
-
-
-def _count(meta: dict[str, Any], field: str, least: int = 0) -> int:
-    value = meta.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
-        raise Refused("bad-json", f"{field} is {value!r}")
-    return value

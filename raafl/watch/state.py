@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from raafl.foreign import foreign
 from raafl.progress import ClientProgress, ProgressState
 from raafl.runtime.journal import is_metric
 from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, ends_in_s, etas, speed
@@ -95,7 +96,7 @@ class RunState:
             self.goals = Goals.from_json(row["goals"])
             self._reach()
         if kind == "run":
-            self.runtime, self.title = str(row.get("runtime", "")), str(row.get("title", ""))
+            self.runtime, self.title = foreign(row.get("runtime", "")), foreign(row.get("title", ""), 1000)
         elif kind == "resumed":
             self.resumed = True
         elif isinstance(client, int) and kind in ("joined", "lost", "assigned", "arrived"):
@@ -107,7 +108,7 @@ class RunState:
         client.there, client.task, client.device = (
             True,
             None,
-            "" if name == "default" else printable(name)[:_SHOWN_DEVICE],
+            "" if name == "default" else foreign(name, _SHOWN_DEVICE),
         )
         self._there.add(number)
         self._working.pop(number, None)
@@ -189,7 +190,7 @@ class RunState:
 
     def _tell(self, text: str) -> None:
         if self.say is not None:
-            self.say(f"{self.time_s:9.1f} s  {printable(text)}")
+            self.say(f"{self.time_s:9.1f} s  {foreign(text)}")
 
     # ---- what to show ----
 
@@ -269,11 +270,6 @@ def spec_in_words(data: Any, most: int | None = None) -> str:
             words.append(f"{verb} {','.join(data[key]) or 'nothing'}")
     text = " ".join(words) or "full"
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
-
-
-def printable(text: str) -> str:
-    """Return a text without what would steer a terminal: some of it comes from clients."""
-    return "".join(letter for letter in text if letter.isprintable())
 
 
 def _number(value: Any) -> float | None:

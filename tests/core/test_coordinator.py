@@ -230,3 +230,27 @@ def test_the_same_events_give_the_same_actions():
 
     assert history(1) == history(1)
     assert history(1) != history(2)
+
+
+def test_own_data_weigh_no_more_than_so_many_times_the_median():
+    coordinator = coordinator_for(fed_avg(), min_clients=3, max_weight=10.0)
+    samples = {1: 6, 2: 5, 3: 1 << 52}
+    for client, num in samples.items():
+        actions = coordinator.handle(Joined(ClientInfo(client, num, own_data=client != 1)), 0.0)
+    for client, task in assigned(actions).items():
+        answer(coordinator, task, float(client), num_samples=samples[client])
+    # client 3 counts as 10 times the median of 5, 6 and 2^52; client 2's 5 are below it: (6 + 5 * 2 + 60 * 3) / 71
+    assert dict(coordinator.clipped) == {3: 1}
+    (value,) = values_of(coordinator.state).unique().tolist()
+    assert abs(value - (6 + 10 + 180) / 71) < 1e-6
+
+
+def test_a_dealt_share_weighs_what_it_is_and_null_bounds_nothing():
+    for own_data, bound in ((False, 10.0), (True, None)):
+        coordinator = coordinator_for(fed_avg(), min_clients=2, max_weight=bound)
+        coordinator.handle(Joined(ClientInfo(1, 1)), 0.0)
+        tasks = assigned(coordinator.handle(Joined(ClientInfo(2, 99, own_data=own_data)), 0.0))
+        answer(coordinator, tasks[1], 0.0)
+        answer(coordinator, tasks[2], 1.0, num_samples=99)
+        (value,) = values_of(coordinator.state).unique().tolist()
+        assert abs(value - 0.99) < 1e-6 and not coordinator.clipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +17,7 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, clie
 from raafl.devices.profiles import Profile
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms, Waits
-from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, TcpPair
+from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, TcpPair, codec
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state
 
@@ -33,13 +34,13 @@ def task(number=1, **fields):
 class Table:
     """A session and the other end of its pair, which the test plays."""
 
-    def __init__(self, terms=None, **waits):
+    def __init__(self, terms=None, share=None, **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
         ours, theirs = socket.socketpair()
         times = Waits(**{"join_s": 5.0, "task_s": 5.0, "idle_s": 5.0, "stop_s": 2.0, **waits})
         self.session = Session(
             4, 0, lambda: TcpPair(ours, 20.0), self.state.submodels, self.inbox, times,
-            lambda down, up: self.moved.append((down, up)), terms=terms,
+            lambda down, up: self.moved.append((down, up)), terms=terms, share=share,
         )  # fmt: skip
         self.session.start()
         self.pair = TcpPair(theirs, 20.0)
@@ -162,6 +163,8 @@ BAD_ANSWERS = {
     "no counts": ("bad-json", lambda t: t.say(Kind.UPDATE, 1, {}, filled(t.state, 1.0))),
     "a negative count": ("bad-json", lambda t: t.update(meta={"num_samples": -4})),
     "no samples at all": ("bad-json", lambda t: t.update(meta={"num_samples": 0})),
+    "more samples than it has": ("too-many-samples", lambda t: t.update(meta={"num_samples": 18})),
+    "as many samples as there are": ("too-many-samples", lambda t: t.update(meta={"num_samples": 2**53 - 1})),
     "a count that is true": ("bad-json", lambda t: t.update(meta={"num_steps": True})),
     "metrics that are a list": ("bad-json", lambda t: t.update(meta={"metrics": [1, 2]})),
     "too many metrics": ("bad-json", lambda t: t.update(meta={"metrics": {str(i): 1.0 for i in range(101)}})),
@@ -338,3 +341,73 @@ def test_a_client_may_have_data_of_its_own(data):
         assert table.event().client.own_data is (data == "own")
     finally:
         table.close()
+
+
+def test_a_client_has_no_more_samples_than_it_was_dealt():
+    table = Table(share=16)
+    try:
+        table.hello()
+        reason = table.hear().meta["reason"]
+        assert reason.startswith("refused: client 4 says that it has 17 samples, but its share of the run's data is 16")
+        assert table.event().reason.startswith("disconnected: too-many-samples: ")
+    finally:
+        table.close()
+
+
+@pytest.mark.parametrize("fields", [{"own_data": True}, {"num_samples": 16}, {"num_samples": 3}])
+def test_a_client_with_data_of_its_own_or_fewer_than_its_share_may_come(fields):
+    table = Table(share=16)
+    try:
+        table.hello(**fields)
+        assert table.hear().kind is Kind.WELCOME
+    finally:
+        table.close()
+
+
+HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 18) + "\nnews"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"raafl": HOSTILE}, {"model": [HOSTILE]}, {"config": {HOSTILE: 1}}, {"num_samples": HOSTILE},
+     {"profile": {"name": HOSTILE, "flops_per_s": -1.0}}, {"profile": {HOSTILE: 1}}],
+)  # fmt: skip
+def test_what_a_client_says_of_itself_reaches_no_log_raw(changes):
+    table = Table(terms=Terms("", {"model": "aa"}))
+    try:
+        table.hello(**{"config": {"model": "aa"}, **changes})
+        event = table.event()
+        assert isinstance(event, Lost) and event.reason.isprintable() and len(event.reason) < 600
+    finally:
+        table.close()
+
+
+def test_names_that_a_client_gives_are_cleaned_where_they_come_in(table):
+    table.hello(profile={**client_to_json(INFO)["profile"], "name": HOSTILE})
+    assert table.hear().kind is Kind.WELCOME
+    name = table.event().client.profile.name
+    assert name.isprintable() and len(name) == 200 and name.startswith(r"\x1b[2J\u202e")
+    table.assign()
+    table.update(meta={"metrics": {HOSTILE: 1.0, "loss": 0.5}})
+    metrics = table.event().update.metrics
+    assert sorted(map(len, metrics)) == [4, 200] and all(name.isprintable() for name in metrics)
+
+
+def test_a_connection_on_which_three_answers_in_a_row_were_damaged_is_given_up(table, monkeypatch):
+    footer = codec.Checksum.footer
+
+    def damaged_here(self):  # what the test sends; the session reckons right
+        return bytes(8) if threading.current_thread() is threading.main_thread() else footer(self)
+
+    table.greet()
+    reasons = []
+    for number, damaged in enumerate([True, True, False, True, True, True], start=1):
+        table.assign(number)
+        with monkeypatch.context() as patch:
+            if damaged:
+                patch.setattr(codec.Checksum, "footer", damaged_here)
+            table.update(number)
+        reasons.append(table.event().update.refusal)
+    assert reasons == ["bad-checksum", "bad-checksum", None, *["bad-checksum"] * 3]
+    why = "disconnected: connection-broken: 3 messages in a row were damaged, the last: bad-checksum"
+    assert table.event().reason == why

@@ -36,6 +36,7 @@ from typing import Any, Never, Protocol
 import torch
 import xxhash
 
+from raafl.foreign import foreign
 from raafl.submodel.flat import DTYPES, FlatTensors
 
 MAGIC = b"RAFL"
@@ -50,6 +51,7 @@ _CHECKSUM = struct.Struct("<Q")
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
+_MAX_DETAIL = 500
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -104,6 +106,7 @@ class Refused(Exception):
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
         """Name the reason, and say what was found."""
+        detail = foreign(detail, _MAX_DETAIL)  # much of it is what the peer has sent
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail

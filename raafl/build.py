@@ -102,6 +102,20 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     return Parts(experiment, data, module, submodels, coordinator, clients)
 
 
+def data_notes(parts: Parts) -> list[str]:
+    """Return what a user should know, before a run, of what the model is measured on and of batches that are never full."""
+    size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
+    small = [n for n in sizes if n < size]
+    found = list(parts.data.notes)
+    if small:
+        least_to_most = f"{min(small)}" if min(small) == max(small) else f"{min(small)} to {max(small)}"
+        found.append(
+            f"batches of {size} are more than {len(small)} of {len(sizes)} clients have, who train on all of their "
+            f"{least_to_most} samples at once: give a smaller train.batch_size for more steps"
+        )
+    return found
+
+
 def furnish(coordinator: Coordinator, experiment: Experiment, data: FederatedData) -> None:
     """Let the fleet know what of the run's config and data decides what tasks cost."""
     coordinator.fleet = replace(

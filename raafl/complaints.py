@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raafl.errors import nearest
+from raafl.trainer_flags import unknown
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -64,15 +65,18 @@ def _unknown(text: str, parser: ArgumentParser) -> str | None:
     if match := re.search(r"unrecognized arguments: (--?)?([\w.+-]+)", text):
         if not match[1]:
             return f"unexpected '{match[2]}': an option starts with --, as in --clients 4"
-        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        return f"unknown option --{match[2]}: {nearest('--' + match[2], known)}"
+        options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+        return unknown(f"unknown option --{match[2]}", f"--{match[2]}", options)
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
         known = [action.dest for action in parser._actions if action.dest.startswith(match[1] + ".")]
-        return f"unknown field {match[1]}.{match[2]}: {nearest(f'{match[1]}.{match[2]}', known)}"
+        return unknown(f"unknown field {match[1]}.{match[2]}", f"{match[1]}.{match[2]}", known)
     if match := re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", text):
         owner = _field(text)
         field = f"{owner}.{match[1]}" if owner else match[1]
-        return f"unknown field {field}: {nearest(match[1], _accepted(text, parser))}"
+        accepted = _accepted(text, parser)
+        if not owner:
+            return unknown(f"unknown field {field}", field, accepted)
+        return f"unknown field {field}: {nearest(match[1], accepted)}"
     return None
 
 

@@ -56,6 +56,15 @@ def installing(extra: str) -> str:
     return f"pip install '.[{extra}]' in the checkout of raafl"
 
 
+def briefly(value: object) -> str:
+    """Return words for a value that somebody has given, on one line: its class where it is one or where its text is long."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    plain = len(text) <= 60 and "\n" not in text and " at 0x" not in text
+    return text if plain else getattr(value, "__name__", "") or f"an object of {type(value).__name__}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many."""
     known = sorted(known)

@@ -18,6 +18,7 @@ from raafl.core.types import Limits
 from raafl.data.partition import Iid, Partition
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, nearest, positive
+from raafl.local.prepare import prepare
 from raafl.local.train import FabricOptions
 from raafl.parts.compress import Compress, up_name
 from raafl.parts.privacy import Privacy, noise_key, private
@@ -161,8 +162,12 @@ class Experiment:
     strict: bool = False
 
     def make(self) -> LightningModule:
-        """Return a new model, with the exits that ``submodels`` asks for; raises `BadInput` where it cannot have them."""
-        module = self.model()
+        """Return a new model, ready to be trained, with the exits that ``submodels`` asks for.
+
+        Raises:
+            BadInput: it cannot have them, or be trained; see `raafl.local.prepare`.
+        """
+        module: LightningModule = prepare(self.model())
         give_exits(module, self.submodels.exits or ())
         return module
 

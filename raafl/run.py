@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raafl.build import Parts, build, client_infos, client_parts, load_data, make_executor
+from raafl.build import Parts, build, client_infos, client_parts, data_notes, load_data, make_executor
 from raafl.core import saving
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed, RunFailed
@@ -158,9 +158,9 @@ class Run:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
         module, data = self.evaluator.module, self.parts.data
         self.watcher.begin(self, saved)
+        try_training(module, data.example_batch(2), self.parts.experiment.server_device)
         with explained(module, "validation_step", next(iter(data.test_batches()))):
             metrics = self.evaluator(self.parts.coordinator.state.values)
-        try_training(module, data.example_batch(2), self.parts.experiment.server_device)
         if not metrics:
             raise BadInput(
                 f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
@@ -178,7 +178,7 @@ class Run:
     def _said_before(self) -> list[str]:
         """Return what is to be said at the start; raises `BadInput` for warnings where the run is strict."""
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
-        notes = self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))
+        notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
         warnings = [note for note in notes if isinstance(note, Warn)]
         if warnings and self.parts.experiment.strict:
             raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))

@@ -76,6 +76,19 @@ BAD = {
     "algorithm unknown": (["--algorithm", "fed_rra"], "algorithm is 'fed_rra': did you mean 'fed_raa'?"),
     "algorithm without a name": (["--algorithm"], "--algorithm needs a name: ada_vit, "),
     "option unknown": (["--cliens", "5"], "unknown option --cliens: did you mean '--clients'?"),
+    "argument of a Trainer": (["--max_epochs", "5"], "unknown option --max_epochs: a run ends by max_updates"),
+    "devices not closed": (
+        ["--devices", "[{name: a100"],
+        "devices, given as '[{name: a100', is not valid YAML: line 1",
+    ),
+    "devices unknown": (
+        ["--devices", "[{name: iphone-99}]"],
+        "device 'iphone-99' is no shipped profile, and nothing says",
+    ),
+    "devices a word": (
+        ["--devices", "auto"],
+        "devices is auto: it says what the clients can do, by names, fields or a",
+    ),
     "option abbreviated": (["--client", "5"], "unknown option --client: did you mean '--clients'?"),
     "option of a group": (
         ["--train.num_epoch", "5"],

@@ -100,7 +100,10 @@ def test_a_sound_experiment_has_no_problem():
         ),
         ({"target": ["accuracy=0.9", "loss"]}, "target is 'loss': give METRIC=VALUE, for example accuracy=0.93"),
         ({"max_time": "soon"}, "max_time is soon: give seconds above 0, or text such as 90s, 5m, 2h"),
-        ({"devices": "nowhere.csv"}, "no device file at nowhere.csv; give the path of a .yaml, .json or .csv file"),
+        (
+            {"devices": "nowhere.csv"},
+            "no device file at nowhere.csv; give the path of a .yaml, .json or .csv file, or a list such as [{name: a100}]",
+        ),
         (
             {"devices": [Device(count=7), Device(count=4)]},
             "the counts in devices add up to 11 but num_clients is 10; lower the counts or set num_clients to 11",
@@ -175,7 +178,7 @@ def test_a_bad_device_file_is_named(content, line, tmp_path):
 
 
 def test_devices_are_dealt_in_turn():
-    devices = [Device(name="a", count=2), Device(name="b")]
+    devices = [Device(name="a", flops_per_s=1e9, count=2), Device(name="b", flops_per_s=1e9)]
     assert [p.name for p in make(clients=5, devices=devices).profiles()] == ["a", "a", "b", "a", "a"]
     assert [p.name for p in make(clients=2).profiles()] == ["default", "default"]
 

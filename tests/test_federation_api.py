@@ -14,9 +14,10 @@ import pytest
 import torch
 import yaml
 from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import raafl
 from raafl.api.handed import digest
@@ -43,6 +44,16 @@ def seeded_net(seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return small_net()
+
+
+class Stream(IterableDataset):
+    """It has a length, and no samples by number."""
+
+    def __iter__(self):
+        yield from range(3)
+
+    def __len__(self):
+        return 3
 
 
 class Steps(LightningModule):
@@ -125,6 +136,34 @@ def test_a_module_without_a_validation_step_is_measured_by_its_training_step(tmp
     result = federation(tmp_path / "run", "fed_raa").simulate(Steps, digits())
     assert set(result.final) == {"loss"}
     assert isinstance(result.module, Steps)
+
+
+def test_without_a_test_set_the_model_is_measured_on_training_samples_and_that_is_said(tmp_path, capsys):
+    data = digits()
+    data.setup()
+    more = {"progress": "plain", "max_updates": 1, "clients": 1, "devices": None}
+    result = federation(tmp_path / "run", **more).simulate(small_mlp, (data.train, None), batch_size=2000)
+    said = capsys.readouterr().out
+    assert (
+        "Datasets has no test or validation set: the global model is measured on 1,438 samples of the training" in said
+    )
+    assert "batches of 2000 are more than 1 of 1 clients have, who train on all of their 1438 samples at once" in said
+    batch = next(iter(DataLoader(data.train, batch_size=len(data.train))))
+    assert result.final["loss"] == pytest.approx(F.cross_entropy(result.module(batch[0]), batch[1]).item(), rel=1e-4)
+
+
+def test_a_compiled_module_is_trained_as_the_one_that_was_compiled(tmp_path):
+    steps = Steps()
+    plain = federation(tmp_path / "plain", max_updates=4).simulate(steps, digits())
+    compiled = federation(tmp_path / "compiled", max_updates=4)
+    steps.net = torch.compile(steps.net, backend="eager")
+    result = compiled.simulate(torch.compile(steps, backend="eager"), digits())
+    assert result.summary["model_digest"] == plain.summary["model_digest"]
+    assert type(result.module) is Steps and type(result.module.net) is nn.Sequential
+    assert "_orig_mod.0" not in str(steps.net) and hasattr(steps.net, "_orig_mod"), (
+        "what was handed over stays as it is"
+    )
+    assert compiled.replay(result.folder, steps, digits())["equal"]
 
 
 def test_data_sets_give_the_run_of_the_same_data_module(tmp_path):
@@ -291,7 +330,23 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path):
         ({"algorithm": "fed_rra"}, "algorithm is 'fed_rra': did you mean 'fed_raa'"),
         ({"train": {"epochs": 1}}, "unknown field train.epochs"),
         ({"devices": [{"name": "x", "flops": 1}]}, "unknown field devices.flops"),
-        ({"devices": 3}, "give a list of devices"),
+        ({"devices": 3}, "devices is 3: it says what the clients can do"),
+        ({"devices": 0.5}, "give a list of devices"),
+        ({"devices": ["iphone-99"]}, "device 'iphone-99' is no shipped profile, and nothing says what it can do"),
+        ({"max_epochs": 3}, "Federation has no 'max_epochs': a run ends by max_updates"),
+        (
+            {"callbacks": object()},
+            "callbacks has an object of object: give objects of raafl.Callback; a Trainer's are none",
+        ),
+        (
+            {"callbacks": [raafl.EarlyStopping]},
+            r"callbacks has the class EarlyStopping: give an object of it, EarlyStopping\(\)",
+        ),
+        (
+            {"callbacks": EarlyStopping("loss")},
+            "give objects of raafl.Callback, such as raafl.EarlyStopping; a Trainer's are",
+        ),
+        ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
         ({"guard": 3}, "guard is 3: give its fields as a dict"),
     ],
 )
@@ -305,13 +360,40 @@ def test_a_setting_that_is_none_is_named(settings, message):
     [
         (small_net(), digits(), {}, "module is a plain Sequential, and loss is missing"),
         (small_net, digits(), {}, "makes a plain Sequential, and loss is missing"),
-        (3, digits(), {}, "module is int"),
+        (3, digits(), {}, "module is 3: give a LightningModule"),
         (lambda: 3, digits(), {}, "a function that makes int"),
         (small_mlp(), digits(), {"loss": F.mse_loss}, "has steps of its own"),
-        (small_mlp, 3, {}, "data is int"),
+        (small_mlp, 3, {}, "data is 3: give a LightningDataModule"),
         (small_mlp, (3, 4), {}, "train is int: give a data set"),
+        (small_mlp, type(digits()), {}, r"data is the class Digits: give an object of it, Digits\(...\)"),
+        (
+            small_mlp,
+            (Stream(), None),
+            {},
+            "train is Stream, which is iterated over, but samples are dealt out to clients by",
+        ),
+        (
+            small_mlp,
+            (DataLoader([1]), None),
+            {},
+            "train is a DataLoader: give its data set, and batch_size= and collate_fn=",
+        ),
+        (small_mlp, digits(), {"devices": "auto"}, "devices is auto: it says what the clients can do"),
+        (
+            nn.Module(),
+            digits(),
+            {"loss": F.mse_loss},
+            r"module is Module, which has no forward: define forward\(self, x\)",
+        ),
+        (small_net(), digits(), {"loss": nn.MSELoss}, r"loss is the class MSELoss: give an object of it, MSELoss\(\)"),
+        (
+            small_net(),
+            digits(),
+            {"loss": F.mse_loss, "optimizer": 3},
+            "optimizer is 3: give a function that makes one of a list",
+        ),
         (small_mlp, digits(), {"batch_size": 3}, "batch_size is given, but is not for Digits"),
-        (small_mlp, digits(), {"devices": 3}, "give a list of devices"),
+        (small_mlp, digits(), {"devices": 3}, "their number is `clients`"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_anything_runs(tmp_path, module, data, more, message):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable as _Callable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, briefly, nearest
 from raafl.runtime.record import Target
 
 if TYPE_CHECKING:
@@ -55,6 +55,27 @@ class Callback:
         """Go on from what `state_dict` returned; called before `on_start` of a run that is resumed."""
 
 
+def callbacks_of(given: Any) -> list[Callback]:
+    """Return the callbacks that were given: one, several, or None.
+
+    Raises:
+        BadInput: something is none.
+    """
+    if given is None:
+        return []
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, (Callback, type, str)) else [given]
+    for one in several:
+        if isinstance(one, Callback):
+            continue
+        if isinstance(one, type) and issubclass(one, Callback):
+            raise BadInput(f"callbacks has {briefly(one)}: give an object of it, {one.__name__}()")
+        name = type(one).__name__
+        own = f", such as raafl.{name}" if name in _SHIPPED else ""
+        raise BadInput(f"callbacks has {briefly(one)}: give objects of raafl.Callback{own}; a Trainer's are none")
+    return several
+
+
+_SHIPPED = ("EarlyStopping", "LambdaCallback", "Printing")
 OCCASIONS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, default_collate
 
 from raafl._lean import import_lightning
 from raafl.data import FPB, SST2, AGNews, HuggingFaceText
+from raafl.data.federated import check_dataset
 from raafl.data.hub import load_splits
 from raafl.data.labels import labels_of
-from raafl.errors import BadInput
+from raafl.errors import BadInput, briefly
 
 import_lightning()
 from lightning import LightningDataModule  # noqa: E402
@@ -35,16 +36,14 @@ class Datasets(LightningDataModule):
 
         Args:
             train: samples to be shared out among the clients; has `__len__` and `__getitem__`.
-            test: samples on which the global model is measured.
+            test: samples on which the global model is measured; None = there are none.
             batch_size: samples in a batch.
             collate_fn: makes a batch of a list of samples; None = torch's own.
         """
         super().__init__()
         for name, dataset in (("train", train), ("test", test)):
-            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-                raise BadInput(f"{name} is {type(dataset).__name__}: give a data set with __len__ and __getitem__")
-            if len(dataset) == 0:
-                raise BadInput(f"{name} is {type(dataset).__name__} without any samples: give a data set that has some")
+            if name == "train" or dataset is not None:
+                check_dataset(name, dataset)
         if batch_size < 1:
             raise BadInput(f"batch_size is {batch_size}: give 1 or more")
         self.train, self.test, self.batch_size = train, test, batch_size
@@ -54,13 +53,15 @@ class Datasets(LightningDataModule):
         """Return the training set's."""
         return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate_fn)
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the test set's."""
-        return DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
+    def test_dataloader(self) -> Any:
+        """Return the test set's; an empty list where there is none."""
+        return [] if self.test is None else DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
 
     def __repr__(self) -> str:
         """Return what it holds."""
-        train, test = (f"{type(one).__name__} of {len(one)}" for one in (self.train, self.test))
+        train, test = (
+            "None" if one is None else f"{type(one).__name__} of {len(one)}" for one in (self.train, self.test)
+        )
         return f"Datasets(train={train}, test={test}, batch_size={self.batch_size})"
 
 
@@ -68,8 +69,8 @@ def as_datamodule(data: Any, model_name: str | None, **more: Any) -> LightningDa
     """Return ``data`` as a data module.
 
     Args:
-        data: a LightningDataModule; a pair (train, test) of map-style data sets; a name of texts, sst2, ag_news or fpb, on
-            the Hugging Face hub, or of a local folder that `datasets` reads.
+        data: a LightningDataModule; a pair (train, test) of map-style data sets, of which the second may be None; a name of
+            texts, sst2, ag_news or fpb, on the Hugging Face hub, or of a local folder that `datasets` reads.
         model_name: of the transformers model, whose tokenizer texts go through.
         more: batch_size, collate_fn, for plain data sets; batch_size, max_length for texts.
 
@@ -81,12 +82,14 @@ def as_datamodule(data: Any, model_name: str | None, **more: Any) -> LightningDa
         return named(str(data), model_name, **given)
     if isinstance(data, (tuple, list)) and len(data) == 2:
         return Datasets(*data, **_only(given, "plain data sets", "batch_size", "collate_fn"))
+    if isinstance(data, type):
+        raise BadInput(f"data is {briefly(data)}: give an object of it, {data.__name__}(...)")
     if isinstance(data, LightningDataModule) or hasattr(data, "train_dataloader"):
         _only(given, f"{type(data).__name__}, which has loaders of its own: set it there")
         return data  # type: ignore[no-any-return]
     raise BadInput(
-        f"data is {type(data).__name__}: give a LightningDataModule, a pair (train, test) of data sets, or the name of a "
-        "Hugging Face data set"
+        f"data is {briefly(data)}: give a LightningDataModule, a pair (train, test) of data sets, (train, None) where there "
+        "is nothing to test on, or the name of a Hugging Face data set"
     )
 
 

@@ -21,7 +21,7 @@ import torch
 import yaml
 from torch import nn
 
-from raafl.api.callbacks import Callback
+from raafl.api.callbacks import Callback, callbacks_of
 from raafl.api.datasets import as_datamodule
 from raafl.api.handed import handed
 from raafl.api.local import local_ranks
@@ -88,7 +88,7 @@ class Federation:
         *,
         clients: int | None = None,
         devices: Any = None,
-        callbacks: Callback | Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] | None = (),
         on_interrupt: OnInterrupt | None = None,
         **settings: Unpack[Settings],
     ) -> None:
@@ -98,7 +98,7 @@ class Federation:
             algorithm: such as ``raafl.fed_raa(fragments=3)``, or its name.
             clients: how many; None = one for each rank but the first, or for each device, or 10.
             devices: what they can do: a list of `raafl.devices.Device`, of their fields, or of shipped names; or a file.
-            callbacks: see `raafl.Callback`.
+            callbacks: see `raafl.Callback`; one, or a list of them.
             on_interrupt: what becomes of Ctrl-C once the run has ended: "raise" KeyboardInterrupt, so that a script ends too,
                 or "return" the result so far; None = return in a notebook, raise elsewhere.
             settings: fields of a config (docs/python.md), with those of ``train`` and ``fabric`` also by themselves.
@@ -111,10 +111,7 @@ class Federation:
         self.on_interrupt = on_interrupt
         self.algorithm = algorithm_of(algorithm)
         self.clients, self.devices = clients, devices_of(devices)
-        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise BadInput(f"callbacks holds {callback!r:.60}: give objects of raafl.Callback")
+        self.callbacks = callbacks_of(callbacks)
         self._fields = fields_of(settings)
         self._watcher: CallbackWatcher | None = None
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from raafl._lean import import_lightning
 from raafl.api.datasets import num_classes, train_loader
-from raafl.errors import BadInput
-from raafl.local.metrics import overrides
+from raafl.errors import BadInput, briefly
+from raafl.local.prepare import given_class, uncompiled, with_methods
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
@@ -22,7 +22,6 @@ Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 MakeOptimizer = Callable[[list[nn.Parameter]], Any]
 _LABELS = ("labels", "label", "target", "targets", "y")
-_GIVEN = "_raafl_given"
 LR = 0.05
 """Learning rate of SGD, which trains a plain module unless an optimizer is given."""
 
@@ -160,21 +159,23 @@ class ModuleSpec:
     metrics: Metrics | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for what cannot be a model."""
+        """Take off what `torch.compile` has put around a module; raise `BadInput` for what cannot be a model."""
+        object.__setattr__(self, "given", uncompiled(self.given))
         is_name = isinstance(self.given, str)
         if not is_name and not callable(self.given):
             raise BadInput(
-                f"module is {type(self.given).__name__}: give a LightningModule, an nn.Module with loss=, a function that "
-                "makes one, or the name of a transformers model"
+                f"module is {briefly(self.given)}: give a LightningModule, an nn.Module with loss=, a function that makes one, "
+                "or the name of a transformers model"
             )
         if isinstance(self.given, nn.Module) and not isinstance(self.given, LightningModule) and self.loss is None:
             raise BadInput(
                 f"module is a plain {type(self.given).__name__}, and loss is missing: give loss=, a function of (output, "
                 "target) such as torch.nn.functional.cross_entropy"
             )
-        for name in ("loss", "optimizer"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise BadInput(f"{name} is {getattr(self, name)!r:.60}: give a function")
+        _check_function("loss", self.loss, "of (output, target), such as torch.nn.functional.cross_entropy")
+        _check_function("optimizer", self.optimizer, "that makes one of a list of parameters, such as torch.optim.Adam")
+        if isinstance(self.loss, type) and issubclass(self.loss, nn.Module):
+            raise BadInput(f"loss is {briefly(self.loss)}: give an object of it, {self.loss.__name__}()")
         is_whole = isinstance(self.given, LightningModule) or is_name
         if is_whole and (self.loss is not None or self.metrics is not None):
             raise BadInput("loss and metrics are for a plain nn.Module: this one has steps of its own")
@@ -194,11 +195,14 @@ class ModuleSpec:
             made = self._copy() if self.is_made else self.given()
         if not isinstance(made, nn.Module):
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
+        made = uncompiled(made)
         if not isinstance(made, LightningModule):
             if self.loss is None:
                 raise BadInput(f"module makes a plain {type(made).__name__}, and loss is missing: give loss=")
             return self._plain(made, data)
-        return _completed(made, self.optimizer)
+        if self.optimizer is not None:
+            with_methods(made, configure_optimizers=_with(self.optimizer))
+        return made
 
     def _copy(self) -> Any:
         try:
@@ -209,6 +213,8 @@ class ModuleSpec:
             ) from error
 
     def _plain(self, net: nn.Module, data: LightningDataModule) -> Plain:
+        if getattr(type(net).forward, "__name__", "") == "_forward_unimplemented":
+            raise BadInput(f"module is {type(net).__name__}, which has no forward: define forward(self, x)")
         loader = train_loader(data)
         batch = loader.collate_fn([loader.dataset[0]])
         names: tuple[str, ...] = ()
@@ -232,7 +238,7 @@ class ModuleSpec:
     def given_back(self, module: nn.Module) -> nn.Module:
         """Return the same of a copy that nobody trains any more, with the class that it had, so that it can be saved whole."""
         module = self.unwrap(module)
-        module.__class__ = getattr(type(module), _GIVEN, type(module))
+        module.__class__ = given_class(module)
         return module
 
     def settings(self) -> dict[str, Any]:
@@ -244,35 +250,16 @@ class ModuleSpec:
         return found
 
 
+def _check_function(name: str, value: Any, which: str) -> None:
+    if value is not None and not callable(value):
+        raise BadInput(f"{name} is {briefly(value)}: give a function {which}")
+
+
 def called(thing: Any) -> str:
     """Return what a function, a class or an object is called, with the module that it is from."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"
     return name.removeprefix("builtins.")
-
-
-def _completed(module: LightningModule, optimizer: MakeOptimizer | None) -> LightningModule:
-    """Give a module what it lacks: a validation step, made of its test step or its training step; another optimizer."""
-    methods: dict[str, Any] = {}
-    if not overrides(module, "validation_step"):
-        if not overrides(module, "training_step"):
-            raise BadInput(f"{type(module).__name__} has no training_step: define one that returns the loss")
-        methods["validation_step"] = _test_step if overrides(module, "test_step") else _training_loss
-    if optimizer is not None:
-        methods["configure_optimizers"] = _with(optimizer)
-    if methods:
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, _GIVEN: kind, **methods})
-    return module
-
-
-def _test_step(self: Any, batch: Any, batch_idx: int) -> Any:
-    return self.test_step(batch, batch_idx)
-
-
-def _training_loss(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
-    answer = self.training_step(batch, batch_idx)
-    return {"loss": answer["loss"] if isinstance(answer, Mapping) else answer}
 
 
 def _with(optimizer: MakeOptimizer) -> Callable[[Any], Any]:

@@ -16,15 +16,17 @@ from raafl.algorithms import ALGORITHMS
 from raafl.api.handed import digest
 from raafl.api.modules import ModuleSpec, called
 from raafl.core.algorithm import Algorithm, Training
+from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, load_devices
 from raafl.devices.shipped import FIGURES
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, briefly, nearest
 from raafl.experiment import Experiment, SubmodelOptions
 from raafl.local.train import FabricOptions
 from raafl.parts.compress import Compress
 from raafl.parts.privacy import Privacy
 from raafl.parts.robust import Guard
 from raafl.runtime.session import Waits
+from raafl.trainer_flags import unknown
 
 _GROUPS: dict[str, Any] = {
     "train": Training, "submodels": SubmodelOptions, "fabric": FabricOptions, "guard": Guard, "privacy": Privacy,
@@ -96,13 +98,13 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif name in known:
             given[name] = str(value) if isinstance(value, Path) else value
         else:
-            raise BadInput(f"Federation has no '{name}': {nearest(name, [*known, *_FLAT])}")
+            raise BadInput(unknown(f"Federation has no '{name}'", name, [*known, *_FLAT]))
     for group, cls in _GROUPS.items():
         value = given.get(group)
         if isinstance(value, Mapping):
             given[group] = _made(group, cls, value)
         elif value is not None and not isinstance(value, cls):
-            raise BadInput(f"{group} is {value!r:.60}: give its fields as a dict")
+            raise BadInput(f"{group} is {briefly(value)}: give its fields as a dict")
         if group in flat:
             earlier = given.get(group, cls())
             more = {"num_epochs": None} if "num_steps" in flat[group] and group not in given else {}
@@ -114,14 +116,14 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
     names = [f.name for f in dataclasses.fields(cls) if f.init]
     for name in value:
         if name not in names:
-            raise BadInput(f"unknown field {group}.{name}: {nearest(str(name), names)}")
+            raise BadInput(unknown(f"unknown field {group}.{name}", str(name), names))
     try:
         return cls(**value)
     except ValueError as error:
         raise BadInput(str(error)) from error
 
 
-def algorithm_of(algorithm: Algorithm | str) -> Algorithm:
+def algorithm_of(algorithm: Any) -> Algorithm:
     """Return the algorithm, by its name with every default.
 
     Raises:
@@ -132,7 +134,8 @@ def algorithm_of(algorithm: Algorithm | str) -> Algorithm:
             raise BadInput(f"algorithm is '{algorithm}': {nearest(algorithm, ALGORITHMS)}")
         return ALGORITHMS[algorithm]()
     if not isinstance(algorithm, Algorithm):
-        raise BadInput(f"algorithm is {algorithm!r:.60}: give one, such as raafl.fed_raa(), or its name")
+        made = f"what it makes, raafl.{algorithm.__name__}()" if callable(algorithm) else "one, such as raafl.fed_raa()"
+        raise BadInput(f"algorithm is {briefly(algorithm)}: give {made}, or its name")
     return algorithm
 
 
@@ -142,8 +145,10 @@ def devices_of(devices: Any) -> Any:
         return devices
     if isinstance(devices, Path):
         return str(devices)
+    if isinstance(devices, int):
+        raise BadInput(no_file(str(devices)))
     if not isinstance(devices, (list, tuple)):
-        raise BadInput(f"devices is {devices!r:.60}: give a list of devices, or a YAML, JSON or CSV file of them")
+        raise BadInput(f"devices is {briefly(devices)}: give a list of devices, or a YAML, JSON or CSV file of them")
     found = []
     for device in devices:
         if isinstance(device, str):
@@ -156,7 +161,10 @@ def count_of(devices: Any) -> int | None:
     """Return how many devices there are; None where nothing says."""
     if devices is None:
         return None
-    found = load_devices(devices) if isinstance(devices, str) else devices
+    try:
+        found = load_devices(devices) if isinstance(devices, str) else devices
+    except (ValueError, OSError) as error:
+        raise BadInput(str(error)) from error
     return sum(device.count if isinstance(device, Device) else 1 for device in found)
 
 

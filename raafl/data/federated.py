@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from raafl.data.labels import Columns, classes_in, labels_of
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
-from raafl.errors import BadInput
+from raafl.errors import BadInput, briefly
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
 
     from raafl.data.partition import Partition
+
+
+_MOST_MEASURED = 2000
+"""Samples of the training set on which the global model is measured where there is nothing else."""
 
 
 class ClientData:
@@ -158,6 +162,9 @@ class FederatedData:
         cache_bytes: how much memory the clients' own copies of their samples may take in this process together; clients
             beyond it gather each batch from the whole data set, which gives the same batches more slowly.
 
+    Attributes:
+        notes: what a user should know of what it measures on.
+
     Raises:
         BadInput: the training loader is not of that kind, or the partition cannot be made.
     """
@@ -187,6 +194,7 @@ class FederatedData:
         self._cache_left_bytes = cache_bytes
         self._clients: dict[int, ClientData] = {}
         self._test: _InOrder | None = None
+        self.notes: list[str] = []
 
     @property
     def sizes(self) -> list[int]:
@@ -226,13 +234,13 @@ class FederatedData:
         return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None) -> Iterator[Any]:
-        """The test set (without one, the validation set) in order; the last batch may be smaller.
+        """The test set (without one, the validation set, or some of the training set) in order; the last batch may be smaller.
 
         Args:
             batch_size: samples in a batch; None is the data module's.
 
         Raises:
-            BadInput: the data module has neither loader.
+            BadInput: a loader is not of the kind that is asked for in training.
         """
         if self._test is None:
             self._test = self._read_test()
@@ -242,21 +250,38 @@ class FederatedData:
         return self._test.batches(size)
 
     def _read_test(self) -> _InOrder:
-        module = self.datamodule
-        if _overrides(module, "test_dataloader"):
-            module.setup("test")
-            name = "test_dataloader"
-        elif _overrides(module, "val_dataloader"):
-            name = "val_dataloader"
-        else:
-            raise BadInput(f"{type(module).__name__} has no test_dataloader and no val_dataloader: define one of them")
-        loader = _single_loader(getattr(module, name)(), name)
-        fetch, is_fast = fetcher(loader.dataset, loader.collate_fn)
-        num_samples = _length(loader.dataset)
+        dataset, collate, batch_size = self._test_set() or self._some_of_training()
+        fetch, is_fast = fetcher(dataset, collate)
+        num_samples = _length(dataset)
         tensors = None
         if is_fast and self._take_cache(fetch, num_samples):
             tensors = fetch(torch.arange(num_samples))
-        return _InOrder(fetch, num_samples, loader.batch_size, tensors)
+        return _InOrder(fetch, num_samples, batch_size, tensors)
+
+    def _test_set(self) -> tuple[Any, Collate, int | None] | None:
+        """Return the test set, or the validation set, as their loader has them; None where there is neither."""
+        module = self.datamodule
+        for name in ("test_dataloader", "val_dataloader"):
+            if not _overrides(module, name):
+                continue
+            if name == "test_dataloader":
+                module.setup("test")
+            loader = getattr(module, name)()
+            if loader is None or (isinstance(loader, (list, tuple)) and not loader):
+                continue
+            loader = _single_loader(loader, name)
+            return loader.dataset, loader.collate_fn, loader.batch_size
+        return None
+
+    def _some_of_training(self) -> tuple[Any, Collate, int | None]:
+        """Return samples of the training set, evenly spaced, to measure on, and note that there is nothing else."""
+        length = _length(self._dataset)
+        num = min(length, _MOST_MEASURED)
+        self.notes.append(
+            f"{type(self.datamodule).__name__} has no test or validation set: the global model is measured on "
+            f"{num:,} samples of the training set, which says nothing of new data"
+        )
+        return Subset(self._dataset, [i * length // num for i in range(num)]), self._collate, self.batch_size
 
     def _take_cache(self, fetch: Fetch, num_samples: int) -> bool:
         """Whether so many samples still fit in the cache; if so, they count as there."""
@@ -289,12 +314,27 @@ def _single_loader(loader: Any, name: str) -> DataLoader[Any]:
         loader = loader[0]
     if not isinstance(loader, DataLoader):
         raise BadInput(f"{name}() returned {type(loader).__name__}: return one torch DataLoader")
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        raise BadInput(
-            f"{name}() iterates over {type(loader.dataset).__name__}, whose samples cannot be picked by number: "
-            "use a data set with __len__ and __getitem__"
-        )
+    check_dataset(f"the data set of {name}()", loader.dataset)
     return loader
+
+
+def check_dataset(what: str, dataset: Any) -> None:
+    """Raise `BadInput` unless samples can be picked by number, and there are some; ``what`` names the data set."""
+    kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise BadInput(f"{what} is a DataLoader: give its data set, and batch_size= and collate_fn= beside it")
+    is_iterable = isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
+    )
+    if is_iterable:
+        raise BadInput(
+            f"{what} is {kind}, which is iterated over, but samples are dealt out to clients by number: load it whole "
+            "(of Hugging Face without streaming), as a data set with __len__ and __getitem__"
+        )
+    if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise BadInput(f"{what} is {kind}: give a data set with __len__ and __getitem__")
+    if len(dataset) == 0:
+        raise BadInput(f"{what} is {kind} without any samples: give one that has some, or look at how it is read")
 
 
 def _overrides(module: LightningDataModule, name: str) -> bool:

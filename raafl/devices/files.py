@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raafl.devices.checks import number
+from raafl.devices.shipped import names
+from raafl.errors import nearest
 
 _NUMBERS = (
     "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "period_s", "on_s",
@@ -25,7 +27,7 @@ def read_rows(path: Path) -> list[Any]:
         ValueError: it is no YAML, JSON or CSV, or holds no list.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no device file at {path}; give the path of a .yaml, .json or .csv file")
+        raise FileNotFoundError(no_file(str(path)))
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".csv":
         import csv
@@ -33,15 +35,47 @@ def read_rows(path: Path) -> list[Any]:
         return [{key: cell for key, cell in row.items() if cell} for row in csv.DictReader(text.splitlines())]
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(f"{path}: unknown kind of device file {path.suffix!r}; use .yaml, .json or .csv")
+    return _entries(text, str(path))
+
+
+def no_file(text: str) -> str:
+    """Return what is wrong with a text that names no file, which may have been meant as something else."""
+    if text == "auto" or text.isdecimal():
+        return (
+            f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "
+            "out where all are alike; their number is `clients`, the hardware that is used `fabric.accelerator`"
+        )
+    if text in names():
+        return f"no device file at {text}; to have devices of that name, give a list: [{{name: {text}}}]"
+    return f"no device file at {text}; give the path of a .yaml, .json or .csv file, or a list such as [{{name: a100}}]"
+
+
+def is_list(text: str) -> bool:
+    """Return whether ``text`` is meant as a list of devices rather than as a path."""
+    return text.lstrip().startswith(("[", "{")) or "\n" in text
+
+
+def read_list(text: str) -> list[Any]:
+    """Return the entries of a list of devices that is written out, as YAML.
+
+    Raises:
+        ValueError: it is no YAML, or no list.
+    """
+    return _entries(text, f"devices, given as {' '.join(text.split())!r:.100},")
+
+
+def _entries(text: str, where: str) -> list[Any]:
     import yaml
 
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        mark = getattr(error, "problem_mark", None)
+        at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{where} is not valid YAML: {at}{getattr(error, 'problem', error)}") from error
     rows = data.get("devices") if isinstance(data, Mapping) else data
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of devices, alone or under the key 'devices'")
+        raise ValueError(f"{where} must hold a list of devices, alone or under the key 'devices'")
     return rows
 
 
@@ -56,7 +90,7 @@ def values(row: Any, known: Iterable[str]) -> dict[str, Any]:
         raise ValueError(f"{row!r} is not a mapping; write fields such as name and flops_per_s")
     unknown = sorted(str(key) for key in row if key not in known)
     if unknown:
-        raise ValueError(f"unknown field {', '.join(unknown)}; the fields are {', '.join(known)}")
+        raise ValueError(f"unknown field {', '.join(unknown)}; {nearest(unknown[0], known)}")
     found = dict(row)
     for key in _NUMBERS:
         if isinstance(found.get(key), str):

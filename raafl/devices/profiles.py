@@ -14,7 +14,8 @@ from pathlib import Path
 from raafl.devices import drawn, shipped
 from raafl.devices.checks import change_problems, joined, rate_problems, window_problems
 from raafl.devices.drawn import Presence
-from raafl.devices.files import read_rows, values
+from raafl.devices.files import is_list, read_list, read_rows, values
+from raafl.errors import nearest
 
 _INF = math.inf
 _AS_NAMED = math.nan  # what the shipped profile of that name says, or else the default of `Profile`
@@ -160,7 +161,7 @@ class Device(Profile):
         seed: of what is drawn.
 
     Raises:
-        ValueError: a field is out of range, or the name is nearly that of a shipped profile and says nothing else.
+        ValueError: a field is out of range, or nothing says what it can do: the name is no shipped profile, and stands alone.
     """
 
     flops_per_s: float = _AS_NAMED
@@ -178,9 +179,10 @@ class Device(Profile):
     def __post_init__(self) -> None:
         """Fill in what the name says; check the profile, the count and the presence."""
         known, unsaid = shipped.figures(self.name), _not_said(self)
-        if not known and len(unsaid) == len(shipped.FIGURES) and (meant := shipped.nearly(self.name)):
+        if not known and len(unsaid) == len(shipped.FIGURES) and self._says_nothing():
             raise ValueError(
-                f"device {self.name!r} is no shipped profile and gives no flops_per_s; did you mean {meant!r}?"
+                f"device {self.name!r} is no shipped profile, and nothing says what it can do: give flops_per_s, such as "
+                f"1.0e9, or a shipped name; {nearest(self.name, shipped.names())}"
             )
         object.__setattr__(self, "given", tuple(name for name in shipped.FIGURES if name not in unsaid))
         for name in unsaid:
@@ -193,6 +195,11 @@ class Device(Profile):
                 problems.append(f"{name} is {number!r}; it must be a whole number, {least} or more")
         if problems:
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
+
+    def _says_nothing(self) -> bool:
+        """Whether there is no more than a name, for devices that are all as the default."""
+        more = (self.bytes_per_s, self.availability, self.period_s, self.speed_changes)
+        return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 
     @property
     def profile(self) -> Profile:
@@ -302,6 +309,8 @@ def two_classes(
 def load_devices(path: str | Path) -> list[Device]:
     """Read a device file: YAML or JSON (a list of mappings, alone or under `devices:`) or CSV (one device per row).
 
+    A text such as ``[{name: a100}]`` is no path but the list itself.
+
     Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability and
     speed_changes are written `start:stop` and `seconds:factor`, with `;` between pairs.
 
@@ -309,10 +318,12 @@ def load_devices(path: str | Path) -> list[Device]:
         FileNotFoundError: there is no such file.
         ValueError: the file cannot be read as devices; every bad entry is named.
     """
-    path = Path(path)
     known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []
-    for number, row in enumerate(read_rows(path), start=1):
+    text = path if isinstance(path, str) and is_list(path) else None
+    rows = read_rows(Path(path)) if text is None else read_list(text)
+    path = "devices" if text is not None else path
+    for number, row in enumerate(rows, start=1):
         try:
             devices.append(Device(**values(row, known)))
         except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -43,12 +42,6 @@ def is_drawn(name: str) -> bool:
 def names() -> list[str]:
     """Return all names that a config may use, those that are drawn last."""
     return [*catalogue()["devices"], *catalogue()["generators"]]
-
-
-def nearly(name: str) -> str | None:
-    """Return the shipped name that ``name`` was probably meant to be, if any."""
-    close = difflib.get_close_matches(name, names(), n=1, cutoff=0.85)
-    return close[0] if close else None
 
 
 def rows() -> list[dict[str, Any]]:

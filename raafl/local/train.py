@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput
+from raafl.errors import BadInput, briefly
 from raafl.local.buffers import Buffers
 from raafl.local.heap import give_back
 from raafl.local.masked import masked
@@ -104,23 +104,25 @@ def configure(module: nn.Module) -> tuple[Optimizer, list[tuple[Any, str]]]:
     """Return the module's one optimiser and its schedulers with their interval (step or epoch).
 
     Raises:
-        BadInput: the module has several optimisers, or optimises by hand, or a scheduler needs a metric.
+        BadInput: the module has several optimisers or none, or a scheduler needs a metric.
     """
     answer: Any = module.configure_optimizers()  # type: ignore[operator]
+    if isinstance(answer, list | tuple) and len(answer) == 1:
+        answer = answer[0]
     schedulers: list[Any] = []
     if isinstance(answer, dict):
         schedulers = [answer["lr_scheduler"]] if answer.get("lr_scheduler") is not None else []
         answer = answer["optimizer"]
     elif isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):
         answer, schedulers = answer
-    if isinstance(answer, list | tuple):
-        answer = answer[0] if len(answer) == 1 else None
-    if not isinstance(answer, Optimizer) or not getattr(module, "automatic_optimization", True):
+    several = list(answer) if isinstance(answer, list | tuple) else [answer]
+    if len(several) != 1 or not isinstance(several[0], Optimizer):
+        found = f"{len(several)} optimizers" if len(several) > 1 else briefly(several[0] if several else None)
         raise BadInput(
-            f"{type(module).__name__}.configure_optimizers must give exactly one optimizer, stepped automatically: "
-            "a federated task runs training_step, backward, step"
+            f"{type(module).__name__}.configure_optimizers gives {found}, but a federated task runs training_step, backward and "
+            "the step of one optimizer: return one, with a parameter group for each part that has options of its own"
         )
-    found = []
+    stepped = []
     for scheduler in schedulers:
         config = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
         if isinstance(config["scheduler"], ReduceLROnPlateau):
@@ -128,8 +130,8 @@ def configure(module: nn.Module) -> tuple[Optimizer, list[tuple[Any, str]]]:
                 f"{type(module).__name__}.configure_optimizers gives a ReduceLROnPlateau, which needs a metric, and a task has "
                 "none to give: use another scheduler, or none"
             )
-        found.append((config["scheduler"], config.get("interval", "epoch")))
-    return answer, found
+        stepped.append((config["scheduler"], config.get("interval", "epoch")))
+    return several[0], stepped
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -5,6 +5,7 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from raafl.data import federated
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid
 from raafl.data.tensors import TensorImages
@@ -278,10 +279,27 @@ def test_test_set_in_order():
             assert equal(uncached.test_batches(), expected)
 
 
-def test_a_module_without_test_data_is_told_so_only_when_asked():
-    fed = FederatedData(Module(tensors()), Iid(), 2, 0)
-    with pytest.raises(BadInput, match="no test_dataloader and no val_dataloader"):
-        fed.test_batches()
+@pytest.mark.parametrize("test", [None, []])
+def test_without_test_data_evenly_spaced_training_samples_are_measured_on(monkeypatch, test):
+    class Nothing(Module):
+        def val_dataloader(self):
+            return test
+
+    monkeypatch.setattr(federated, "_MOST_MEASURED", 5)
+    fed = FederatedData(Nothing(tensors(50)), Iid(), 2, 0)
+    assert not fed.notes, "nothing has been measured yet"
+    (batch,) = fed.test_batches()
+    assert batch[0][:, 0].tolist() == [0.0, 20.0, 40.0, 60.0, 80.0]  # rows 0, 10, 20, 30, 40
+    assert fed.notes == [
+        "Nothing has no test or validation set: the global model is measured on 5 samples of the training set, which says "
+        "nothing of new data"
+    ]
+
+
+@pytest.mark.parametrize(("train", "test", "name"), [(0, 5, "train"), (5, 0, "val")])
+def test_data_without_samples_is_refused(train, test, name):
+    with pytest.raises(BadInput, match=rf"the data set of {name}_dataloader\(\) is TensorDataset without any samples"):
+        FederatedData(WithVal(tensors(train), tensors(test)), Iid(), 2, 0).test_batches()
 
 
 def test_lightnings_own_datamodule_from_data_sets_works():
@@ -305,7 +323,10 @@ def test_unusable_loaders_are_refused():
         def train_dataloader(self):
             return {"a": super().train_dataloader()}
 
-    with pytest.raises(BadInput, match="Stream, whose samples cannot be picked by number"):
+    with pytest.raises(
+        BadInput,
+        match=r"the data set of train_dataloader\(\) is Stream, which is iterated over, but samples are dealt out",
+    ):
         FederatedData(Module(Stream()), Iid(), 2, 0)
     with pytest.raises(BadInput, match=r"train_dataloader\(\) returned dict"):
         FederatedData(Two(tensors()), Iid(), 2, 0)

@@ -1,4 +1,5 @@
 import math
+import re
 import textwrap
 
 import pytest
@@ -103,14 +104,14 @@ def test_windows_must_lie_within_the_period():
 
 
 def test_counts_deal_consecutive_clients_and_the_pattern_repeats():
-    devices = [Device(name="phone", count=2), Profile(name="laptop")]
+    devices = [Device(name="phone", flops_per_s=1e9, count=2), Profile(name="laptop")]
     assert [p.name for p in assign(devices, 7)] == ["phone", "phone", "laptop"] * 2 + ["phone"]
     assert type(assign(devices, 1, seed=0)[0]) is Profile
 
 
 def test_counts_that_do_not_fit_are_an_error_but_a_plain_list_is_cut():
     with pytest.raises(ValueError, match="add up to 60 but num_clients is 10"):
-        assign([Device(name="slow", count=30), Device(name="fast", count=30)], 10)
+        assign([Device("slow", 1e9, count=30), Device("fast", 2e9, count=30)], 10)
     assert [p.name for p in assign([Profile(name=str(i)) for i in range(5)], 3)] == ["0", "1", "2"]
 
 
@@ -179,12 +180,46 @@ def test_csv_device_file(tmp_path):
 
 def test_bad_entries_of_a_file_are_all_named(tmp_path):
     path = tmp_path / "devices.yaml"
-    path.write_text("- {name: a, flops_per_s: fast}\n- {name: b}\n- {name: c, speed: 3}\n- {name: d, count: 1.5}\n")
+    path.write_text(
+        "- {name: a, flops_per_s: fast}\n- {name: b, latency_s: 0}\n- {name: c, speed: 3}\n- {name: d, latency_s: 0, count: 1.5}\n"
+    )
     with pytest.raises(ValueError) as caught:
         load_devices(path)
     message = str(caught.value)
     assert "entry 1: flops_per_s is 'fast'" in message and "entry 3: unknown field speed" in message
     assert "entry 4" in message and "count is 1.5" in message and "entry 2" not in message
+
+
+def test_a_list_that_is_written_out_is_no_path():
+    assert load_devices("[{name: box, flops_per_s: 1e12}]") == [Device("box", flops_per_s=1e12)]
+    for text, said in (
+        ("[{name: box", "devices, given as '[{name: box', is not valid YAML: line 1, column"),
+        ("{name: box}", "devices, given as '{name: box}', must hold a list of devices"),
+        ("[{name: box, flops: 1}]", "devices: entry 1: unknown field flops; did you mean 'flops_per_s'?"),
+        (
+            "[{name: iphone-99}]",
+            "devices: entry 1: device 'iphone-99' is no shipped profile, and nothing says what it can",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            load_devices(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("auto", "devices is auto: it says what the clients can do, by names, fields or a file"),
+        ("2", "their number is `clients`, the hardware that is used `fabric.accelerator`"),
+        ("a100", "no device file at a100; to have devices of that name, give a list: [{name: a100}]"),
+        (
+            "nowhere.yaml",
+            "no device file at nowhere.yaml; give the path of a .yaml, .json or .csv file, or a list such as",
+        ),
+    ],
+)
+def test_what_was_meant_by_a_text_that_names_no_file(text, said):
+    with pytest.raises(FileNotFoundError, match=re.escape(said)):
+        load_devices(text)
 
 
 def test_missing_and_unknown_device_files(tmp_path):

@@ -37,9 +37,14 @@ def test_a_name_alone_takes_the_shipped_profile_and_any_field_overrides():
     assert Device("other", flops_per_s=1e9).memory_bytes == math.inf
 
 
-def test_a_name_that_is_nearly_shipped_is_an_error_unless_it_says_its_own():
+def test_a_name_that_is_not_shipped_is_an_error_unless_something_says_what_it_can_do():
     with pytest.raises(ValueError, match="did you mean 'jetson-nano'"):
         Device("jetson-nanno", count=2)
+    with pytest.raises(
+        ValueError, match="'iphone-99' is no shipped profile, and nothing says what it can do: give flops_per_s"
+    ):
+        Device("iphone-99")
+    assert Device().flops_per_s == Device("night", availability=((0, 5),)).flops_per_s == 1e9
     assert Device("jetson-nanno", flops_per_s=1e9).flops_per_s == 1e9
 
 

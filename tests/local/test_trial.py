@@ -114,7 +114,7 @@ def test_two_optimizers_are_refused_in_the_trainers_own_words():
         def configure_optimizers(self):
             return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
 
-    assert "Two.configure_optimizers must give exactly one optimizer" in failure(Two())
+    assert "Two.configure_optimizers gives 2 optimizers, but a federated task runs" in failure(Two())
 
 
 def test_the_innermost_layer_is_named_and_layers_that_ended_are_not():

@@ -1,0 +1,74 @@
+"""A user's module made ready as a Trainer would: layers built by its hooks, steps that it lacks, nothing compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from raafl.errors import BadInput
+from raafl.local.metrics import overrides
+from raafl.local.trial import explained
+
+_GIVEN = "_raafl_given"
+
+
+def prepare(module: Any) -> Any:
+    """Make a LightningModule ready to be trained, and return it.
+
+    What `torch.compile` has put around it or its parts is taken off: a submodel has shapes of its own. Layers that it builds in
+    `setup` or `configure_model` are built. Without a `validation_step` it is measured by its `test_step`, without that by its
+    training loss.
+
+    Raises:
+        BadInput: it has no training_step, steps its optimisers itself, or one of the hooks fails.
+    """
+    module = uncompiled(module)
+    for part in module.modules():
+        for name, child in part._modules.items():
+            part._modules[name] = uncompiled(child)
+    kind = type(module).__name__
+    if not overrides(module, "training_step"):
+        raise BadInput(f"{kind} has no training_step: define one that returns the loss")
+    if not getattr(module, "automatic_optimization", True):
+        raise BadInput(
+            f"{kind}.automatic_optimization is False, but a federated task runs training_step, backward and step itself: leave "
+            "it out, return the loss, and give one optimizer"
+        )
+    if not overrides(module, "validation_step"):
+        how = _test_step if overrides(module, "test_step") else _training_loss
+        with_methods(module, validation_step=how)
+    for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the Trainer's order
+        if overrides(module, hook):
+            with explained(module, hook):
+                getattr(module, hook)(*args)
+    return module
+
+
+def uncompiled(module: Any) -> Any:
+    """Return what `torch.compile` was given, of what it returned; anything else as it is."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def with_methods(module: Any, **methods: Any) -> Any:
+    """Give a module methods of its own in place of its class's; `given_class` says what that was."""
+    kind = type(module)
+    own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
+    module.__class__ = type(kind.__name__, (kind,), own)
+    return module
+
+
+def given_class(module: nn.Module) -> Any:
+    """Return the class that a module had before `with_methods`."""
+    return getattr(type(module), _GIVEN, type(module))
+
+
+def _test_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self.test_step(batch, batch_idx)
+
+
+def _training_loss(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
+    answer = self.training_step(batch, batch_idx)
+    return {"loss": answer["loss"] if isinstance(answer, Mapping) else answer}

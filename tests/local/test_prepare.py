@@ -1,0 +1,75 @@
+"""A module made ready: hooks that build layers, steps that are lacking, what steps itself."""
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import nn
+
+from raafl.errors import BadInput
+from raafl.local.prepare import given_class, prepare
+
+
+class Bare(LightningModule):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+
+
+def test_layers_are_built_by_setup_and_then_by_configure_model():
+    calls = []
+
+    class Late(Bare):
+        def setup(self, stage):
+            calls.append(stage)
+            self.width = 3
+
+        def configure_model(self):
+            calls.append("model")
+            self.net = nn.Linear(2, self.width)
+
+    assert prepare(Late()).net.weight.shape == (3, 2)
+    assert calls == ["fit", "model"]
+
+
+def test_a_hook_that_asks_for_a_trainer_is_named_with_the_line():
+    class Asks(Bare):
+        def setup(self, stage):
+            self.net = nn.Linear(2, self.trainer.datamodule.width)
+
+    with pytest.raises(
+        BadInput, match=r"^Asks.setup fails: RuntimeError: .*Trainer.*\(tests/local/test_prepare.py:\d+\)"
+    ):
+        prepare(Asks())
+
+
+def test_without_a_validation_step_the_test_step_measures_or_else_the_training_loss():
+    class Tested(Bare):
+        def test_step(self, batch, batch_idx):
+            return {"seen": batch_idx}
+
+    assert prepare(Tested()).validation_step(None, 7) == {"seen": 7}
+    module = Bare()
+    module.net = nn.Identity()
+    assert prepare(module).validation_step(torch.ones(3), 0) == {"loss": 3.0}
+    assert given_class(module) is Bare and given_class(prepare(module)) is Bare
+
+
+def test_what_cannot_be_trained_is_said():
+    class ByHand(Bare):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(
+        BadInput, match=r"ByHand.automatic_optimization is False, but a federated task runs .* leave it out"
+    ):
+        prepare(ByHand())
+    with pytest.raises(BadInput, match="LightningModule has no training_step: define one that returns the loss"):
+        prepare(LightningModule())
+
+
+def test_what_was_compiled_is_taken_off():
+    module = Bare()
+    module.net = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
+    compiled = torch.compile(module, backend="eager")
+    assert prepare(compiled) is module
+    assert list(dict(module.named_parameters())) == ["net.0.weight", "net.0.bias"]

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from model_zoo import MLP
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 MARK = "RAAFL_TEST_MARK"
@@ -125,3 +127,25 @@ def test_bad_input_is_said_once_and_before_anything_starts(fit, tmp_path):
     assert (code, out) == (2, "")
     assert err == "raafl: unknown field model.hiden: did you mean 'hidden'?\n"
     assert not (tmp_path / "run").exists()
+
+
+class FailsWhereTheLabelIsNine(MLP):
+    """Fails in the process of client 2, whichever batch it is at."""
+
+    def training_step(self, batch, batch_idx):
+        if "join" in sys.argv and sys.argv[-1] == "2" and len(batch[1]) > 2:
+            raise ValueError(f"batch of {batch[1].sum()}")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_client_whose_code_fails_twice_alike_ends_the_run(fit, tmp_path):
+    """Once may be the machine: it is started again. What it says of its batch may differ."""
+    local = fit("--local", "2", "--json", "--model", f"{__name__}.FailsWhereTheLabelIsNine", "--max_updates", "100000")
+    code, out, err = local.end()
+    summary = json.loads(out)
+    assert code == 1 and summary["finished"].startswith("failed: client 2, task ")
+    assert "ValueError: batch of" in summary["finished"] and "test_fit_local.py:" in summary["finished"]
+    assert summary["updates_lost_by_reason"] and len(summary["warnings"]) == 1
+    assert (local.folder / "failure.txt").read_text().count("Traceback") == 2
+    assert err.count("it is started again") == 1
+    assert [line for line in err.splitlines() if line.startswith("raafl: client 2, task ")]

@@ -24,6 +24,7 @@ from raafl.memory import settle_heap, with_memory
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
+from raafl.runtime.divergence import Divergence
 from raafl.runtime.export import save_model
 from raafl.runtime.figures import CLIENT, Coverage, Figures
 from raafl.runtime.hooks import Watcher
@@ -86,7 +87,9 @@ class Run:
             experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
             share=Coverage(submodels).share if experiment.logger else None,
         )  # fmt: skip
-        self.hooks = Filled(self.statistics, self.watcher, self.saver, self.loggers)
+        self.divergence = Divergence(self.progress.warn, strict=experiment.strict)
+        self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
+        self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.loggers)
         self._config_yaml = config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
@@ -226,7 +229,7 @@ class Run:
                 self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
             )
         self.watcher.end(summary)
-        summary["finished"] = reason = self.watcher.failure or reason
+        summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         summary["loggers"] = self.loggers.finish(outcome, summary)
         if self.watcher.error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def table(state: ProgressState, title: str = "") -> RenderableType:
 
 def plain(state: ProgressState) -> dict[str, Any]:
     """Return the snapshot as plain data, for JSON."""
-    return {**dataclasses.asdict(state), "state": "running" if state.finished is None else "finished"}
+    metrics = {name: value if math.isfinite(value) else None for name, value in state.metrics.items()}
+    now = "running" if state.finished is None else "finished"
+    return {**dataclasses.asdict(state), "metrics": metrics, "state": now}
 
 
 def _cells(client: ClientProgress) -> tuple[str, ...]:

@@ -77,6 +77,7 @@ class RunState:
         self._there: set[int] = set()
         self._working: dict[int, _Client] = {}
         self._evaluations: deque[dict[str, float]] = deque(maxlen=EVALUATIONS)
+        self._measured: dict[str, Any] = {}  # at the last evaluation, as it was written
         self._reached: set[Aim] = set()
         self._version = self._updates = 0
         self._marks = Marks()
@@ -172,6 +173,7 @@ class RunState:
         """Take in a row of metrics.csv: the global model has been measured."""
         found = {name: number for name, value in row.items() if (number := _number(value)) is not None}
         found.setdefault("time_s", 0.0)
+        self._measured = {name: value for name, value in row.items() if is_metric(name)}
         self._evaluations.append(found)
         self._version = max(self._version, int(found.get("version", 0)))
         self._reach()
@@ -204,7 +206,6 @@ class RunState:
     def snapshot(self, most: int | None = MAX_CLIENTS) -> ProgressState:
         """Return how the run stands now, with ``most`` of its clients: those at work first, the longest first."""
         now_s, summary = self.now_s(), self.summary or {}
-        newest = self._evaluations[-1] if self._evaluations else {}
         updates = int(summary.get("updates_merged", self._updates))
         down, up = (int(summary.get(f"bytes_{way}", n)) for way, n in zip(("down", "up"), self._bytes, strict=True))
         marks = self._marks if self.summary is None else Marks()  # of a run that has ended, over all of it
@@ -213,7 +214,7 @@ class RunState:
         found = found if self.summary is None else ()
         return ProgressState(
             version=int(summary.get("versions", self._version)), num_updates=updates, time_s=now_s,
-            metrics={name: value for name, value in newest.items() if is_metric(name)},
+            metrics={name: number for name, value in self._measured.items() if (number := _as_float(value)) is not None},
             clients=self._shown(now_s, most), num_clients=len(self._clients), num_there=len(self._there),
             num_working=len(self._working), num_updates_goal=self.goals.max_updates,
             title=self.title, simulated=self.runtime == "simulated", finished=summary.get("finished"),
@@ -273,9 +274,15 @@ def spec_in_words(data: Any, most: int | None = None) -> str:
 
 
 def _number(value: Any) -> float | None:
+    number = _as_float(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _as_float(value: Any) -> float | None:
+    """Return a cell as a number, which may be NaN or infinite; None where it is none."""
     if isinstance(value, str):
         try:
-            value = float(value)
+            return float(value)
         except ValueError:
             return None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -34,11 +34,13 @@ def make(
     transformers = _transformers()
     maker = getattr(transformers, f"AutoModelFor{task}")
     fields = dict(architecture)
+    if "trust_remote_code" in fields:
+        raise ValueError("architecture has trust_remote_code: code from the hub is never run; leave it out")
     if name_or_path is None:
         if "model_type" not in fields:
             raise ValueError("name_or_path is null and architecture has no model_type: give one of them")
         config = transformers.AutoConfig.for_model(**fields)
-        return maker.from_config(config, dtype=torch.float32)
+        return maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
     where = located(name_or_path)
     fields.pop("model_type", None)  # the files say it
     if where.startswith((".", "/", "~")) and not Path(where).is_dir():
@@ -46,10 +48,12 @@ def make(
             f"name_or_path is '{where}', which is not a folder: name one that save_pretrained wrote"
         )
     with _quiet(transformers), _explained(name_or_path, where):
-        config = transformers.AutoConfig.from_pretrained(where, **fields)
+        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **fields)
         if not pretrained:
-            return maker.from_config(config, dtype=torch.float32)
-        return maker.from_pretrained(where, config=config, dtype=torch.float32, ignore_mismatched_sizes=True)
+            return maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return maker.from_pretrained(
+            where, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=False
+        )
 
 
 def save(model: Any, folder: str | Path) -> None:
@@ -69,7 +73,8 @@ def located(name_or_path: str) -> str:
     if scheme != "package" or not rest:
         return name_or_path
     package, _, folder = rest.partition("/")
-    spec = importlib.util.find_spec(package)
+    # of a dotted name the packages above would be imported
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():
             return str(Path(root) / folder)

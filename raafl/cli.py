@@ -197,14 +197,23 @@ def _replay(argv: list[str]) -> int:
         help="YAML file with the data section of a client that trained on data of its own; once for each",
     )  # fmt: skip
     parser.add_argument(
+        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
     )
-    options = options_of(parser, argv, "RUN, --until, --workers, --client_data and --json")
+    options = options_of(parser, argv, "RUN, --until, --workers, --client_data, --trust_config and --json")
     if options.workers < 1:
         raise BadInput(f"workers is {options.workers}: give 1 or more")
     with _json_alone(argv):
         files = {number: Path(file) for number, file in map(_client_file, options.client_data)}
-        result = replay(options.run, until=options.until, workers=options.workers, client_data=files)
+        result = replay(
+            options.run,
+            until=options.until,
+            workers=options.workers,
+            client_data=files,
+            trust_config=options.trust_config,
+        )
     print(json.dumps(result) if options.json else "\n".join(_replay_lines(result)))
     return 1 if result["equal"] is False else 0
 

@@ -14,16 +14,17 @@ from raafl.errors import BadInput
 SHELLS = ("bash", "zsh", "tcsh")
 _CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan")
 _OWN = {
-    "fit": ("--local", "--max_restarts"),
-    "serve": ("--address", "--min_clients", "--secret_file", "--encrypt"),
-    "join": ("--address", "--client", "--secret_file", "--encrypt", "--share_of_data"),
+    "fit": ("--local", "--max_restarts", "--trust_config"),
+    "simulate": ("--trust_config",),
+    "serve": ("--address", "--min_clients", "--secret_file", "--encrypt", "--trust_config"),
+    "join": ("--address", "--client", "--secret_file", "--encrypt", "--share_of_data", "--trust_config"),
     "key": ("--client", "--secret_file"),
-    "replay": ("--until", "--workers", "--client_data", "--json"),
-    "report": ("--output", "--labels"),
+    "replay": ("--until", "--workers", "--client_data", "--trust_config", "--json"),
+    "report": ("--output", "--labels", "--trust_config"),
     "plan": ("--algorithms", "--updates", "--measure", "--address", "--device", "--answer", "--profiles"),
     "algorithms": ("--json",),
 }
-_FLAGS = ("--json", "--labels", "--profiles", "--help", "--print_config")
+_FLAGS = ("--json", "--trust_config", "--labels", "--profiles", "--help", "--print_config")
 _FILES = ("--config", "--devices", "--secret_file", "--measure", "--client_data")
 _FOLDERS = ("--output", "--resume")
 _TAKE_FOLDERS = ("replay", "report", "watch")

@@ -7,12 +7,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from raafl import remote_options
-from raafl.argv import values
+from raafl.argv import names_section, values
 from raafl.complaints import explain, relative
 from raafl.errors import BadInput, nearest
 
@@ -41,7 +44,9 @@ Options win over the file. CLASS is the path of a class, such as model_zoo.MLP o
 `raafl algorithms` lists. The arguments of the parts are options too: --model.lr 0.1 --algorithm.alpha 0.5
 --partition.alpha 1. Another --algorithm than the file's keeps the arguments that both take and drops the others.
 What a part takes is said by --model.help CLASS, --data.help CLASS, --partition.help CLASS, --devices.help and
-`raafl algorithms NAME`."""
+`raafl algorithms NAME`. --resume RUN takes the config of that run; where that names classes that are not raafl's own, add
+--trust_config if you trust who made the folder: they choose what code runs."""
+TRUST = "--trust_config"
 _LOCAL = """
 --local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
 started again, --max_restarts times in all (100)."""
@@ -74,7 +79,11 @@ def make_parser(command: str) -> ArgumentParser:
     from raafl.data.partition import Partition
     from raafl.experiment import Experiment
 
-    jsonargparse.set_parsing_settings(subclasses_enabled=[Algorithm, Partition])
+    jsonargparse.set_parsing_settings(
+        subclasses_enabled=[Algorithm, Partition],
+        instantiate_subclass_spec_in_any=False,  # what has no declared type stays plain data
+        import_path_denylist=[],  # enforce its own: no config, whoever's, names os.system, subprocess, pickle and the like
+    )
     parser = jsonargparse.ArgumentParser(
         prog=f"raafl {command}",
         usage=f"raafl {command} --config FILE [--FIELD VALUE ...] [--json]",
@@ -174,33 +183,88 @@ def _attribute_texts(doc: str) -> dict[str, str]:
     return {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {8}(\w+): (.*?)(?=^ {8}\w+: |\Z)", doc, re.M | re.S)}
 
 
-def parse(command: str, argv: Sequence[str]) -> Parsed:
+def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
     """Return what ``argv`` asks for.
 
+    Args:
+        command: whose options they are.
+        argv: the options. Of a run that is resumed without a config of one's own, its folder's is taken.
+        config_yaml: a config that was checked by `raafl.trust`, before all that ``argv`` says.
+
     Raises:
-        BadInput: anything jsonargparse refuses, as one line naming field, value and remedy.
+        BadInput: anything jsonargparse refuses, as one line naming field, value and remedy; or the config of the run to
+            resume names more than raafl's own, without `--trust_config`.
         SystemExit: after `--help` or `--print_config`.
     """
-    from argparse import ArgumentError
-
     from raafl.experiment import Experiment
+    from raafl.registry import paths
+    from raafl.trust import imports_only
 
-    argv = config_first(expand_algorithm(expand_resume(_expand_strict(argv))))
-    if not argv:
+    trusted = TRUST in argv
+    argv = expand_algorithm(_expand_strict([item for item in argv if item != TRUST]))
+    if config_yaml is None:
+        config_yaml = _resumed(argv, trusted)
+    if not argv and config_yaml is None:
         raise BadInput(f"{command} needs a config: give --config FILE (raafl {command} --help lists every field)")
     _find_project_modules()
-    parser = make_parser(command)
+    with ExitStack() as stack:
+        if config_yaml is not None:
+            if not trusted and not _names_own(argv):
+                stack.enter_context(imports_only(paths()))
+            file = Path(stack.enter_context(TemporaryDirectory(prefix="raafl-"))) / "config.yaml"
+            file.write_text(config_yaml, encoding="utf-8")
+            argv = ["--config", str(file), *argv]
+        namespace, text, made = _read(make_parser(command), config_first(argv))
+    made_fields = {name: made[name] for name in inspect.signature(Experiment).parameters}
+    return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def _read(parser: ArgumentParser, argv: list[str]) -> tuple[Namespace, str, Namespace]:
+    """Return what the parser makes of ``argv``: as plain values, as text, and with the objects that it names."""
+    from argparse import ArgumentError
+
     try:
-        namespace = parser.parse_args(list(argv))
+        namespace = parser.parse_args(argv)
         _check_groups(namespace)
-        text = _dump(parser, namespace)
-        made = parser.instantiate(namespace)
+        text = str(parser.dump(namespace, skip_unset=False))  # nulls included
+        return namespace, text, parser.instantiate(namespace)
     except BadInput:
         raise
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(explain(str(error), parser, argv)) from error
-    made_fields = {name: made[name] for name in inspect.signature(Experiment).parameters}
-    return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def load_run(folder: Path, *overrides: str, trusted: bool, without: Sequence[str] = ()) -> Experiment:
+    """Return the experiment of a run folder, which somebody else may have made.
+
+    Args:
+        folder: the run's.
+        overrides: options as on the command line.
+        trusted: import what its config names, whatever that is.
+        without: sections of the config that are left out.
+
+    Raises:
+        BadInput: as `parse`; or the config names more than raafl's own, and is not ``trusted``.
+    """
+    from raafl.trust import of_folder
+
+    text = of_folder(folder, trusted=trusted, without=without)
+    return parse("simulate", [*overrides, *([TRUST] if trusted else [])], config_yaml=text).experiment
+
+
+def _names_own(argv: Sequence[str]) -> bool:
+    """Return whether the user's own options name a class that is not raafl's, or a config that may."""
+    from raafl.registry import paths
+
+    known = set(paths())
+    sections = ("--model", "--data", "--partition", "--algorithm")
+    said = [
+        item + " " + after
+        for item, after in pairwise([*argv, ""])
+        if any(names_section([item], one) for one in sections)
+    ]
+    named = {path for text in said for path in re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", text)}
+    return bool(values(argv, "--config") or named - known)
 
 
 def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment:
@@ -219,15 +283,6 @@ def _check_groups(namespace: Namespace) -> None:
             raise BadInput(f"{name} is {namespace[name]!r}: give its fields, as in --{name}.FIELD VALUE (see --help)")
 
 
-def _dump(parser: ArgumentParser, namespace: Namespace) -> str:
-    """Return the config as YAML, nulls included (jsonargparse renamed the option in 4.49)."""
-    import jsonargparse
-
-    major, minor = map(int, jsonargparse.__version__.split(".")[:2])
-    option = "skip_unset" if (major, minor) >= (4, 49) else "skip_none"
-    return str(parser.dump(namespace, **{option: False}))
-
-
 def _find_project_modules() -> None:
     """Let class paths name modules of the folder the command is run in, as `python -m` does."""
     here = str(Path.cwd())
@@ -237,19 +292,21 @@ def _find_project_modules() -> None:
 
 def _expand_strict(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` with `--strict` alone as `--strict=true`."""
-    rest = [*argv[1:], "--"]
-    alone = [item == "--strict" and after.startswith("--") for item, after in zip(argv, rest, strict=True)]
+    alone = [item == "--strict" and after.startswith("--") for item, after in pairwise([*argv, "--"])]
     return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
 
 
-def expand_resume(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with the config of the run that `--resume RUN` names, unless another is given."""
+def _resumed(argv: Sequence[str], trusted: bool) -> str | None:
+    """Return the config of the run that `--resume RUN` names, unless another is given."""
     named = values(argv, "--resume")
     if not named or values(argv, "--config"):
-        return list(argv)
-    if not (Path(named[-1]) / "config.yaml").is_file():
-        raise BadInput(f"resume is '{named[-1]}', which is not a run folder: name one with a config.yaml")
-    return ["--config", str(Path(named[-1]) / "config.yaml"), *argv]
+        return None
+    folder = Path(named[-1])
+    if not (folder / "config.yaml").is_file():
+        raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
+    from raafl.trust import of_folder
+
+    return of_folder(folder, trusted=trusted)
 
 
 def config_first(argv: Sequence[str]) -> list[str]:

@@ -117,6 +117,8 @@ class Server:
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
+            if values(self._options, "--config"):  # which the user gave, and the folder's is made of
+                options.append("--trust_config")
             # it does not wait for clients that have been given up meanwhile
             return [*_RAAFL, "serve", *options, "--min_clients", "1", *self._address]
         if folder is not None and folder.is_dir():  # nothing to go on from: it begins anew, under the same name
@@ -130,7 +132,7 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
     """Return how to start a client."""
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
-        mine += ["--config", str(Path(resumed[-1]) / "config.yaml")]
+        mine += ["--resume", resumed[-1]]
     if names_section(mine, "--data"):  # the run's data, not the client's own
         mine += ["--share_of_data", "true"]
     return [*_RAAFL, "join", *mine, "--address", f"127.0.0.1:{port}", "--client", str(number)]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,11 +29,11 @@ from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, 
 from raafl.runtime.transport.door import call, parse_address
 from raafl.serve import sections
 from raafl.submodel import Submodels
+from raafl.trust import from_server
 
 if TYPE_CHECKING:
     from raafl.runtime.transport.handshake import Secret
 
-_TRUSTED = ("raafl.", "model_zoo.")  # whose classes a config that came over the wire may name
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
 _CONFIG_S = 30.0
@@ -101,35 +101,6 @@ def whole(experiment: Experiment) -> FederatedData:
     return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)
 
 
-def trusted(config_yaml: str) -> str:
-    """Return a config that came over the wire, if it names no classes but raafl's own and the model zoo's.
-
-    Raises:
-        RunFailed: it does; such a config has to be given on the client's own side.
-    """
-    import yaml
-
-    for name in _class_paths(yaml.safe_load(config_yaml)):
-        if not name.startswith(_TRUSTED):
-            raise RunFailed(
-                f"the server's config names {name}, which is not raafl's: get the config yourself and give it as --config FILE"
-            )
-    return config_yaml
-
-
-def _class_paths(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if "class_path" in value:
-            yield str(value["class_path"])
-        for item in value.values():
-            yield from _class_paths(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _class_paths(item)
-    elif isinstance(value, str) and value.count(".") and all(part.isidentifier() for part in value.split(".")):
-        yield value  # a class may also be named by its path alone
-
-
 def join(
     address: str,
     client: int,
@@ -147,7 +118,8 @@ def join(
         address: the server's, ``HOST:PORT``.
         client: this client's id.
         secret: the run's, or this client's own key.
-        make_site: makes the client's parts from the server's config, or from its own when given None.
+        make_site: makes the client's parts from the server's config, as `from_server` gives it, or from its own when given
+            None.
         needs_config: ask the server for the config.
         encrypt: refuse a server that does not encrypt.
         alone_s: how long to look for a server that is not there; None = `Waits.alone_s`.
@@ -251,4 +223,4 @@ def _ask_config(pair: Pair) -> str:
         raise RunFailed(foreign(answer.meta.get("reason", "refused")))
     if answer.kind is not Kind.CONFIG or not isinstance(text, str):
         raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")
-    return trusted(text)
+    return from_server(text)

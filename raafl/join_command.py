@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from raafl._lean import quick_imports
 from raafl.argv import name_of, names_section
@@ -30,16 +28,14 @@ def command(argv: list[str], tell: Callable[[str], None]) -> int:
         from raafl.runtime.spanning import together
         from raafl.runtime.transport.handshake import load_secret
 
-        has_config = any(name_of(item) in ("--config", "--help", "-h") for item in rest)
+        has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse("join", rest) if has_config else None
 
     def make_site(config_yaml: str | None) -> Site:
         found = parsed
         if found is None:
-            with TemporaryDirectory(prefix="raafl-") as folder, quick_imports():
-                file = Path(folder) / "server.yaml"
-                file.write_text(config_yaml or "", encoding="utf-8")
-                found = parse("join", ["--config", str(file), *rest])
+            with quick_imports():
+                found = parse("join", rest, config_yaml=config_yaml)
         named = names_section(rest, "--data")
         own_data = named and not own.share_of_data
         return Site.build(found.experiment, found.config_yaml, own.client, own_data=own_data, data_named=named)

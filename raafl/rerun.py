@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raafl.build import Parts, build, make_executor
-from raafl.config import load_experiment
+from raafl.config import load_run
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
@@ -20,9 +20,17 @@ from raafl.runtime.replay import Replay, check_whole, read_run
 from raafl.runtime.saver import with_ties
 from raafl.submodel import FlatTensors
 
+UNUSED = ("output", "resume", "logger")
+"""Sections of a run's config that are of no use to who goes over the run again."""
+
 
 def replay(
-    folder: Path, *, until: int | None = None, workers: int = 1, client_data: Mapping[int, Path] | None = None
+    folder: Path,
+    *,
+    until: int | None = None,
+    workers: int = 1,
+    client_data: Mapping[int, Path] | None = None,
+    trust_config: bool = False,
 ) -> dict[str, Any]:
     """Re-execute a run's journal and return what came of it.
 
@@ -31,6 +39,7 @@ def replay(
         until: stop after so many events and write the state as a checkpoint in ``folder/replay``.
         workers: processes that train.
         client_data: for clients that trained on data of their own: a YAML file with the ``data`` section each had.
+        trust_config: import what the run's config names, whatever that is; else raafl's own alone.
 
     Returns:
         ``equal``: whether the same model came out (None when there is nothing to compare with); ``model_digest``,
@@ -38,15 +47,15 @@ def replay(
         last checkpoint, when they differ; ``events``; ``differences``: conditions that are not those of the run.
 
     Raises:
-        BadInput: the folder is not a run's, or data are missing.
+        BadInput: the folder is not a run's, its config names more than raafl's own, or data are missing.
     """
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
     rows, recorded, summary = read_run(folder)
     check_whole(rows, summary, until)
-    experiment = load_experiment(folder / "config.yaml", "--output=null")
+    experiment = load_run(folder, trusted=trust_config, without=UNUSED)
     found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
-    own = _own_data(folder, rows, client_data or {})
+    own = _own_data(folder, rows, client_data or {}, trust_config)
     start: dict[str, Any] = next((row.get("start", {}) for row in rows if row.get("event") == "run"), {})
     parts = build(experiment, pace=False, **start)
     executor = make_executor(parts, workers, own)
@@ -73,7 +82,9 @@ def replay(
     return result
 
 
-def _own_data(folder: Path, rows: list[dict[str, Any]], files: Mapping[int, Path]) -> dict[int, ClientData]:
+def _own_data(
+    folder: Path, rows: list[dict[str, Any]], files: Mapping[int, Path], trusted: bool
+) -> dict[int, ClientData]:
     """Return the data of the clients that did not train on their share of the run's."""
     from raafl.join import whole
 
@@ -84,8 +95,7 @@ def _own_data(folder: Path, rows: list[dict[str, Any]], files: Mapping[int, Path
             "a YAML file with the data section that it had"
         )
     loaded = {
-        client: load_experiment(folder / "config.yaml", "--output=null", f"--config={files[client]}")
-        for client in wanted
+        client: load_run(folder, f"--config={files[client]}", trusted=trusted, without=UNUSED) for client in wanted
     }
     return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
 

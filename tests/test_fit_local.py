@@ -89,8 +89,7 @@ def test_a_client_gets_what_decides_its_tasks_and_nothing_of_the_servers():
 
 def test_clients_of_a_resumed_run_take_its_config():
     command = client_command(("--resume", "runs/x", "--clients", "3"), 9, 2)
-    assert command[command.index("--config") + 1] == "runs/x/config.yaml"
-    assert "--resume" not in command
+    assert command[command.index("--resume") + 1] == "runs/x" and "--config" not in command
 
 
 def test_the_first_server_gets_all_options(server):
@@ -105,8 +104,11 @@ def test_a_later_server_goes_on_from_the_last_checkpoint(server, tmp_path):
     (folder / "checkpoints" / "version-000003.ckpt").touch()
     (tmp_path / "note").write_text(str(folder))
     options = ("--config", "c.yaml", "--output", str(folder), "--resume=old", "--json", "--seed", "1")
-    expected = [*RAAFL, "serve", "--json", "--seed", "1", "--resume", str(folder)]
-    assert server(*options).command() == [*expected, "--min_clients", "1", "--address", "fd:7"]
+    resumed, rest = ["--resume", str(folder)], ["--min_clients", "1", "--address", "fd:7"]
+    expected = [*RAAFL, "serve", "--json", "--seed", "1", *resumed, "--trust_config", *rest]
+    assert server(*options).command() == expected
+    theirs = server("--resume=old")  # a folder of somebody else's, perhaps
+    assert theirs.command() == [*RAAFL, "serve", *resumed, *rest]
 
 
 def test_a_later_server_begins_anew_where_there_is_no_checkpoint(server, tmp_path):

@@ -214,7 +214,14 @@ class Federation:
             return self._run(_fit, spec, source, self.devices, num_clients, resume)
 
     def replay(
-        self, folder: str | Path, module: Any, data: Any, *, until: int | None = None, **how: Any
+        self,
+        folder: str | Path,
+        module: Any,
+        data: Any,
+        *,
+        until: int | None = None,
+        trust_config: bool = False,
+        **how: Any,
     ) -> dict[str, Any]:
         """Re-execute the journal of a run that was started in Python; see docs/replay-and-resume.md.
 
@@ -226,6 +233,7 @@ class Federation:
             module: the one that the run was given, with the weights that it began with.
             data: the run's.
             until: stop after so many events.
+            trust_config: import what the folder's config names beside what was handed over, though it is not raafl's own.
             how: loss, optimizer, metrics, batch_size and collate_fn, as they were.
 
         Returns:
@@ -241,7 +249,7 @@ class Federation:
             given["partition"] = self._fields["partition"]
         given |= {"module": lambda: spec.make(source), "data": lambda: source, "unwrap": spec.unwrap}
         with _left_as_it_was(), handed(**given):
-            return replay(Path(folder), until=until)
+            return replay(Path(folder), until=until, trust_config=trust_config)
 
     def _run(
         self, run: Any, spec: ModuleSpec, source: Any, devices: Any, num_clients: int, resume: str | Path | None

@@ -158,7 +158,8 @@ def located(name: str) -> str:
     if scheme != "package" or not rest:
         return name
     package, _, folder = rest.partition("/")
-    spec = importlib.util.find_spec(package)
+    # of a dotted name the packages above would be imported
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():
             return str(Path(root) / folder)
@@ -184,7 +185,7 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise BadInput(f"tokenizer is '{name}', which needs the package transformers: {installing('hf')}") from error
     try:
-        return AutoTokenizer.from_pretrained(located(name))
+        return AutoTokenizer.from_pretrained(located(name), trust_remote_code=False)
     except BadInput:
         raise
     except (OSError, ValueError) as error:

@@ -40,14 +40,19 @@ def report(argv: Sequence[str]) -> str:
     parser.add_argument(
         "--labels", action="store_true", help="read the data that the configs name, to show each client's classes"
     )
+    parser.add_argument(
+        "--trust_config",
+        action="store_true",
+        help="with --labels: import what the configs name, though it is not raafl's",
+    )
     if not argv:
         raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
-    options = options_of(parser, argv, "RUN [RUN ...], --output and --labels")
+    options = options_of(parser, argv, "RUN [RUN ...], --output, --labels and --trust_config")
     output: Path = options.output
     if output.is_dir():
         raise BadInput(f"output is '{output}', which is a folder: name a file, such as {output / 'report.html'}")
     folders = list({folder.resolve(): folder for folder in options.runs}.values())
-    text = build([read(folder) for folder in folders], labels=options.labels)
+    text = build([read(folder) for folder in folders], labels=options.labels, trusted=options.trust_config)
     try:
         with atomic_file(output) as file:
             file.write(text.encode())
@@ -56,12 +61,13 @@ def report(argv: Sequence[str]) -> str:
     return f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {len(text.encode()) / 1e6:.1f} MB"
 
 
-def build(runs: Sequence[Run], *, labels: bool = False) -> str:
+def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -> str:
     """Return the page about these runs.
 
     Args:
         runs: one or more.
         labels: read the data that their configs name, to show the classes of each client's samples.
+        trusted: for that, import what they name, whatever it is.
     """
     groups = grouped(runs)
     names = names_of(groups)
@@ -71,7 +77,7 @@ def build(runs: Sequence[Run], *, labels: bool = False) -> str:
     if labels:
         from raafl.report.labels import classes_of
 
-        classes = {id(run): classes_of(run) for _, run in apart}
+        classes = {id(run): classes_of(run, trusted=trusted) for _, run in apart}
     charts = [
         curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation(groups),
         staleness(groups), regions(groups), specs(groups), partition(apart, classes, left_out),

@@ -12,19 +12,24 @@ from raafl.report.folder import Run
 _MAX_CLASSES = 100
 
 
-def classes_of(run: Run) -> Mapping[int, Sequence[int]] | str:
+def classes_of(run: Run, *, trusted: bool = False) -> Mapping[int, Sequence[int]] | str:
     """Return the number of samples of each class by client, clients with data of their own left out; or why not.
 
-    This reads the data set and runs the code that the run's config names.
+    This reads the data set that the run's config names.
+
+    Args:
+        run: the run.
+        trusted: import what its config names, whatever that is; else raafl's own alone.
     """
     if not run.config:
         return "there is no config to deal the data out by"
     from raafl.build import load_data
-    from raafl.config import load_experiment
+    from raafl.config import load_run
     from raafl.data.labels import labels_of
+    from raafl.rerun import UNUSED
 
     try:
-        data = load_data(load_experiment(run.path / "config.yaml", "--output=null", "--resume=null"))
+        data = load_data(load_run(run.path, trusted=trusted, without=UNUSED))
         labels = labels_of(data.datamodule.train_dataloader().dataset)
     except (BadInput, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
         return f"the data cannot be dealt out again: {' '.join(str(error).split())[:300]}"

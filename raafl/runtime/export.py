@@ -84,7 +84,7 @@ def tokenizer_of(datamodule: Any) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(located(tokenizer.name))
+    return AutoTokenizer.from_pretrained(located(tokenizer.name), trust_remote_code=False)
 
 
 @contextmanager

@@ -312,6 +312,11 @@ def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 # ---- the same run after a resume ----
 
 
+def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tracker calls a run, and no other argument of a logger that a file may hold."""
+    return {name: ids[name] for name in ("id", "run_id", "version") if isinstance(ids.get(name), str | int)}
+
+
 class RunIds:
     """The names that trackers have given a run, kept in its folder, so that a resumed run goes on under them."""
 
@@ -321,7 +326,7 @@ class RunIds:
         self._found: dict[str, dict[str, Any]] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not what was written
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            self._found = {str(name): dict(ids) for name, ids in found.items()}
+            self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 
     def of(self, name: str) -> dict[str, Any]:
         """Return the arguments with which the logger of this name goes on; none for a new run."""

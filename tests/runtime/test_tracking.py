@@ -120,6 +120,12 @@ def test_names_of_runs_that_cannot_be_read_are_none(tmp_path, text):
     assert RunIds(tmp_path).of("WandbLogger") == {}
 
 
+def test_a_folder_of_somebody_else_s_gives_loggers_names_and_no_other_argument(tmp_path):
+    theirs = {"MLFlowLogger": {"run_id": "a1", "tracking_uri": "https://evil", "version": {"x": 1}}}
+    (tmp_path / "runs.json").write_text(json.dumps(theirs))
+    assert RunIds(tmp_path).of("MLFlowLogger") == {"run_id": "a1"}
+
+
 def test_a_long_timeline_is_its_end(finished, monkeypatch):
     from raafl.runtime import tracking
 

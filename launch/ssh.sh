@@ -37,7 +37,7 @@ client() {
     [[ $folder != \~ && $folder != \~/ ]] || folder=.
     folder=${folder#\~/}
     command="cd $(printf %q "$folder") && IFS= read -r RAAFL_SECRET && export RAAFL_SECRET"
-    command+=" && exec $JOIN join --address $(printf %q "$ADDRESS") --client $1 --encrypt true ${JOIN_OPTIONS:-}"
+    command+=" && exec $JOIN join --address $(printf %q "$ADDRESS") --client $1 ${JOIN_OPTIONS:-}"
     for ((attempt = 0; attempt <= RESTARTS; attempt++)); do
         code=0
         # shellcheck disable=SC2086  # SSH_OPTIONS are several words; the command is put together here, to be run there
@@ -63,7 +63,7 @@ trap end EXIT
 
 # In a session of its own: Ctrl-C reaches it once, by way of this script, and asks it to end; the second has it end at once.
 setsid raafl serve --config "$config" --address "0.0.0.0:${ADDRESS##*:}" --secret_file "$SECRET_FILE" \
-    --encrypt true --clients "${#lines[@]}" "$@" &
+    --clients "${#lines[@]}" "$@" &
 server=$!
 trap 'kill -TERM "$server" 2>/dev/null' INT TERM HUP
 

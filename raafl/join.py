@@ -26,7 +26,7 @@ from raafl.memory import settle_heap, with_memory
 from raafl.runtime.client import Client
 from raafl.runtime.session import Waits
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
-from raafl.runtime.transport.door import call, parse_address
+from raafl.runtime.transport.door import call, encrypts
 from raafl.serve import sections
 from raafl.submodel import Submodels
 from raafl.trust import from_server
@@ -108,7 +108,7 @@ def join(
     make_site: Callable[[str | None], Site],
     *,
     needs_config: bool,
-    encrypt: bool = False,
+    encrypt: bool | None = None,
     alone_s: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
@@ -118,10 +118,9 @@ def join(
         address: the server's, ``HOST:PORT``.
         client: this client's id.
         secret: the run's, or this client's own key.
-        make_site: makes the client's parts from the server's config, as `from_server` gives it, or from its own when given
-            None.
+        make_site: makes the client's parts from the server's config, once checked, or from its own when given None.
         needs_config: ask the server for the config.
-        encrypt: refuse a server that does not encrypt.
+        encrypt: refuse a server that does not encrypt; None = unless ``address`` is of this machine alone.
         alone_s: how long to look for a server that is not there; None = `Waits.alone_s`.
         say: told what happens, in one line each.
 
@@ -129,7 +128,7 @@ def join(
         BadInput: address, secret or config.
         RunFailed: refused, replaced, or no server for ``alone_s``.
     """
-    parse_address(address)
+    encrypt = encrypts(address, encrypt)
     key = secret.for_client(client)
     alone_s = Waits().alone_s if alone_s is None else alone_s
     unsent: int | None = None

@@ -12,16 +12,16 @@ Options of serve itself:
   --address HOST:PORT   where to listen (default 127.0.0.1:0: this machine only, any free port); 0.0.0.0:PORT lets others in
   --min_clients N       start once so many have joined (default: all)
   --secret_file FILE    the run's secret (or the variable RAAFL_SECRET, or RAAFL_SECRET_FILE)
-  --encrypt true        encrypt everything after the handshake"""
+  --encrypt true|false  encrypt everything after the handshake (default: true, but for a server that only this machine can reach)"""
 JOIN = """
 Options of join itself:
   --address HOST:PORT   the server's
   --client ID           who this is: 1 to the run's number of clients
   --secret_file FILE    the run's secret, or this client's own key (or the variable RAAFL_SECRET, or RAAFL_SECRET_FILE)
-  --encrypt true        refuse a server that does not encrypt
+  --encrypt true|false  refuse a server that does not encrypt (default: true, but for one at an address of this machine alone)
   --share_of_data true  with --data: train on this client's share of it, not on all of it
-Without --config the server's is taken, if it names no classes but raafl's and the model zoo's. With --data, or any --data.FIELD,
-the client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
+Without --config the server's is taken, if it is names of raafl's own parts and plain values. With --data, or any --data.FIELD, the
+client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
 
 
 def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -33,7 +33,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
     parser.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
     parser.add_argument("--secret_file")
-    parser.add_argument("--encrypt", default="false")
+    parser.add_argument("--encrypt")
     if command == "serve":
         parser.add_argument("--min_clients")
     else:
@@ -44,7 +44,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     except ArgumentError as error:
         raise BadInput(f"{error.argument_name}: {error.message}: raafl {command} --help lists the options") from None
     for name in ("encrypt", "share_of_data"):
-        if hasattr(own, name):
+        if getattr(own, name, None) is not None:
             setattr(own, name, _truth(name, getattr(own, name)))
     if command == "serve":
         own.min_clients = None if own.min_clients is None else _number("min_clients", own.min_clients)

@@ -24,7 +24,7 @@ from raafl.runtime import resume
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms
 from raafl.runtime.transport import Kind, Message, Pair, Refused
-from raafl.runtime.transport.door import Door, parse_address
+from raafl.runtime.transport.door import Door, encrypts, parse_address
 
 if TYPE_CHECKING:
     from raafl.runtime.distributed import Server
@@ -77,7 +77,7 @@ def serve(
     secret: Secret,
     *,
     min_clients: int | None = None,
-    encrypt: bool = False,
+    encrypt: bool | None = None,
     progress_file: Any = None,
     inbox: Inbox | None = None,
 ) -> tuple[dict[str, Any], Path]:
@@ -90,7 +90,7 @@ def serve(
         secret: what clients prove before they are told anything.
         min_clients: how many must have joined before work starts, also after a restart; None = as many as the run to
             resume needed, or all.
-        encrypt: encrypt all that is said after the handshake.
+        encrypt: encrypt all that is said after the handshake; None = unless only this machine can reach ``address``.
         progress_file: where progress is shown.
         inbox: where events pass through on their way to the coordinator.
 
@@ -101,6 +101,7 @@ def serve(
     if min_clients is not None and not 1 <= min_clients <= experiment.clients:
         raise BadInput(f"min_clients is {min_clients}: give 1 to {experiment.clients}, the run's number of clients")
     where = listener(address)
+    encrypt = encrypts(where, encrypt)
     saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
     parts = build(
         experiment, pace=experiment.emulate and experiment.devices is not None,

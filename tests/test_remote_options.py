@@ -20,7 +20,7 @@ QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 def test_own_options_are_taken_out_wherever_they_stand():
     own, rest = split("serve", ["--config", "c.yaml", "--address=0.0.0.0:99", "--seed", "3", "--min_clients", "2"])
-    assert (own.address, own.min_clients, own.encrypt, own.secret_file) == ("0.0.0.0:99", 2, False, None)
+    assert (own.address, own.min_clients, own.encrypt, own.secret_file) == ("0.0.0.0:99", 2, None, None)
     assert rest == ["--config", "c.yaml", "--seed", "3"]
     own, rest = split("join", ["--data.root", "/d", "--client", "3", "--encrypt", "true", "--address", "h:1"])
     assert (own.client, own.encrypt, own.share_of_data, rest) == (3, True, False, ["--data.root", "/d"])

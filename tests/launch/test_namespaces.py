@@ -159,13 +159,14 @@ def test_clients_join_across_the_link(link, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a secret for tests only")
     secret.chmod(0o600)
-    address = ("--address", f"{link.near.address}:29500", "--secret_file", str(secret), "--encrypt", "true")
+    address = ("--address", f"{link.near.address}:29500", "--secret_file", str(secret))
     raafl = (sys.executable, "-m", "raafl")
-    server = link.near.start(*raafl, "serve", *RUN, *address, "--output", str(tmp_path / "run"))
+    server = link.near.start(*raafl, "serve", *RUN, *address, "--progress", "plain", "--output", str(tmp_path / "run"))
     clients = [
         node.start(*raafl, "join", *address, "--client", str(number))
         for number, node in ((1, link.near), (2, link.far))
     ]
     words = end({"server": server, "client 1": clients[0], "client 2": clients[1]})
     assert all("the run has ended: " in said for said in words[1:])
+    assert ", encrypted" in words[0]  # without being asked for
     check(tmp_path / "run", link, far_client=2)

@@ -7,6 +7,7 @@ keep out one that speaks.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import selectors
 import socket
@@ -61,6 +62,25 @@ def parse_address(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise BadInput(f"address is '{text}', whose port is '{port}': give 0 to 65535")
     return host, int(port)
+
+
+def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:
+    """Decide whether what is said at an address is encrypted: as it is wanted, or else everywhere but on this machine alone.
+
+    Args:
+        address: ``HOST:PORT``, or a socket that listens.
+        wanted: None = nobody has said.
+
+    Raises:
+        BadInput: the address is none.
+    """
+    if wanted is not None:
+        return wanted
+    host = parse_address(address)[0] if isinstance(address, str) else str(address.getsockname()[0])
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 def _text(address: tuple[str, int]) -> str:

@@ -189,7 +189,10 @@ def introduce(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> 
     if answered & _ENCRYPTED:
         return _seal(key, share, confirm[_FLAGS.size :], said, server=False)
     if demand_encryption:
-        raise Refused("not-encrypted", "the server does not encrypt: start it with --encrypt true, or do not demand it")
+        raise Refused(
+            "not-encrypted",
+            "the server does not encrypt: start it with --encrypt true, or join with --encrypt false, too",
+        )
     return None
 
 

@@ -109,6 +109,24 @@ def test_bad_addresses_name_the_remedy(text, remedy):
         parse_address(text)
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", False), ("127.8.9.10", False), ("[::1]", False), ("localhost", False),
+        ("0.0.0.0", True), ("[::]", True), ("10.0.0.1", True), ("server", True), ("127.0.0.1.example.org", True),
+        ("localhost.example.org", True), ("[::ffff:10.0.0.1]", True), ("127.1", True),
+    ],
+)  # fmt: skip
+def test_whoever_is_not_alone_encrypts(host, expected):
+    assert door.encrypts(f"{host}:29500", None) is expected
+    assert door.encrypts(f"{host}:29500", False) is False and door.encrypts(f"{host}:29500", True) is True
+
+
+def test_a_socket_that_listens_says_itself_who_can_reach_it():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        assert door.encrypts(sock, None) is False and door.encrypts(sock, True) is True
+
+
 def test_where_nothing_can_listen_is_bad_input():
     with House() as house:
         for address in (house.door.address, "192.0.2.1:0", "no.such.host.invalid:1"):

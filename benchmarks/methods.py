@@ -3,7 +3,9 @@
 A comparison is a file in benchmarks/comparisons: a config, seeds, options of all runs, and rows, each with the options by
 which it differs from them. Of each row: mean and standard deviation over the seeds of the final metrics, of the best
 accuracy on the way, of what the run cost, and of the lead of the first row: how many times as long this one takes to its best
-accuracy as the first does to as much, over those seeds (`lead_seeds`) where the first gets there. On standard error: each run as
+accuracy as the first does to as much, over those seeds (`lead_seeds`) where the first gets there. With `smooth` in the file the
+lead is of curves whose points are the mean of so many evaluations; with `levels`, too, `time_to_LEVEL_s` on such a curve, over
+those seeds (`time_to_LEVEL_s_seeds`) that get there. All rows of a seed run before the next seed. On standard error: each run as
 it ends.
 
     python -m benchmarks.methods NAME [--seeds 0 1] [--rows "RAM-Fed L-Arb" FedAvg] [--jobs 2] [--folder DIR] [-- OPTION ...]
@@ -66,7 +68,7 @@ class Setting:
 
 
 def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
-    """Return the runs of a comparison, rows in the file's order, and the file.
+    """Return the runs of a comparison, seed by seed with rows in the file's order, and the file.
 
     Raises:
         SystemExit: there is no such comparison.
@@ -78,8 +80,8 @@ def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
     found = yaml.safe_load(path.read_text())
     config = HERE.parent / found["config"]
     common = found.get("options", "")
-    rows = ((label, tuple(shlex.split(f"{common} {options or ''}"))) for label, options in found["rows"].items())
-    return [Setting(label, config, options, seed) for label, options in rows for seed in found["seeds"]], found
+    rows = [(label, tuple(shlex.split(f"{common} {options or ''}"))) for label, options in found["rows"].items()]
+    return [Setting(label, config, options, seed) for seed in found["seeds"] for label, options in rows], found
 
 
 def parsed(setting: Setting) -> Any:
@@ -145,6 +147,13 @@ def curve_of(path: Path) -> list[tuple[float, float]]:
         return [(float(row["time_s"]), float(row[METRIC])) for row in csv.DictReader(file) if row.get(METRIC)]
 
 
+def smoothed(curve: Sequence[tuple[float, float]], num: int) -> list[tuple[float, float]]:
+    """Return the mean of each ``num`` evaluations in a row, at the time of the last; of all where there are fewer."""
+    num = min(num, len(curve))
+    windows = (curve[end - num : end] for end in range(num, len(curve) + 1)) if num else ()
+    return [(window[-1][0], statistics.fmean(value for _, value in window)) for window in windows]
+
+
 def lead(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
     """Return how many times as long ``theirs`` takes to its best as ``ours`` to as much; None where ours never gets there."""
     best = max(value for _, value in theirs)
@@ -152,7 +161,9 @@ def lead(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, floa
     return None if reached[0] is None or not reached[1] else reached[1] / reached[0]
 
 
-def rows(settings: Iterable[Setting], jobs: int, keep: Path | None = None) -> list[Row]:
+def rows(
+    settings: Iterable[Setting], jobs: int, keep: Path | None = None, smooth: int = 1, levels: Sequence[float] = ()
+) -> list[Row]:
     """Run all, so many at a time, and return a row for each method: mean and, as ``..._sd``, standard deviation."""
     wanted = list(settings)
     for setting in {setting.label: setting for setting in wanted}.values():
@@ -162,6 +173,9 @@ def rows(settings: Iterable[Setting], jobs: int, keep: Path | None = None) -> li
         for row in pool.map(run, wanted, [keep] * len(wanted)):
             shown = {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items() if name != "curve"}
             print(shown, file=sys.stderr, flush=True)
+            row["curve"] = smoothed(row["curve"], smooth)
+            for level in levels:
+                row[f"time_to_{level:g}_s"] = next((time_s for time_s, value in row["curve"] if value >= level), None)
             found.append(row)
     labels = list(dict.fromkeys(setting.label for setting in wanted))
     first = {row["seed"]: row["curve"] for row in found if row["method"] == labels[0]}
@@ -175,8 +189,8 @@ def _summary(runs: Sequence[Row]) -> Row:
     summary: Row = {"method": runs[0]["method"], "seeds": len(runs)}
     for name in runs[0]:
         values = [row[name] for row in runs if isinstance(row.get(name), int | float) and name != "seed"]
-        if name == "lead":
-            summary |= {"lead": statistics.fmean(values) if values else None, "lead_seeds": len(values)}
+        if name == "lead" or name.startswith("time_to_"):
+            summary |= {name: statistics.fmean(values) if values else None, f"{name}_seeds": len(values)}
         elif len(values) == len(runs):
             summary[name] = statistics.fmean(values)
             if len(values) > 1 and name in (METRIC, f"best_{METRIC}", "time_s", "time_to"):
@@ -201,11 +215,13 @@ if __name__ == "__main__":
     given, left = parser.parse_known_args(argv)
     chosen, file = read(given.name)
     if given.seeds:
-        chosen = [Setting(s.label, s.config, s.options, n) for s in chosen[:: len(file["seeds"])] for n in given.seeds]
+        every = chosen[: len(file["rows"])]
+        chosen = [Setting(s.label, s.config, s.options, seed) for seed in given.seeds for s in every]
     if given.rows:
         unknown = [label for label in given.rows if label not in file["rows"]]
         if unknown:
             raise SystemExit(f"no row '{unknown[0]}' in {given.name}: give some of {', '.join(file['rows'])}")
         chosen = [setting for setting in chosen if setting.label in given.rows]
     chosen = [Setting(s.label, s.config, (*s.options, *more), s.seed) for s in chosen]
-    main("methods", lambda: rows(chosen, given.jobs, given.folder), left)
+    smooth, levels = file.get("smooth", 1), file.get("levels", [])
+    main("methods", lambda: rows(chosen, given.jobs, given.folder, smooth, levels), left)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
 from raafl.core.state import GlobalState
-from raafl.core.types import Assignment, ClientInfo, Update, Work
+from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work
 from raafl.devices.profiles import TaskTime
 from raafl.errors import BadInput
 from raafl.submodel.cost import Cost
@@ -308,5 +308,5 @@ class Algorithm:
             + self.local.notes(fleet.state.submodels)
             + self.merge.notes(fleet.state, num_clients)
             + (fleet.wires.notes(num_clients) if fleet.wires is not None else [])
-            + ([] if stale is None else [stale])
+            + ([] if stale is None else [Warn(stale)])
         )

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks import methods
-from benchmarks.methods import Setting, lead
+from benchmarks.methods import Setting, lead, smoothed
 from tests.crashed import crashed
 from tests.habits.source import ROOT
 
@@ -26,12 +26,20 @@ def test_the_lead_is_by_the_time_to_the_others_best():
     assert lead([(1.0, 0.2)], theirs) is None
 
 
+def test_a_smoothed_curve_is_of_means_at_the_time_of_the_last():
+    curve = [(1.0, 0.1), (2.0, 0.4), (4.0, 0.1), (5.0, 0.4)]
+    assert smoothed(curve, 3) == [(4.0, pytest.approx(0.2)), (5.0, pytest.approx(0.3))]
+    assert smoothed(curve, 1) == curve and smoothed([], 3) == []
+    assert smoothed(curve[:2], 3) == [(2.0, pytest.approx(0.25))]
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (methods.HERE / "comparisons").glob("*.yaml")))
 def test_each_row_of_each_comparison_can_be_read(name):
     settings, found = methods.read(name)
     assert len(settings) == len(found["rows"]) * len(found["seeds"])
     assert len({setting.name for setting in settings}) == len(settings)
-    for setting in settings[:: len(found["seeds"])]:
+    assert [setting.seed for setting in settings[:: len(found["rows"])]] == found["seeds"]
+    for setting in settings[: len(found["rows"])]:
         assert methods.parsed(setting).experiment.seed == found["seeds"][0]
 
 
@@ -40,7 +48,7 @@ import json
 from pathlib import Path
 from benchmarks.methods import Setting, rows
 settings = [Setting(label, Path({config!r}), {options!r}, seed) for label in ("A", "B") for seed in (0, 1)]
-print(json.dumps(rows(settings, jobs=2)))
+print(json.dumps(rows(settings, jobs=2, levels=(0.0, 2.0))))
 """
 """In a process of its own: a pool of spawned ones leaves a helper process behind for as long as this one lives."""
 
@@ -54,6 +62,7 @@ def test_a_row_is_the_mean_of_its_seeds():
     assert first["method"] == "A" and first["seeds"] == 2
     assert first["accuracy"] == second["accuracy"] == pytest.approx((one + other) / 2)
     assert first["accuracy_sd"] == pytest.approx(abs(one - other) / math.sqrt(2))
+    assert first["time_to_0_s_seeds"] == 2 and first["time_to_0_s"] >= 0 and first["time_to_2_s"] is None
     assert first["lead"] == second["lead"] == 1.0 and second["lead_seeds"] == 2
 
 

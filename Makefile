@@ -9,9 +9,9 @@ JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
-BENCHMARKS = $(filter-out common workloads,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(filter-out common workloads pictures,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
-.PHONY: help setup demo test chaos lint format bench docs clean
+.PHONY: help setup demo test chaos lint format bench pictures docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -43,6 +43,9 @@ bench: .venv/.full  ## run every benchmark; results go to build/bench/NAME.json
 	@mkdir -p build/bench
 	@set -e; for name in $(BENCHMARKS); do \
 	    echo "[raafl] benchmark $$name"; $(BIN)/python -m benchmarks.$$name --out build/bench/$$name.json; done
+
+pictures: .venv/.full  ## draw the pictures of README and docs anew, into docs/images (runs are kept in build/pictures)
+	$(BIN)/python -m benchmarks.pictures $(ARGS)
 
 docs: .venv/.docs  ## build the documentation site into build/docs (open build/docs/index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f docs/mkdocs/mkdocs.yml

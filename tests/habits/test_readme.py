@@ -37,7 +37,14 @@ def test_every_benchmark_exists():
 
 
 def test_the_table_names_every_algorithm():
-    assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) >= set(ALGORITHMS)
+    table = (ROOT / "docs" / "algorithms.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) >= set(ALGORITHMS)
+
+
+def test_it_is_short_and_shows_its_pictures():
+    assert README.count("\n") <= 190
+    pictures = re.findall(r'<img src="([^"]+)" width="\d+" alt="[^"]+">', README)
+    assert len(pictures) >= 3 and not [path for path in pictures if not (ROOT / path).exists()]
 
 
 def test_every_command_is_one():

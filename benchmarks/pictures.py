@@ -206,6 +206,20 @@ def _task(picture: Picture, since: float, to: float, y: float, units: int, colou
         picture.text(since + 20 + 10 * units, y + 25 + 18 * row, line, size=13)
 
 
+def _ways(picture: Picture, fast: float, slow: float, starts: Sequence[float], ends: Sequence[float]) -> None:
+    """Draw the arrows: pieces down to the clients, and up again."""
+    picture.arrow(214, 134, fast - 3, INK)
+    for x, colour in ((ends[0], GREEN), (ends[1], BROWN)):
+        picture.arrow(x, fast, 132, colour)
+    for x in (starts[1] + 22, starts[2] + 22):
+        picture.arrow(x, 134, fast - 3, INK)
+    picture.line([(166, 134), (166, slow + 29), (190, slow + 29)], INK, width=2)
+    picture.parts.append(f'<path d="M{starts[0] - 2:g} {slow + 29:g}l-9 -5.5v11z" fill="{INK}"/>')
+    picture.line([(ends[2] - 10, slow), (ends[2] - 10, fast + 64)], BLUE, width=2)
+    picture.line([(ends[2] - 10, fast - 6), (ends[2] - 10, 141)], BLUE, width=2)
+    picture.parts.append(f'<path d="M{ends[2] - 10:g} 132l-5.5 9h11z" fill="{BLUE}"/>')
+
+
 def way_of_an_update() -> str:
     """Draw a server and two clients over time: pieces cut, trained, sent back, and folded in as they arrive."""
     title = (
@@ -252,16 +266,7 @@ def way_of_an_update() -> str:
             "have passed when it arrives, so its staleness is 2",
         ),
     )
-    picture.arrow(214, 134, fast - 3, INK)
-    for x, colour in ((ends[0], GREEN), (ends[1], BROWN)):
-        picture.arrow(x, fast, 132, colour)
-    for x in (starts[1] + 22, starts[2] + 22):
-        picture.arrow(x, 134, fast - 3, INK)
-    picture.line([(166, 134), (166, slow + 29), (190, slow + 29)], INK, width=2)
-    picture.parts.append(f'<path d="M{starts[0] - 2:g} {slow + 29:g}l-9 -5.5v11z" fill="{INK}"/>')
-    picture.line([(ends[2] - 10, slow), (ends[2] - 10, fast + 64)], BLUE, width=2)
-    picture.line([(ends[2] - 10, fast - 6), (ends[2] - 10, 141)], BLUE, width=2)
-    picture.parts.append(f'<path d="M{ends[2] - 10:g} 132l-5.5 9h11z" fill="{BLUE}"/>')
+    _ways(picture, fast, slow, starts, ends)
     picture.text(ends[0] - 12, 160, "3  it is sent back", size=13.5, bold=True, anchor="end")
     picture.line([(136, 396), (WIDTH - 26, 396)], FAINT, width=1.4)
     picture.parts.append(f'<path d="M{WIDTH - 14:g} 396l-11 -5v10z" fill="{FAINT}"/>')

@@ -95,6 +95,22 @@ def test_the_result_has_the_final_model_and_the_tables(tmp_path):
     assert not result.module.training
 
 
+def test_a_federation_and_a_result_are_shown_briefly(tmp_path):
+    fed = federation(tmp_path / "run", "fed_avg", callbacks=raafl.EarlyStopping("loss"))
+    text = repr(fed)
+    assert (
+        text.startswith("Federation(fed_avg, clients=") and "devices=[device-1, device-2, device-3, device-4]" in text
+    )
+    assert "max_updates=8" in text and "EarlyStopping(metric='loss'" in text and "\n" not in text
+    result = fed.simulate(small_mlp, digits())
+    assert re.fullmatch(
+        r"Result\(fed_avg: loss [\d.]+, accuracy [\d.]+.* after 8 updates, 2 versions, [\d.]+ s; finished 'max_updates', "
+        rf"folder '{tmp_path}/run'\)", repr(result),
+    )  # fmt: skip
+    assert len(repr(result)) < 300
+    assert repr(raafl.Federation()) == "Federation(fed_raa, clients=by devices, ranks or 10, devices=None)"
+
+
 def test_a_module_that_was_made_keeps_its_weights_and_starts_every_run_anew(tmp_path):
     net = seeded_net()
     before = digest(net)

@@ -59,6 +59,16 @@ class Result:
     folder: Path
     module: nn.Module
 
+    def __repr__(self) -> str:
+        """Return what came of it, on one line."""
+        summary = self.summary
+        final = ", ".join(f"{name} {value:.4g}" for name, value in self.final.items())
+        return (
+            f"Result({summary['algorithm']}: {final or 'no metrics'} after {summary['updates_merged']} updates, "
+            f"{summary['versions']} versions, {summary['time_s']:.4g} s; finished {summary['finished']!r:.80}, "
+            f"folder {str(self.folder)!r})"
+        )
+
     @property
     def final(self) -> dict[str, float]:
         """The metrics of the final model."""
@@ -114,6 +124,23 @@ class Federation:
         self.callbacks = callbacks_of(callbacks)
         self._fields = fields_of(settings)
         self._watcher: CallbackWatcher | None = None
+
+    def __repr__(self) -> str:
+        """Return the algorithm, the clients and their devices, and the settings that are not as they are by default."""
+        given = {f.name: f for f in dataclasses.fields(Experiment)}
+        shown = [
+            f"{name}={without_addresses(repr(value))[:60]}" for name, value in self._fields.items() if name in given
+        ]
+        named = [getattr(device, "name", device) for device in self.devices] if isinstance(self.devices, list) else []
+        devices = f"[{', '.join(map(str, named[:6]))}{', ...' * (len(named) > 6)}]" if named else self.devices
+        parts = [
+            self.algorithm.name,
+            f"clients={self.clients or 'by devices, ranks or 10'}",
+            f"devices={devices}",
+            *shown,
+        ]
+        parts += [f"callbacks={self.callbacks}"] if self.callbacks else []
+        return f"Federation({', '.join(parts)})"
 
     def stop(self, reason: str = "asked to") -> None:
         """End the run that is under way, from any thread; its summary says ``stopped: REASON``.

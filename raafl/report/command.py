@@ -12,6 +12,7 @@ from raafl.errors import BadInput
 from raafl.report import overview
 from raafl.report.clients import Classes, participation, partition
 from raafl.report.curves import curves
+from raafl.report.figure import fitting
 from raafl.report.folder import Run, read
 from raafl.report.groups import Group, algorithm_of, grouped, names_of
 from raafl.report.page import escaped, folded, page, shown, table_html
@@ -105,10 +106,11 @@ def _top(groups: Sequence[Group], runs: Sequence[Run]) -> str:
     spread = overview.groups_table(groups)
     if spread is not None:
         by_label = {group.label: group.colour for group in groups}
-        parts.append(table_html(spread, by_label))
-        parts.append(folded("Each run", table_html(table, colours)))
+        parts.append(table_html(fitting(spread), by_label))
+        parts.append(folded("Each run", table_html(fitting(table), colours)))
     else:
-        parts.append(folded("All figures", table_html(table)) if len(runs) == 1 else table_html(table, colours))
+        shown_table = table_html(fitting(table), colours)
+        parts.append(folded("All figures", shown_table) if len(runs) == 1 else shown_table)
     return f'<section id="overview">{"".join(parts)}{outcomes}</section>'
 
 

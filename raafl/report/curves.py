@@ -44,6 +44,7 @@ def curves(groups: Sequence[Group]) -> Chart:
             " Runs that differ only by their seed are one line: their mean, in a band from the least to the most, as far as"
             " the shortest of them goes."
         )
+        note += "".join(f" {text}" for text in map(_hidden, groups) if text)
     if any(len(run.metrics.get("version", ())) > points for group in groups for run in group.runs):
         note += f" Lines have {points} points at most, evenly picked."
     views = {key: view for key, view in views.items() if view.data}
@@ -53,6 +54,16 @@ def curves(groups: Sequence[Group]) -> Chart:
         name: [option for option in options if any(option in key for key in views)] for name, options in choices.items()
     }
     return Chart("curves", "Learning curves", note, views, tables, shown, height=420)
+
+
+def _hidden(group: Group) -> str:
+    """Return by how much the shortest run of a group cuts the others' line, where that is a tenth or more."""
+    ends = {run.name: run.end_s for run in group.runs}
+    shortest = min(ends, key=ends.__getitem__)
+    share = ends[shortest] / max(max(ends.values()), 1e-9)
+    if share > 0.9:
+        return ""
+    return f"Of {group.label} the shortest, {shortest}, has {share:.0%} of the longest's seconds: the rest is in the tables."
 
 
 def metric_names(groups: Sequence[Group]) -> list[str]:

@@ -15,6 +15,8 @@ from raafl.report.folder import Numbers
 Cell = str | int | float | None
 MAX_ROWS = 200
 """Rows of the longest table."""
+_MOST_ACROSS = 10
+"""Columns that a page has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,14 @@ def thin_rows(rows: Sequence[Sequence[Cell]], most: int = MAX_ROWS) -> tuple[lis
     places = thinned(len(rows), most)
     said = f"{len(places)} of {len(rows):,} rows, evenly picked." if len(places) < len(rows) else ""
     return [rows[place] for place in places], said
+
+
+def fitting(table: Table) -> Table:
+    """Return a table that is wide and low turned, with a column for each of its rows: so that it fits on the page."""
+    if len(table.columns) <= _MOST_ACROSS or len(table.rows) > _MOST_ACROSS:
+        return table
+    rows = [[name, *(row[place] for row in table.rows)] for place, name in enumerate(table.columns)]
+    return Table([table.columns[0], *(str(row[0]) for row in table.rows)], rows[1:], table.caption)
 
 
 def gap(num_bars: int) -> float:

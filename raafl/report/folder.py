@@ -96,6 +96,7 @@ class Run:
         open_tasks: client and start of tasks that have no row: under way when the run stopped being written.
         num_exchanges: of tasks that talk to the server in their middle, by assignment: round trips.
         lost_at: when each client was lost.
+        goals: the limits that it went on with when it was resumed, which its config does not say; empty where it was not.
         notes: what is missing or damaged, for the reader.
     """
 
@@ -110,6 +111,7 @@ class Run:
     open_tasks: list[tuple[int, float]] = field(default_factory=list)
     num_exchanges: dict[int, int] = field(default_factory=dict)
     lost_at: dict[int, list[float]] = field(default_factory=dict)
+    goals: Mapping[str, Any] = field(default_factory=dict)
     runtime: str = ""
     last_event_s: float = 0.0
     has_journal: bool = False
@@ -287,6 +289,8 @@ def _take(run: Run, event: Mapping[str, Any], settled: set[float]) -> None:
         run.last_event_s = max(run.last_event_s, at)
     if kind == "run":
         run.runtime = str(event.get("runtime", ""))
+    elif kind == "resumed" and isinstance(event.get("goals"), dict):
+        run.goals = event["goals"]
     elif kind == "gap":
         run.notes.append(f"{event.get('rows')} events are missing in the journal")
     if not isinstance(client, int) or not math.isfinite(at):

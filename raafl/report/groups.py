@@ -1,4 +1,4 @@
-"""Which runs belong together: those of one config but for the seed, on the same clock; and what to call them."""
+"""Which runs belong together: those of one config but for the seed, on the same clock, that went as far; and their names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raafl.outcome import REASONS
 from raafl.report.folder import Run
+from raafl.watch.pace import Goals
 
 _NOT_THE_EXPERIMENT = (
     "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "checkpoint_every", "checkpoint_s",
@@ -22,7 +24,7 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one config but for the seed.
+    """Runs of one config but for the seed, with the same limits, which ended by them; a run that was cut short is alone.
 
     Attributes:
         label: what tells it from the other groups, in a few words.
@@ -46,6 +48,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     for some, mine in zip(members, fields, strict=True):
         mine["clock"] = "virtual" if some[0].is_simulated else "wall"
         mine["algorithm"] = algorithm_of(some[0])
+        if _cut_short(some[0]):
+            mine["ended"] = str((some[0].summary or {}).get("finished", "not ended"))
     labels = _labels(members, fields)
     names = sorted({name for mine in fields for name in mine})
     differing = [name for name in names if len({mine.get(name) for mine in fields}) > 1]
@@ -84,11 +88,22 @@ def _text(value: Any) -> str:
 
 
 def _experiment(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in run.config.items() if name not in _NOT_THE_EXPERIMENT}
+    found = {name: value for name, value in run.config.items() if name not in _NOT_THE_EXPERIMENT}
+    if run.goals:  # it went on with other limits than its config's
+        goals = Goals.from_json(run.goals)
+        targets = [f"{aim.metric}={aim.value:g}" for aim in goals.targets]
+        target = targets[0] if len(targets) == 1 else targets or None
+        found |= {"max_updates": goals.max_updates, "max_time": goals.max_time_s, "target": target}
+    return found
+
+
+def _cut_short(run: Run) -> bool:
+    """Whether a run ended before its limits did it."""
+    return str((run.summary or {}).get("finished")) not in REASONS
 
 
 def _key(run: Run) -> str:
-    if not run.config:
+    if not run.config or _cut_short(run):
         return f"alone {run.path}"
     return json.dumps([_experiment(run), run.runtime], sort_keys=True, default=str)
 
@@ -111,10 +126,15 @@ def _labels(members: Sequence[Sequence[Run]], fields: Sequence[Mapping[str, str]
 def _part(name: str, value: str, folder: str) -> str:
     if name == "clock":
         return f"{value} clock"
+    if name == "ended":
+        return _short(value)
     if any(part.isdecimal() for part in name.split(".")):  # within a list, such as the devices
         return f"{name.partition('.')[0]} of {folder}"
-    short = value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 1] + "…"
-    return f"{name.rpartition('.')[2]} {short}"
+    return f"{name.rpartition('.')[2]} {_short(value)}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 1] + "…"
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:

@@ -39,22 +39,27 @@ def shown(value: Cell) -> str:
 
 
 def table_html(table: Table, colours: Mapping[str, str] | None = None) -> str:
-    """Return a table; a first cell that is named in ``colours`` gets a swatch."""
+    """Return a table; a name in ``colours`` gets a swatch, in the first column or in the head."""
     words = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
     head = "".join(
-        f"<th{_words(text)}>{escaped(str(name))}</th>" for name, text in zip(table.columns, words, strict=True)
+        f"<th{_words(text)}>{_swatch(str(name), colours)}{escaped(str(name))}</th>"
+        for name, text in zip(table.columns, words, strict=True)
     )
     lines = []
     for row in table.rows:
         cells = []
         for place, value in enumerate(row):
-            colour = (colours or {}).get(str(value)) if place == 0 else None
-            swatch = f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
+            swatch = _swatch(str(value), colours) if place == 0 else ""
             cells.append(f"<td{_words(words[place])}>{swatch}{escaped(shown(value))}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     caption = f"<caption>{escaped(table.caption.strip())}</caption>" if table.caption.strip() else ""
     body = "\n".join(lines)
     return f'<div class="scroll" tabindex="0"><table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _swatch(name: str, colours: Mapping[str, str] | None) -> str:
+    colour = (colours or {}).get(name)
+    return f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
 
 
 def _words(is_text: bool) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from raafl.report import overview
 from raafl.report.curves import AXES, along, band, curve, curves
-from raafl.report.figure import banded, briefly, rounded, thin_rows, thinned
+from raafl.report.figure import Table, banded, briefly, fitting, rounded, thin_rows, thinned
 from raafl.report.folder import read
 from raafl.report.groups import flat, grouped, names_of
 from raafl.report.submodels import regions, specs, staleness
@@ -64,6 +64,39 @@ def test_runs_without_a_config_stay_apart(make, tmp_path):
 
 def test_runs_of_the_same_seed_are_told_apart_by_their_folders(make):
     assert list(names_of(grouped([make("a"), make("b")])).values()) == ["fed_raa, seed 0 (a)", "fed_raa, seed 0 (b)"]
+
+
+def test_runs_of_one_config_that_did_not_go_as_far_are_told_apart(make):
+    cut = {**SUMMARY, "finished": "interrupted"}
+    goals = {"max_updates": 9, "max_time_s": None, "targets": [{"metric": "accuracy", "value": 0.9, "at_most": False}]}
+    resumed = [*EVENTS, {"time_s": 8.0, "event": "resumed", "goals": goals}]
+    limits = {"max_updates": 9, "max_time": None, "target": "accuracy=0.9"}
+    groups = grouped([
+        make("a"), make("b", seed=1), make("c", summary=cut), make("d", summary=None), make("e", events=resumed),
+        make("f", config=limits),
+    ])  # fmt: skip
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    assert [group.differs["ended"] for group in groups] == ["–", "interrupted", "not ended", "–"]
+    assert "interrupted" in groups[1].label and "not ended" in groups[2].label and "max_updates 9" in groups[3].label
+
+
+def test_what_the_shortest_run_of_a_group_hides_is_said(make):
+    short = make("b", seed=1, summary={**SUMMARY, "time_s": 4.0}, metrics=METRICS[:2])
+    said = "Of fed_raa the shortest, b, has 40% of the longest's seconds: the rest is in the tables."
+    assert said in curves(grouped([make("a"), short])).note
+    assert "the shortest, " not in curves(grouped([make("c"), make("d", seed=1)])).note
+
+
+def test_a_wide_table_is_turned_and_a_long_one_is_not():
+    wide = Table(["run", *map(str, range(12))], [["a", *range(12)], ["b", *range(12, 24)]], "said")
+    turned = fitting(wide)
+    assert (turned.columns, turned.rows[0], turned.rows[-1], turned.caption) == (
+        ["run", "a", "b"], ["0", 0, 12], ["11", 11, 23], "said",
+    )  # fmt: skip
+    long = Table(["run", *map(str, range(12))], [["a", *range(12)]] * 11)
+    assert fitting(long) is long
+    narrow = Table(["run", "x"], [["a", 1]])
+    assert fitting(narrow) is narrow
 
 
 def test_nested_fields_have_dotted_names():

@@ -24,9 +24,10 @@ Once the share `min_ratio` of the clients has reported, the server waits `wait_s
 
 Where the paper leaves it open (symbols are lost from its equations; they are read off their legends):
 
-- Mask training: scores train in the first `mask_rounds` windows of a client, in a task of their own before the one that
-  trains the window; the paper has 20 rounds of masks among 120 of training. Scores are each client's own, kept on the
-  server between its tasks, and begin at ``sigmoid^-1(r_w)``. Their optimiser is Adam.
+- Mask training: scores of a block train in a client's first `mask_rounds` visits of that block, in a task of their own before the
+  one that trains the window, so that no block keeps a random mask; the paper has 20 rounds of masks among 120 of training.
+  Scores are each client's own, kept on the server between its tasks, and begin at ``sigmoid^-1(r_w)``. Their optimiser is Adam.
+- Windows begin staggered over the clients (`raafl.parts.windows.first_window`), so that all blocks train from the first round on.
 - A mask made physical: of each axis the ``ceil(r_w S)`` segments with the largest scores, the likeliest mask within the
   budget; a draw would exceed the budget every other time.
 - A segment of a linear layer is a range of the hidden units of a feed-forward part, on both of its sides: what a single layer
@@ -71,7 +72,7 @@ TRIGGERS = ("semi", "sync", "async")
 
 def co_s2p(
     rates: Rates | None = None, width_depth: float | Literal["inf"] = 1.0, linear_masks: Masks = "trained",
-    attention_masks: Masks = "trained", segments: int = 16, mask_rounds: int = 20, mask_epochs: int | None = 5,
+    attention_masks: Masks = "trained", segments: int = 16, mask_rounds: int = 5, mask_epochs: int | None = 5,
     mask_steps: int | None = None, mask_lr: float = 1e-2, mask_strength: float = 1.0, distil: bool = True,
     distil_weight: float = 0.2, temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi",
     min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean"] = "importance", server_lr: float = 1.0,
@@ -86,7 +87,8 @@ def co_s2p(
         linear_masks: trained, or random (Table VII), for segments of linear layers.
         attention_masks: trained, or random, for heads.
         segments: segments of each linear layer.
-        mask_rounds: windows of each client before which scores train; the paper's is 20 (E1) or 10.
+        mask_rounds: a client's visits of each block before which the block's scores train; the paper's 20 rounds (E1) are as many
+            as 5 visits for a client that trains a quarter of the blocks at a time.
         mask_epochs: local epochs of a task that trains scores.
         mask_steps: local steps of such a task instead of epochs; mask_epochs must be null then.
         mask_lr: learning rate of scores (gamma_m).

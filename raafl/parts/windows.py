@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ from raafl.submodel import Spec, Submodels, depth_window
 
 Masks = Literal["trained", "random"]
 MASKS: tuple[Masks, ...] = ("trained", "random")
+MAX_MASK_ROUNDS = 10_000
 STEPS = 16
 """A client whose memory is too small for its rate gets the largest multiple of rate / STEPS that fits."""
 
@@ -49,14 +51,44 @@ def window_notes(submodels: Submodels) -> list[str]:
     return found
 
 
+def first_window(client: int, num: int) -> int:
+    """Return which of ``num`` windows a client begins with, so that clients are spread over all of them from the start.
+
+    The sum of the digits of ``client - 1`` to base ``num``: client 1 begins with the lowest; any ``num`` neighbours have all, and
+    clients of one kind that come at equal distances are spread as well.
+    """
+    left, total = client - 1, 0
+    while left and num > 1:
+        left, digit = divmod(left, num)
+        total += digit
+    return total % num
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What one client gets: r_w, the number of blocks that train, where windows begin, and whether it trains masks."""
+    """What one client gets: r_w, the number of blocks that train, where windows begin, first its first, and its masks.
+
+    Attributes:
+        masks: for each of its rounds until every score has trained, the axes whose scores train before the window does.
+    """
 
     width: float
     num_blocks: int
     starts: tuple[int, ...]
-    trains_masks: bool
+    masks: tuple[tuple[str, ...], ...] = ()
+
+    def turn(self, merged: int) -> tuple[int, tuple[str, ...]]:
+        """Return which of its rounds a client is at after so many merged tasks, and the axes whose scores train now."""
+        for round, axes in enumerate(self.masks):
+            if not axes or merged == 0:
+                if merged == 0:
+                    return round, axes
+                merged -= 1
+            elif merged == 1:
+                return round, ()
+            else:
+                merged -= 2
+        return len(self.masks) + merged, ()
 
 
 # No slots: dataclass would make the class twice, and a config could not name it without its path.
@@ -65,9 +97,10 @@ class RollingWindows(Select):
     """A window of ``ceil(r_d L)`` blocks that moves up with each of a client's rounds, r_w of the segments of each axis.
 
     Blocks below the window are frozen and as narrow as the client's mask makes them, blocks above absent; the exit at the
-    window's top ends the submodel. While a client has trained fewer than ``mask_rounds`` windows, a task that trains its scores
-    comes before the one that trains the window; after these the scores stay as they are. Of each axis the
-    ``ceil(r_w S)`` segments with the largest scores are kept.
+    window's top ends the submodel. Clients begin with different windows (`first_window`). In a client's first ``mask_rounds``
+    visits of a block (of any window: for what lies outside of all blocks) a task that trains the block's scores comes before the
+    one that trains the window; after these the scores stay as they are. Of each axis the ``ceil(r_w S)`` segments with the
+    largest scores are kept.
 
     Attributes:
         rates: r for all clients; a list dealt to clients 1, 2, ... and again from its beginning; or by name of device.
@@ -75,7 +108,7 @@ class RollingWindows(Select):
         linear: trained or random masks of axes that are not heads; random ones are drawn anew for each task.
         attention: the same of heads.
         segments: S of an axis that is not heads.
-        mask_rounds: windows of a client before which scores train.
+        mask_rounds: a client's visits of each block before which the block's scores train.
         mask_epochs: local epochs of a task that trains scores.
         mask_steps: local steps instead of epochs.
         distils: keep the exits inside the window, to be trained as well.
@@ -86,7 +119,7 @@ class RollingWindows(Select):
     linear: Masks = "trained"
     attention: Masks = "trained"
     segments: int = 16
-    mask_rounds: int = 20
+    mask_rounds: int = 5
     mask_epochs: int | None = 5
     mask_steps: int | None = None
     distils: bool = True
@@ -102,21 +135,20 @@ class RollingWindows(Select):
         positive("segments", self.segments)
         positive("mask_epochs", self.mask_epochs, optional=True)
         positive("mask_steps", self.mask_steps, optional=True)
-        if self.mask_rounds < 0:
-            raise BadInput(f"mask_rounds is {self.mask_rounds}: give 0 (masks stay random) or more")
+        if not 0 <= self.mask_rounds <= MAX_MASK_ROUNDS:
+            raise BadInput(f"mask_rounds is {self.mask_rounds}: give 0 (masks stay random) to {MAX_MASK_ROUNDS:,}")
 
     # ---- the work ----
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the task of ``client``, which counts as region ``client.id``; raises `BadInput` when nothing fits."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
-        round, trains_scores = self._turn(fleet.state.counts.get(client.id, 0), size)
+        round, wanted = size.turn(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
         stop = start + size.num_blocks
         scores = fleet.state.memory.get(SCORES, {}).get(client.id, {})
         kept = self._kept(submodels, stop, size.width, scores, derive_seed(fleet.seed, "masks", client.id, round))
-        wanted = self._trained_axes(submodels, start, stop, size.width) if trains_scores else []
-        if not wanted:  # this window may have no scores although others do
+        if not wanted:
             return Work(self.window(submodels, start, stop, kept, distils=self.distils), region=client.id)
         given = {
             axis: scores.get(axis, [first_score(size.width)] * len(self._cuts(submodels)[axis])) for axis in wanted
@@ -124,14 +156,6 @@ class RollingWindows(Select):
         spec = self._frozen_window(submodels, start, stop, {a: k for a, k in kept.items() if a not in given})
         extra = {"scores": {axis: list(values) for axis, values in given.items()}, "rate": size.width}
         return Work(spec, client.id, self.mask_epochs, self.mask_steps, extra)
-
-    def _turn(self, merged: int, size: _Size) -> tuple[int, bool]:
-        """Return which of its windows a client is at after so many merged tasks, and whether its scores train first."""
-        if not size.trains_masks:
-            return merged, False
-        if merged < 2 * self.mask_rounds:
-            return merged // 2, merged % 2 == 0
-        return merged - self.mask_rounds, False
 
     # ---- width ----
 
@@ -150,6 +174,18 @@ class RollingWindows(Select):
             and count(len(cut), width) < len(cut)
             and self._is_trained(cut)
         ]
+
+    def _masks(
+        self, submodels: Submodels, starts: Sequence[int], num_blocks: int, width: float
+    ) -> tuple[tuple[str, ...], ...]:
+        """Return for each round the axes whose scores train before the window does, until all are trained."""
+        cuts, visits, found = self._cuts(submodels), Counter[int | None](), []
+        wanted = [self._trained_axes(submodels, start, start + num_blocks, width) for start in starts]
+        for round in range(self.mask_rounds * len(starts) if any(wanted) else 0):
+            start = starts[round % len(starts)]
+            found.append(tuple(a for a in wanted[round % len(starts)] if visits[cuts[a].block] < self.mask_rounds))
+            visits.update([None, *range(start, start + num_blocks)])
+        return tuple(found)
 
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
@@ -234,15 +270,14 @@ class RollingWindows(Select):
             rates = [rate * i / STEPS for i in range(1, STEPS + 1)]
             rate = largest_rate(spec, fleet.cost, budget, rates=rates, who=f"client {client.id}")
         width, num_blocks, depth = self._shape(submodels, rate)
-        starts = self.starts(submodels, num_blocks, depth)
-        trains_masks = self.mask_rounds > 0 and any(
-            self._trained_axes(submodels, start, start + num_blocks, width) for start in starts
-        )
+        starts, fit = self.starts(submodels, num_blocks, depth), True
         if budget.memory_bytes < float("inf"):
             # frozen blocks below make windows dearer: the first fits
             starts = starts[:1] + tuple(s for s in starts[1:] if not budget.over(fleet.cost(spec(rate, s))))
-            trains_masks = trains_masks and all(self._mask_fits(s, width, num_blocks, budget, fleet) for s in starts)
-        return _Size(width, num_blocks, starts, trains_masks)
+            fit = self.mask_rounds == 0 or all(self._mask_fits(s, width, num_blocks, budget, fleet) for s in starts)
+        first = first_window(client.id, len(starts))
+        starts = starts[first:] + starts[:first]
+        return _Size(width, num_blocks, starts, self._masks(submodels, starts, num_blocks, width) if fit else ())
 
     def _mask_fits(self, start: int, width: float, num_blocks: int, budget: Budget, fleet: Fleet) -> bool:
         submodels, stop = fleet.state.submodels, start + num_blocks
@@ -276,7 +311,7 @@ class RollingWindows(Select):
         small = [
             str(c.id)
             for c in fleet.clients.values()
-            if wanted and self._size(c, fleet).width < 1 and not self._size(c, fleet).trains_masks
+            if wanted and self._size(c, fleet).width < 1 and not any(self._size(c, fleet).masks)
         ]
         if small:
             found.append(

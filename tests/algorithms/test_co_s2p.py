@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from raafl.parts.rated import Rated
 from raafl.parts.sample import Sample
 from raafl.parts.staleness import Staleness
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio
-from raafl.parts.windows import RollingWindows, split_rate
+from raafl.parts.windows import RollingWindows, first_window, split_rate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
 from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
@@ -61,6 +62,7 @@ def test_width_alone_is_asked_for_on_the_command_line():
         ({"linear_masks": "learned"}, "linear is 'learned': did you mean 'trained'"),
         ({"segments": 0}, "segments is 0"),
         ({"mask_rounds": -1}, "mask_rounds is -1"),
+        ({"mask_rounds": 10_001}, "mask_rounds is 10001: give 0 .* to 10,000"),
         ({"mask_steps": 3, "mask_epochs": 2}, "mask_epochs is 2, but mask_steps is 3: leave out the one"),
         ({"mask_lr": 0}, "mask_lr is 0"),
         ({"mask_strength": -1.0}, "mask_strength is -1.0"),
@@ -158,7 +160,7 @@ def test_exits_inside_a_window_train_as_students(fleet):
 
 
 def test_scores_train_before_their_window_and_then_decide_it(fleet):
-    select, one = RollingWindows(0.25, segments=4, mask_rounds=2, mask_epochs=3), fleet_of(fleet)
+    select, one = RollingWindows(0.25, segments=4, mask_rounds=1, mask_epochs=3), fleet_of(fleet)
     masks, first, again, second, third = (tasks(select, one, 5)[i] for i in range(5))
     assert [work.num_epochs for work in (masks, first, again, second, third)] == [3, None, 3, None, None]
     assert masks.spec.trained == () and not masks.spec.kept  # whole in width, frozen
@@ -177,6 +179,52 @@ def test_scores_train_before_their_window_and_then_decide_it(fleet):
     assert again.spec.indices("model.vit.layers.2.heads") is None
 
 
+def windows_and_masks(select, fleet, number, client):
+    """Of each task the block that it is of, and whether it trains scores; a window here is one block."""
+    found = []
+    for work in tasks(select, fleet, number, client):
+        axes = work.extra.get("scores", {})
+        (block,) = {int(name.split(".")[3]) for name in axes} if axes else blocks(work.spec)
+        found.append((block, bool(axes)))
+    return found
+
+
+@pytest.mark.parametrize("mask_rounds", [1, 2])
+def test_scores_of_every_block_train_in_its_first_visits(fleet, mask_rounds):
+    """One block of four at a time: four windows go by before a block is visited again, and none keeps a random mask."""
+    select = RollingWindows(0.0625, mask_rounds=mask_rounds)
+    found = windows_and_masks(select, fleet_of(fleet), 8 * mask_rounds + 4, ClientInfo(1, 10))
+    once = [(block, masks) for block in range(4) for masks in (True, False)]
+    assert found == once * mask_rounds + [(block, False) for block in range(4)]
+
+
+def test_a_block_that_two_windows_have_counts_each_visit(fleet):
+    """Three blocks of four: the windows are 0 to 2 and 1 to 3, so that the second visits blocks 1 and 2 again."""
+    found = tasks(RollingWindows(0.5625, mask_rounds=1), fleet_of(fleet), 5)
+    axes = [{int(name.split(".")[3]) for name in work.extra.get("scores", {})} for work in found]
+    assert axes == [{0, 1, 2}, set(), {3}, set(), set()]
+    assert [blocks(found[i].spec) for i in (1, 3, 4)] == [[0, 1, 2], [1, 2, 3], [0, 1, 2]]
+
+
+def test_clients_begin_with_different_windows(fleet):
+    assert [first_window(client, 4) for client in range(1, 9)] == [0, 1, 2, 3, 1, 2, 3, 0]
+    assert [first_window(client, 4) for client in (4, 8, 12, 16)] == [3, 0, 1, 2]  # every fourth is of one kind
+    assert [first_window(client, 1) for client in (1, 2, 77)] == [0, 0, 0]
+    select, one = RollingWindows(0.0625, mask_rounds=0), fleet_of(fleet)
+    firsts = [blocks(select(ClientInfo(client, 10), one).spec) for client in range(1, 5)]
+    assert firsts == [[0], [1], [2], [3]]
+    one.state.counts[4] = 1
+    assert blocks(select(ClientInfo(4, 10), one).spec) == [0]  # and goes on at the bottom
+
+
+@pytest.mark.parametrize("rate", load_experiment(Path("configs/co-s2p.yaml")).algorithm.select.inner.rates.values())
+def test_the_shipped_config_trains_the_mask_of_every_block(fleet, rate):
+    """Of the paper's clients, with one, two and three of four blocks at a time, none keeps a random mask anywhere."""
+    select = replace(load_experiment(Path("configs/co-s2p.yaml")).algorithm.select.inner, rates=rate)
+    found = tasks(select, fleet_of(fleet), 12)
+    assert {int(axis.split(".")[3]) for work in found for axis in work.extra.get("scores", {})} == {0, 1, 2, 3}
+
+
 def test_a_window_without_scores_goes_straight_to_its_training(fleet, monkeypatch):
     """Such as one of blocks whose masks cannot be trained, where others can."""
     axes_of = RollingWindows._trained_axes
@@ -185,9 +233,9 @@ def test_a_window_without_scores_goes_straight_to_its_training(fleet, monkeypatc
         "_trained_axes",
         lambda self, model, start, *more: [] if start else axes_of(self, model, start, *more),
     )
-    found = tasks(RollingWindows(0.25, mask_rounds=2), fleet_of(fleet), 5)
-    assert ["scores" in work.extra for work in found] == [True, False, False, False, False]
-    assert [blocks(work.spec) for work in found[1:]] == [[0, 1], [2, 3], [2, 3], [0, 1]]
+    found = tasks(RollingWindows(0.25, mask_rounds=2), fleet_of(fleet), 7)
+    assert ["scores" in work.extra for work in found] == [True, False, False, True, False, False, False]
+    assert [blocks(found[i].spec) for i in (1, 2, 4, 5, 6)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
 @pytest.mark.parametrize(("linear", "attention"), [("random", "trained"), ("trained", "random"), ("random", "random")])

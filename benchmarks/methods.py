@@ -1,12 +1,13 @@
 """Methods beside each other on one config: the comparisons of the papers, over several seeds.
 
 A comparison is a file in benchmarks/comparisons: a config, seeds, options of all runs, and rows, each with the options by
-which it differs from them. Of each row: mean and standard deviation over the seeds of the final metrics, of the best
-accuracy on the way, of what the run cost, and of the lead of the first row: how many times as long this one takes to its best
-accuracy as the first does to as much, over those seeds (`lead_seeds`) where the first gets there. With `smooth` in the file the
-lead is of curves whose points are the mean of so many evaluations; with `levels`, too, `time_to_LEVEL_s` on such a curve, over
-those seeds (`time_to_LEVEL_s_seeds`) that get there. All rows of a seed run before the next seed. On standard error: each run as
-it ends.
+which it differs from them. With a ``search`` (an option, its values, a seed of its own, options of these runs) each row has the
+value with which its search run ends at the highest accuracy; the values are the same for all rows. Of each row: mean and
+standard deviation over the seeds of the final metrics, of the best accuracy on the way, of what the run cost, and of the lead
+of the first row: how many times as long this one takes to its best accuracy as the first does to as much, over those seeds
+(`lead_seeds`) where the first gets there. With `smooth` in the file the lead is of curves whose points are the mean of so
+many evaluations; with `levels`, too, `time_to_LEVEL_s` on such a curve, over those seeds (`time_to_LEVEL_s_seeds`) that get
+there. All rows of a seed run before the next seed. On standard error: each run as it ends.
 
     python -m benchmarks.methods NAME [--seeds 0 1] [--rows "RAM-Fed L-Arb" FedAvg] [--jobs 2] [--folder DIR] [-- OPTION ...]
     (--json prints one JSON object; --out FILE saves it; options after -- go to every run, such as --max_updates 100; with
@@ -28,7 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,14 @@ class Setting:
         config: path.
         options: of `raafl simulate`.
         seed: of the run.
+        found: what was searched for, if anything was.
     """
 
     label: str
     config: Path
     options: tuple[str, ...]
     seed: int
+    found: str | None = None
 
     @property
     def name(self) -> str:
@@ -82,6 +85,28 @@ def read(name: str) -> tuple[list[Setting], dict[str, Any]]:
     common = found.get("options", "")
     rows = [(label, tuple(shlex.split(f"{common} {options or ''}"))) for label, options in found["rows"].items()]
     return [Setting(label, config, options, seed) for seed in found["seeds"] for label, options in rows], found
+
+
+def searched(settings: Sequence[Setting], search: dict[str, Any], jobs: int, keep: Path | None = None) -> list[Setting]:
+    """Return the settings with the value of ``search["option"]`` that their row does best with, which runs it with all of them."""
+    first = list({setting.label: setting for setting in settings}.values())
+    tries = [
+        Setting(
+            f"{one.label}, {search['option'].lstrip('-')} {value}", one.config,
+            (*one.options, *shlex.split(search.get("options", "")), search["option"], str(value)), search["seed"],
+        )
+        for one in first
+        for value in search["values"]
+    ]  # fmt: skip
+    reached = [row.get(METRIC, 0.0) for row in run_all(tries, jobs, keep)]
+    best, number = {}, len(search["values"])
+    for place, one in enumerate(first):
+        mine = dict(zip(search["values"], reached[place * number : (place + 1) * number], strict=True))
+        best[one.label] = str(max(mine, key=lambda value: (mine[value], -search["values"].index(value))))
+    return [
+        replace(one, options=(*one.options, search["option"], best[one.label]), found=best[one.label])
+        for one in settings
+    ]
 
 
 def parsed(setting: Setting) -> Any:
@@ -133,7 +158,7 @@ def run(setting: Setting, keep: Path | None = None) -> Row:
     best = max((value for _, value in curve), default=None)
     share = statistics.fmean(summary["participation"].values()) / max(summary["versions"], 1)
     return {
-        "method": setting.label, "seed": setting.seed, **summary["final"], f"best_{METRIC}": best,
+        "method": setting.label, "seed": setting.seed, "found": setting.found, **summary["final"], f"best_{METRIC}": best,
         "versions": summary["versions"], "updates": summary["updates_merged"], "time_s": summary["time_s"],
         "utilisation": summary["utilisation"], "participation": share,
         "time_to": next(iter(summary["time_to"].values()), None),
@@ -166,17 +191,11 @@ def rows(
 ) -> list[Row]:
     """Run all, so many at a time, and return a row for each method: mean and, as ``..._sd``, standard deviation."""
     wanted = list(settings)
-    for setting in {setting.label: setting for setting in wanted}.values():
-        parsed(setting)  # a wrong option ends it now, not after hours
-    with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn"), initializer=_quiet) as pool:
-        found = []
-        for row in pool.map(run, wanted, [keep] * len(wanted)):
-            shown = {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items() if name != "curve"}
-            print(shown, file=sys.stderr, flush=True)
-            row["curve"] = smoothed(row["curve"], smooth)
-            for level in levels:
-                row[f"time_to_{level:g}_s"] = next((time_s for time_s, value in row["curve"] if value >= level), None)
-            found.append(row)
+    found = run_all(wanted, jobs, keep)
+    for row in found:
+        row["curve"] = smoothed(row["curve"], smooth)
+        for level in levels:
+            row[f"time_to_{level:g}_s"] = next((time_s for time_s, value in row["curve"] if value >= level), None)
     labels = list(dict.fromkeys(setting.label for setting in wanted))
     first = {row["seed"]: row["curve"] for row in found if row["method"] == labels[0]}
     for row in found:
@@ -185,8 +204,23 @@ def rows(
     return [_summary([row for row in found if row["method"] == label]) for label in labels]
 
 
+def run_all(wanted: Sequence[Setting], jobs: int, keep: Path | None = None) -> list[Row]:
+    """Run all, so many at a time, and return what came of each; said on standard error as it ends."""
+    for setting in {setting.label: setting for setting in wanted}.values():
+        parsed(setting)  # a wrong option ends it now, not after hours
+    with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn"), initializer=_quiet) as pool:
+        found = []
+        for row in pool.map(run, wanted, [keep] * len(wanted)):
+            shown = {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items() if name != "curve"}
+            print(shown, file=sys.stderr, flush=True)
+            found.append(row)
+    return found
+
+
 def _summary(runs: Sequence[Row]) -> Row:
     summary: Row = {"method": runs[0]["method"], "seeds": len(runs)}
+    if runs[0]["found"] is not None:
+        summary["found"] = runs[0]["found"]
     for name in runs[0]:
         values = [row[name] for row in runs if isinstance(row.get(name), int | float) and name != "seed"]
         if name == "lead" or name.startswith("time_to_"):
@@ -215,13 +249,17 @@ if __name__ == "__main__":
     given, left = parser.parse_known_args(argv)
     chosen, file = read(given.name)
     if given.seeds:
-        every = chosen[: len(file["rows"])]
-        chosen = [Setting(s.label, s.config, s.options, seed) for seed in given.seeds for s in every]
+        chosen = [replace(setting, seed=seed) for seed in given.seeds for setting in chosen[: len(file["rows"])]]
     if given.rows:
         unknown = [label for label in given.rows if label not in file["rows"]]
         if unknown:
             raise SystemExit(f"no row '{unknown[0]}' in {given.name}: give some of {', '.join(file['rows'])}")
         chosen = [setting for setting in chosen if setting.label in given.rows]
-    chosen = [Setting(s.label, s.config, (*s.options, *more), s.seed) for s in chosen]
-    smooth, levels = file.get("smooth", 1), file.get("levels", [])
-    main("methods", lambda: rows(chosen, given.jobs, given.folder, smooth, levels), left)
+    chosen = [replace(setting, options=(*setting.options, *more)) for setting in chosen]
+
+    def _all_rows() -> list[Row]:
+        search = file.get("search")
+        found = searched(chosen, search, given.jobs, given.folder) if search else chosen
+        return rows(found, given.jobs, given.folder, file.get("smooth", 1), file.get("levels", []))
+
+    main("methods", _all_rows, left)

@@ -43,6 +43,26 @@ def test_each_row_of_each_comparison_can_be_read(name):
         assert methods.parsed(setting).experiment.seed == found["seeds"][0]
 
 
+def test_each_row_has_the_value_that_it_does_best_with(monkeypatch):
+    """By hand: A ends highest with 0.1; B with 0.1 and 0.5 alike, of which the first counts; the best on the way does not."""
+    ends = {"A": {0.05: 0.6, 0.1: 0.9, 0.5: 0.1}, "B": {0.05: 0.6, 0.1: 0.7, 0.5: 0.7}}
+    tried = []
+
+    def run_all(wanted, jobs, keep=None):
+        tried.extend(wanted)
+        return [{"accuracy": ends[s.label[0]][float(s.options[-1])], "best_accuracy": 1.0} for s in wanted]
+
+    monkeypatch.setattr(methods, "run_all", run_all)
+    settings = [Setting(label, CONFIG, ("--x", label), seed) for seed in (0, 1) for label in "AB"]
+    search = {"option": "--model.lr", "values": [0.05, 0.1, 0.5], "seed": 100, "options": "--max_updates 9"}
+    found = methods.searched(settings, search, 1)
+    assert len(tried) == 6 and {one.seed for one in tried} == {100} and len({one.name for one in tried}) == 6
+    assert tried[1].options == ("--x", "A", "--max_updates", "9", "--model.lr", "0.1")
+    assert [(s.label, s.seed, s.options, s.found) for s in found] == [
+        (label, seed, ("--x", label, "--model.lr", "0.1"), "0.1") for seed in (0, 1) for label in "AB"
+    ]
+
+
 ROWS = """
 import json
 from pathlib import Path

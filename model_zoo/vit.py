@@ -14,12 +14,13 @@ from model_zoo.sizes import shape_of
 SIZES: Final = {
     "micro": (2, 32, 64, 2),
     "mini": (4, 128, 256, 4),
+    "narrow": (8, 64, 128, 4),
     "tiny": (8, 512, 2048, 8),
     "base": (12, 768, 3072, 12),
     "base-ext": (16, 768, 3072, 12),
 }
 """Blocks, width, width of the MLP, heads. The last three are the paper's (Table II): 26 M, 86 M and 0.11 B parameters with
-224 x 224 images in patches of 16; micro is for tests, mini for a CPU."""
+224 x 224 images in patches of 16; micro is for tests, mini for a CPU, and narrow, too, with as many blocks as tiny."""
 
 
 class ViT(HFClassifier):
@@ -30,7 +31,7 @@ class ViT(HFClassifier):
 
     def __init__(
         self,
-        size: Literal["micro", "mini", "tiny", "base", "base-ext"] = "tiny",
+        size: Literal["micro", "mini", "narrow", "tiny", "base", "base-ext"] = "tiny",
         image_size: int = 32,
         patch_size: int = 4,
         in_channels: int = 3,

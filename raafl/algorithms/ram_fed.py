@@ -17,8 +17,8 @@ The paper leaves open, and this does:
   that update for ever, and the run diverges.
 - Memories grow old (Remark 5, Figure 4). `max_age` forgets them after so many merges; `rest` sees to it that there are none.
 - Running statistics of norms are averaged and not remembered: they are no direction to go on in.
-- With a `cohort`, N is the number of clients that have been drawn so far, not the paper's of all: until each has had its turn, those
-  unheard of do not count as updates of 0, so that the first rounds step further than eq. (4) has it.
+- With a `cohort`, N is the number of clients that have been drawn so far, not the paper's of all: until each has had its turn,
+  those unheard of do not count as updates of 0, so that the first rounds step further than eq. (4) has it.
 - C(.) on the broadcast is the config's ``compress.down``, as in RA-Fed. With ``compress.up`` the memory is of updates as they
   were received.
 - trigger "each" is an asynchronous RAM-Fed, which no paper has. Every update is merged as it arrives: N_q is its client alone, so

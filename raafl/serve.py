@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raafl.build import build
+from raafl.devices import Device, load_devices
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
 from raafl.fit_local import NOTE
@@ -25,6 +26,7 @@ from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms
 from raafl.runtime.transport import Kind, Message, Pair, Refused
 from raafl.runtime.transport.door import Door, encrypts, parse_address
+from raafl.trust import CLIENTS
 
 if TYPE_CHECKING:
     from raafl.runtime.distributed import Server
@@ -46,6 +48,24 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
     digests = {name: json.dumps(config.get(name), sort_keys=True, default=str) for name in SHARED}
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
     return digests | ({"data": "own"} if own_data else {})
+
+
+def for_clients(config_yaml: str) -> str:
+    """Return what a client without a config is given of the server's: the sections that it uses, device files as what they hold."""
+    import yaml
+
+    config = yaml.safe_load(config_yaml) or {}
+    kept = {name: config[name] for name in CLIENTS if name in config}
+    if isinstance(kept.get("devices"), str):
+        devices = load_devices(kept["devices"])
+        names = [field.name for field in fields(Device) if field.init]
+        rows = [{name: _as_list(getattr(device, name)) for name in names} for device in devices]
+        kept["devices"] = rows
+    return yaml.safe_dump(kept, sort_keys=False) if kept else ""
+
+
+def _as_list(value: Any) -> Any:
+    return [_as_list(item) for item in value] if isinstance(value, tuple) else value
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
@@ -108,7 +128,9 @@ def serve(
         min_clients=min_clients or _min_clients(saved) or experiment.clients, count_lost=False,
     )  # fmt: skip
     shares = [client.num_samples for client in parts.clients]
-    lobby = _Lobby(experiment, Terms(config_yaml, sections(config_yaml)), parts.submodels, inbox or Inbox(), shares)
+    lobby = _Lobby(
+        experiment, Terms(for_clients(config_yaml), sections(config_yaml)), parts.submodels, inbox or Inbox(), shares
+    )
     door = Door(where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s)
     try:
         run = Run(parts, config_yaml, "distributed", progress_file, saved)

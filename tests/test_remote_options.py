@@ -10,10 +10,13 @@ import yaml
 
 from raafl.argv import names_section
 from raafl.cli import main
+from raafl.config import parse
+from raafl.devices import load_devices
 from raafl.errors import BadInput
 from raafl.remote_options import split
 from raafl.runtime.session import Terms
-from raafl.serve import SHARED, listener, sections
+from raafl.serve import SHARED, for_clients, listener, sections
+from raafl.trust import from_server
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
@@ -94,6 +97,18 @@ def test_an_inherited_socket_must_listen():
         found = listener(f"fd:{open_door.detach()}")
         assert found.getsockname()[1] == port
         found.close()
+
+
+def test_clients_are_told_what_they_use_and_what_a_device_file_holds(tmp_path):
+    file = tmp_path / "devices.yaml"
+    file.write_text("- {name: phone, flops_per_s: 3.0e8, availability: [[0, 5], [7, 9]], count: 3}\n- {name: a100}\n")
+    told = yaml.safe_load(
+        for_clients(yaml.safe_dump({**yaml.safe_load(QUICKSTART.read_text()), "devices": str(file), "output": "x"}))
+    )
+    assert set(told) == {"model", "data", "algorithm", "partition", "clients", "seed", "train", "devices"}
+    taken = parse("join", [], config_yaml=from_server(yaml.safe_dump(told))).experiment
+    assert taken.devices == load_devices(file) and taken.devices[0].availability == ((0.0, 5.0), (7.0, 9.0))
+    assert for_clients("") == ""
 
 
 def test_only_sections_that_matter_to_a_client_are_compared():

@@ -18,7 +18,7 @@ from raafl.build import client_infos, client_parts, load_data
 from raafl.core.types import ClientInfo
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, RunFailed, TaskFailed
 from raafl.experiment import Experiment
 from raafl.foreign import foreign
 from raafl.local.train import LocalTrainer
@@ -147,6 +147,10 @@ def join(
                 wires=site.experiment.wires(site.submodels),
             )  # fmt: skip
             reason = worker.run()
+        except TaskFailed as failed:
+            if site is not None and site.info.own_data:  # the server is not told what may name the data
+                say(failed.traceback)
+            raise
         except (PeerLost, PeerTimeout, Refused) as error:
             num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:

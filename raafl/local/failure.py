@@ -113,9 +113,13 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def to_meta(failure: TaskFailed) -> dict[str, str]:
-    """Return a failure as a client tells it to the server."""
-    return {"where": failure.where, "error": failure.error, "traceback": failure.traceback}
+def to_meta(failure: TaskFailed, *, private: bool) -> dict[str, str]:
+    """Return a failure as a client tells it to the server; where its data are ``private`` only of what kind it is, and where."""
+    if not private:
+        return {"where": failure.where, "error": failure.error, "traceback": failure.traceback}
+    kind, place = failure.error.partition(":")[0], failure.error.rpartition(" (")[2]
+    at = f" ({place}" if place.endswith(")") else ""
+    return {"where": failure.where, "error": kind.partition(" (")[0] + at}
 
 
 def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:

@@ -193,7 +193,7 @@ class Client:
         except Unsound as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         except TaskFailed as failed:
-            self._give_up(assignment, to_meta(failed))
+            self._give_up(assignment, to_meta(failed, private=self._info.own_data))
             with suppress(queue.Empty):  # until the server has taken it in
                 self._received.get(timeout=self._waits.stop_s)
             raise

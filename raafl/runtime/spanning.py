@@ -28,6 +28,7 @@ from torch import distributed as _distributed
 import raafl
 from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
 from raafl.errors import BadInput, RunFailed
+from raafl.local.failure import attempt
 from raafl.local.spanning import Crew
 from raafl.local.train import Stopped
 from raafl.parts.split import Split
@@ -211,7 +212,7 @@ class Span:
             with self._together():
                 self._spread(received)
             with suppress(Stopped):
-                site.trainer.run(assignment, received, site.data)
+                attempt(site.trainer, assignment, received, site.data)
 
     def _listen(self, pair: GlooPair, tasks: queue.SimpleQueue[Assignment | None]) -> None:
         try:

@@ -146,11 +146,7 @@ def join(
                 config=site.sections, unsent=unsent, on_welcome=search.succeeded,
                 wires=site.experiment.wires(site.submodels),
             )  # fmt: skip
-            reason = worker.run()
-        except TaskFailed as failed:
-            if site is not None and site.info.own_data:  # the server is not told what may name the data
-                say(failed.traceback)
-            raise
+            reason = _work(worker, site, say)
         except (PeerLost, PeerTimeout, Refused) as error:
             num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
@@ -164,6 +160,16 @@ def join(
         if reason.startswith(("refused", "failed", "replaced")):
             raise RunFailed(f"client {client}: {reason}")
         return reason
+
+
+def _work(worker: Client, site: Site, say: Callable[[str], None]) -> str:
+    """Let a client work; where its code fails on data of its own, say here what the server is not told."""
+    try:
+        return worker.run()
+    except TaskFailed as failed:
+        if site.info.own_data:
+            say(failed.traceback)
+        raise
 
 
 def _told(site: Site, say: Callable[[str], None]) -> Site:

@@ -31,6 +31,7 @@ from raafl.runtime.session import Waits
 from raafl.submodel import Submodels
 from raafl.submodel.batch_norm import BatchNorm
 from raafl.submodel.exits import give_exits
+from raafl.submodel.proof import refuted
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
@@ -84,6 +85,12 @@ class SubmodelOptions:
     def of(self, module: nn.Module, example_batch: Any = None) -> Submodels:
         """Return the submodels of ``module``, as server and clients must have them alike."""
         return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
+
+    def proven(self, module: nn.Module, batch: Any) -> Submodels:
+        """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server."""
+        submodels = self.of(module, batch)
+        submodels.keep_whole(refuted(submodels, module, batch))
+        return submodels
 
 
 @dataclass

@@ -21,6 +21,8 @@ from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.local.trial import explained, try_training
 from raafl.memory import settle_heap, with_memory
+from raafl.parts.leaves import leaves, sentence_of
+from raafl.parts.select import Full
 from raafl.progress import Progress
 from raafl.runtime import resume
 from raafl.runtime.conditions import conditions
@@ -182,6 +184,11 @@ class Run:
         """Return what is to be said at the start; raises `BadInput` for warnings where the run is strict."""
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
         notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
+        refuted = self.parts.submodels.refuted
+        notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
+        notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
+        self._leaves = {} if isinstance(self.parts.coordinator.algorithm.select, Full) else leaves(fleet)
+        notes += [sentence_of(self._leaves)] if self._leaves else []
         warnings = [note for note in notes if isinstance(note, Warn)]
         if warnings and self.parts.experiment.strict:
             raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
@@ -222,6 +229,7 @@ class Run:
         )  # fmt: skip
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary |= coordinator.algorithm.merge.report(coordinator.state)
+        summary["rates_leave"] = self._leaves
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):

@@ -78,7 +78,7 @@ class World:
         if key not in self._submodels:
             with skeleton():
                 module = make_model(replace(self.experiment, algorithm=algorithm))
-            self._submodels[key] = self.experiment.submodels.of(module, self.data.example_batch(2))
+            self._submodels[key] = self.experiment.submodels.proven(module, self.data.example_batch(2))
         return self._submodels[key]
 
     def fleet(self, algorithm: Algorithm) -> Fleet:
@@ -104,7 +104,7 @@ class World:
         submodels = self.submodels(algorithm)
         if real:
             module = make_model(experiment)
-            submodels = experiment.submodels.of(module, self.data.example_batch(2))
+            submodels = experiment.submodels.proven(module, self.data.example_batch(2))
             state = GlobalState(submodels, submodels.state(module))
             submodels.hold(state.values)
         else:

@@ -53,11 +53,12 @@ def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width
 
 
 def _submodels(plan: Plan) -> Table:
-    names = ["submodel", "parameters", "peak memory", "down", "up", "MFLOP/sample"]
+    names = ["submodel", "parameters", "left", "peak memory", "down", "up", "MFLOP/sample", "FLOPs left"]
+    whole = plan.submodels[0]
     rows = [
         [
-            row.name, f"{row.params:,}", size(row.peak_bytes), size(row.down_bytes), size(row.up_bytes),
-            f"{row.flops_per_sample / 1e6:.4g}",
+            row.name, f"{row.params:,}", f"{row.params / max(whole.params, 1):.2f}", size(row.peak_bytes), size(row.down_bytes), size(row.up_bytes),
+            f"{row.flops_per_sample / 1e6:.4g}", f"{row.flops_per_sample / max(whole.flops_per_sample, 1e-9):.2f}",
         ]
         for row in plan.submodels
     ]  # fmt: skip

@@ -108,6 +108,7 @@ class Client:
                 message = self._pair.recv(self._expect, wait_s)
                 wait_s = self._waits.idle_s  # it is heard from that often, whatever the others do
                 if message.kind is Kind.WELCOME:
+                    self._keep_whole(message.meta.get("kept_whole", []))
                     self.unsent = None
                     self._on_welcome()
                 if message.kind is Kind.STOP:
@@ -131,6 +132,15 @@ class Client:
         if self._trainer.stop is not None:
             self._trainer.stop.set()
         self._half.hear(None)
+
+    def _keep_whole(self, names: Any) -> None:
+        """Take out the axes that the server has not proven; raises `Refused` for anything but names of axes."""
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Refused("bad-meta", "kept_whole is no list of names of axes")
+        try:
+            self._submodels.keep_whole(dict.fromkeys(names, "not proven by the server"))
+        except SpecError as error:
+            raise Refused("bad-meta", f"kept_whole: {error}") from None
 
     def _is_out(self, number: int) -> bool:
         return self._assignment is not None and self._assignment.id == number

@@ -224,7 +224,8 @@ class Session(threading.Thread):
         except TooMany as refused:
             self._say_stop(f"refused: {refused.detail}")
             raise
-        pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client}, None))
+        refuted = {"kept_whole": sorted(self._submodels.refuted)} if self._submodels.refuted else {}
+        pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
         return info, hello.meta
 
     def _take_late(self, hello: dict[str, Any]) -> None:

@@ -6,14 +6,15 @@ blocks with a rule are found without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from raafl.errors import nearest
 from raafl.submodel.rules import rule_of
-from raafl.submodel.spec import SpecError
+from raafl.submodel.spec import Spec, SpecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +119,32 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
             places = tuple(join(prefix, path) for path in value)
             exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value.values()), places)
     return exits
+
+
+def check_names(spec: Spec, names: Sequence[str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> None:
+    """Raise `SpecError` unless the stacks, blocks, parameters and exits that ``spec`` names are there.
+
+    Args:
+        spec: the submodel.
+        names: of all parameters.
+        stacks: the model's.
+        exits: the model's.
+    """
+    for name, indices in spec.blocks:
+        if name not in stacks:
+            known = nearest(name, stacks) if stacks else "it declares none (`submodel_blocks`)"
+            raise SpecError(f"spec keeps blocks of '{name}', which this model does not have; {known}")
+        if indices[-1] >= len(stacks[name]):
+            raise SpecError(
+                f"spec keeps block {indices[-1]} of '{name}', which has {len(stacks[name])}: give lower indices"
+            )
+    for prefix in spec.trained or ():
+        if not any(within(name, (prefix,)) for name in names):
+            modules = {name.rpartition(".")[0] for name in names} - {""}
+            raise SpecError(
+                f"spec trains '{prefix}', which this model does not have; {nearest(prefix, {*names, *modules})}"
+            )
+    for name in spec.exits or ():
+        if name not in exits:
+            known = nearest(name, exits) if exits else "it declares none (`submodel_exits`)"
+            raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")

@@ -49,7 +49,9 @@ _POOLS = {
     "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
     "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "interpolate",
 }  # fmt: skip
-_SIZES = {"size", "dim", "numel", "getattr", "len"}
+_SIZES = {"size", "dim", "numel", "len", "ndimension"}
+_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes", "__class__"}
+"""What may be read of a value without giving its elements away."""
 _MODULES = (torch, F, operator, torch.Tensor, torch._C._nn)
 
 
@@ -198,7 +200,11 @@ class _Follower:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
         known = isinstance(node.target, str) or any(getattr(home, name, None) is node.target for home in _MODULES)
         known = known or getattr(node.target, "__module__", "").startswith(("torch", "_operator", "builtins"))
-        if name in _SIZES:
+        if known and name == "getattr":
+            if node.args[1] not in _ATTRIBUTES:
+                self._pin_inputs(node, f"its attribute '{node.args[1]}' is not followed")
+            return None
+        if known and name in _SIZES:
             return None
         first = self._flow(node.args[0]) if node.args else None
         if known and name == "getitem" and first is not None:

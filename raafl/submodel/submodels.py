@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
-from raafl.submodel.declared import Exit, Stack, find_exits, find_stacks, within
+from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
 from raafl.submodel.extract import Plan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
@@ -78,6 +78,7 @@ class Submodels:
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
         self._kept_whole: dict[str, str] = {}
         self._problem: str | None = None
+        self.refuted: dict[str, str] = {}
 
     @cached_property
     def _table(self) -> AxisTable:
@@ -113,6 +114,23 @@ class Submodels:
     def reasons(self) -> dict[str, str]:
         """All that cannot shrink -> the reason: layers (`kept_whole`), and ``forward`` where it was not followed."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
+
+    def keep_whole(self, reasons: Mapping[str, str]) -> None:
+        """Take axes out, each with its reason, which `kept_whole` then gives; before any spec is used.
+
+        Raises:
+            SpecError: there is no such axis.
+        """
+        new = {name: reason for name, reason in reasons.items() if name not in self.refuted}
+        for name in new:
+            if name not in self.axes:
+                raise SpecError(f"axis '{name}' is not one of this model's; {nearest(name, self.axes)}")
+        if not new:
+            return
+        table, self.refuted = self._table, {**self.refuted, **new}
+        self._table = AxisTable([axis for axis in table.axes.values() if axis.name not in new], table.shapes)
+        self._kept_whole = {**self._kept_whole, **new}
+        self._caches.clear()
 
     def why_whole(self) -> str:
         """Return in words why there are no axes, with the layer in the way and the remedy."""
@@ -156,25 +174,7 @@ class Submodels:
     def _normal(self, spec: Spec) -> Spec:
         if spec.kept:
             self._check_axes(spec)
-        for name, indices in spec.blocks:
-            if name not in self.stacks:
-                known = nearest(name, self.stacks) if self.stacks else "it declares none (`submodel_blocks`)"
-                raise SpecError(f"spec keeps blocks of '{name}', which this model does not have; {known}")
-            if indices[-1] >= len(self.stacks[name]):
-                raise SpecError(
-                    f"spec keeps block {indices[-1]} of '{name}', which has {len(self.stacks[name])}: give lower indices"
-                )
-        for prefix in spec.trained or ():
-            names = [*self._parameters, *self.aliases]
-            if not any(within(name, (prefix,)) for name in names):
-                modules = {name.rpartition(".")[0] for name in names} - {""}
-                raise SpecError(
-                    f"spec trains '{prefix}', which this model does not have; {nearest(prefix, {*names, *modules})}"
-                )
-        for name in spec.exits or ():
-            if name not in self.exits:
-                known = nearest(name, self.exits) if self.exits else "it declares none (`submodel_exits`)"
-                raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")
+        check_names(spec, [*self._parameters, *self.aliases], self.stacks, self.exits)
         kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
         blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < len(self.stacks[stack]))
         all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not self._stand_ins(spec)

@@ -57,7 +57,8 @@ def _submodels(plan: Plan) -> Table:
     whole = plan.submodels[0]
     rows = [
         [
-            row.name, f"{row.params:,}", f"{row.params / max(whole.params, 1):.2f}", size(row.peak_bytes), size(row.down_bytes), size(row.up_bytes),
+            row.name, f"{row.params:,}", f"{row.params / max(whole.params, 1):.2f}", size(row.peak_bytes),
+            size(row.down_bytes), size(row.up_bytes),
             f"{row.flops_per_sample / 1e6:.4g}", f"{row.flops_per_sample / max(whole.flops_per_sample, 1e-9):.2f}",
         ]
         for row in plan.submodels

@@ -50,7 +50,18 @@ _POOLS = {
     "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "interpolate",
 }  # fmt: skip
 _SIZES = {"size", "dim", "numel", "len", "ndimension"}
-_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes", "__class__"}
+_ATTRIBUTES = {
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_cuda",
+    "itemsize",
+    "nbytes",
+    "__class__",
+}
 """What may be read of a value without giving its elements away."""
 _MODULES = (torch, F, operator, torch.Tensor, torch._C._nn)
 

@@ -229,12 +229,16 @@ class _Proof:
         for problem in self._outputs(spec, small, whole, tolerance):
             return problem
         selections = self.submodels._selections(spec)
-        largest = max((float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0)
+        largest = max(
+            (float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0
+        )
         for name, ours in small.gradients.items():
             theirs = whole.gradients[name]
             if ours is None and theirs is None:
                 continue
-            shape = self.submodels.layout(spec).by_name[name].shape if name in self.submodels.layout(spec).by_name else None
+            shape = (
+                self.submodels.layout(spec).by_name[name].shape if name in self.submodels.layout(spec).by_name else None
+            )
             given = torch.zeros(shape or (), dtype=self.dtype) if ours is None else ours
             full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
             if problem := _apart(f"the gradient of '{name}'", given, full, tolerance, 1e-3 * largest):
@@ -257,7 +261,9 @@ class _Proof:
             if [x.shape for x in ours] != [x.shape for x in theirs]:
                 yield f"the output of '{path or 'the model'}' has another shape"
             for one, other in zip(ours, theirs, strict=False):
-                if one.shape == other.shape and (p := _apart(f"the output of '{path or 'the model'}'", one, other, tolerance, 1e-6)):
+                if one.shape == other.shape and (
+                    p := _apart(f"the output of '{path or 'the model'}'", one, other, tolerance, 1e-6)
+                ):
                     yield p
 
 

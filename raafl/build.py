@@ -81,7 +81,7 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     data = load_data(experiment)
     module = make_model(experiment)
     batch_size = batch_size_of(experiment, data)
-    submodels = experiment.submodels.proven(module, data.example_batch(2))
+    submodels = experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select)
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
     submodels.hold(state.values)
     clients = client_infos(experiment, data)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from raafl.core.algorithm import Algorithm, Training
+from raafl.core.algorithm import Algorithm, Select, Training
 from raafl.core.types import Limits
 from raafl.data.partition import Iid, Partition
 from raafl.devices.profiles import Device, Profile, assign, load_devices
@@ -23,6 +23,7 @@ from raafl.local.train import FabricOptions
 from raafl.parts.compress import Compress, up_name
 from raafl.parts.privacy import Privacy, noise_key, private
 from raafl.parts.robust import Guard, guarded
+from raafl.parts.select import Full
 from raafl.parts.wires import Wires
 from raafl.progress import MODES
 from raafl.runtime.logger_specs import specs
@@ -86,10 +87,14 @@ class SubmodelOptions:
         """Return the submodels of ``module``, as server and clients must have them alike."""
         return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
 
-    def proven(self, module: nn.Module, batch: Any) -> Submodels:
-        """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server."""
+    def proven(self, module: nn.Module, batch: Any, select: Select) -> Submodels:
+        """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server.
+
+        Where ``select`` gives everyone the whole model there is nothing to prove.
+        """
         submodels = self.of(module, batch)
-        submodels.keep_whole(refuted(submodels, module, batch))
+        if type(select) is not Full:
+            submodels.keep_whole(refuted(submodels, module, batch))
         return submodels
 
 

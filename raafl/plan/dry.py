@@ -16,6 +16,7 @@ from raafl.core.types import Assignment, ClientInfo, Update
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
+from raafl.parts.select import Full
 from raafl.runtime.pool import Executor
 from raafl.runtime.record import RunRecord
 from raafl.runtime.simulated import Simulation
@@ -75,10 +76,13 @@ class World:
         """Return the submodels of the model as this algorithm trains it, without values."""
         prepared = type(algorithm.local).prepare
         key = "plain" if prepared.__qualname__ == "Local.prepare" else repr(algorithm.local)
+        key += " whole" if type(algorithm.select) is Full else ""
         if key not in self._submodels:
             with skeleton():
                 module = make_model(replace(self.experiment, algorithm=algorithm))
-            self._submodels[key] = self.experiment.submodels.proven(module, self.data.example_batch(2))
+            self._submodels[key] = self.experiment.submodels.proven(
+                module, self.data.example_batch(2), algorithm.select
+            )
         return self._submodels[key]
 
     def fleet(self, algorithm: Algorithm) -> Fleet:
@@ -104,7 +108,7 @@ class World:
         submodels = self.submodels(algorithm)
         if real:
             module = make_model(experiment)
-            submodels = experiment.submodels.proven(module, self.data.example_batch(2))
+            submodels = experiment.submodels.proven(module, self.data.example_batch(2), algorithm.select)
             state = GlobalState(submodels, submodels.state(module))
             submodels.hold(state.values)
         else:

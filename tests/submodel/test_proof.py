@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from raafl.algorithms import ALGORITHMS
 from raafl.errors import BadInput
 from raafl.experiment import SubmodelOptions
 from raafl.submodel import Plan, Submodels
@@ -88,7 +89,7 @@ def test_sizes_may_be_read():
 
 def test_a_class_axis_that_is_declared_is_kept_whole_and_the_other_stays():
     module = Declared()
-    submodels = SubmodelOptions().proven(module, BATCH)
+    submodels = SubmodelOptions().proven(module, BATCH, ALGORITHMS["hetero_fl"]().select)
     assert list(submodels.axes) == ["hidden"] and list(submodels.refuted) == ["classes"]
     assert submodels.kept_whole["classes"].startswith("not proven: ")
 

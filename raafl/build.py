@@ -12,7 +12,7 @@ from raafl.core.algorithm import OwnTests
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, derive_seed
-from raafl.data.federated import ClientData, FederatedData
+from raafl.data.federated import ClientData, FederatedData, reading
 from raafl.errors import BadInput
 from raafl.experiment import Experiment
 from raafl.local.train import FabricOptions, LocalTrainer
@@ -39,7 +39,9 @@ class Parts:
 
 def load_data(experiment: Experiment) -> FederatedData:
     """Return the experiment's data, shared out among its clients."""
-    return FederatedData(experiment.data(), experiment.partition, experiment.clients, experiment.seed)
+    with reading("the data module"):
+        module = experiment.data()
+    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed)
 
 
 def make_model(experiment: Experiment) -> LightningModule:

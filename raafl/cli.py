@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ends_process():
             return commands[argv[0]](with_paths(argv[1:]))
     except (BadInput, FileNotFoundError) as error:
-        _complain(str(error), known_to_all=True)
+        from raafl.complaints import place_of_field
+
+        _complain(str(error) + place_of_field(getattr(error, "field", None), with_paths(argv)), known_to_all=True)
         return 2
     except RunFailed as error:
         _complain(str(error))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.argv import name_of, values
 from raafl.errors import nearest
 from raafl.trainer_flags import unknown
 
@@ -48,6 +49,19 @@ def explain(message: str, parser: ArgumentParser, argv: Sequence[str]) -> str:
         if line is not None:
             return line
     return text
+
+
+def place_of_field(field: str | None, argv: Sequence[str]) -> str:
+    """Return where in the config of a command line a field is, in words; empty where no file has it, or an option does."""
+    if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
+        return ""
+    for file in reversed(values(argv, "--config")):
+        path = Path(file)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        number = next((i for i, line in enumerate(lines, start=1) if re.match(rf"{field}\s*:", line)), None)
+        if number is not None:
+            return f" ({field} is in {relative(file)}, line {number})"
+    return ""
 
 
 def relative(path: str) -> str:

@@ -9,7 +9,13 @@ _MOST_NAMES = 24
 
 
 class BadInput(ValueError):
-    """Input found wrong before training starts; the message is one line for the user."""
+    """Input found wrong before training starts; the message is one line for the user.
+
+    Attributes:
+        field: of the config that it is about, where its place there helps.
+    """
+
+    field: str | None = None
 
 
 class RunFailed(RuntimeError):

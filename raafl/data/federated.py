@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,20 @@ if TYPE_CHECKING:
 
 _MOST_MEASURED = 2000
 """Samples of the training set on which the global model is measured where there is nothing else."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn a file that cannot be read inside into a `BadInput` of the field ``data``; ``what`` is whose code reads it."""
+    try:
+        yield
+    except OSError as error:
+        path = f" '{error.filename}'" if error.filename else ""
+        wrong = BadInput(
+            f"{what} cannot read its data: {error.strerror or error}{path}: put the file there, or give the path that it has"
+        )
+        wrong.field = "data"
+        raise wrong from error
 
 
 class ClientData:
@@ -180,9 +195,10 @@ class FederatedData:
         """Set the data module up and partition its training set."""
         self.num_clients = num_clients
         self.datamodule = datamodule
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        loader = _single_loader(datamodule.train_dataloader(), "train_dataloader")
+        with reading(type(datamodule).__name__):
+            datamodule.prepare_data()
+            datamodule.setup("fit")
+            loader = _single_loader(datamodule.train_dataloader(), "train_dataloader")
         self._dataset, self._collate = loader.dataset, loader.collate_fn
         self._fetch, self._is_fast = fetcher(self._dataset, self._collate)
         self.batch_size: int | None = loader.batch_size
@@ -264,9 +280,10 @@ class FederatedData:
         for name in ("test_dataloader", "val_dataloader"):
             if not _overrides(module, name):
                 continue
-            if name == "test_dataloader":
-                module.setup("test")
-            loader = getattr(module, name)()
+            with reading(type(module).__name__):
+                if name == "test_dataloader":
+                    module.setup("test")
+                loader = getattr(module, name)()
             if loader is None or (isinstance(loader, (list, tuple)) and not loader):
                 continue
             loader = _single_loader(loader, name)

@@ -152,8 +152,15 @@ def _trace(module: nn.Module) -> Graph:
     try:
         return RuleTracer().trace(module)
     except Exception as error:
-        place = _place(error)
-        raise SpecError(f"axes of {type(module).__name__} were not found: {place}: {error}; {_REMEDY}") from error
+        kind = type(module).__name__
+        if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
+            raise SpecError(
+                f"axes of {kind} were not found: it has no forward, in which its layers are called; {_REMEDY}"
+            ) from error
+        reason = str(error)
+        if reason.startswith("Proxy object cannot be iterated"):
+            reason = "it loops over an input, or passes it on by * or **: name inputs one by one, as in forward(self, x, mask)"
+        raise SpecError(f"axes of {kind} were not found: {_place(error)}: {reason}; {_REMEDY}") from error
 
 
 def _place(error: BaseException) -> str:

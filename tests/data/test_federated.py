@@ -296,6 +296,18 @@ def test_without_test_data_evenly_spaced_training_samples_are_measured_on(monkey
     ]
 
 
+def test_a_missing_file_is_said_with_the_class_that_reads_it(tmp_path):
+    class Csv(Module):
+        def setup(self, stage):
+            (tmp_path / "train.csv").read_text()
+
+    with pytest.raises(
+        BadInput, match=f"Csv cannot read its data: No such file or directory '{tmp_path}/train.csv': put"
+    ) as e:
+        FederatedData(Csv(tensors()), Iid(), 2, 0)
+    assert e.value.field == "data"
+
+
 @pytest.mark.parametrize(("train", "test", "name"), [(0, 5, "train"), (5, 0, "val")])
 def test_data_without_samples_is_refused(train, test, name):
     with pytest.raises(BadInput, match=rf"the data set of {name}_dataloader\(\) is TensorDataset without any samples"):

@@ -197,3 +197,25 @@ def test_a_rule_can_be_added_for_another_type():
         assert submodels.shrink(Spec.keep({"0": [0, 5]})).module(torch.ones(1, 3)).shape == (1, 2)
     finally:
         del RULES[Scale]
+
+
+def test_a_forward_that_cannot_be_followed_is_said_in_words():
+    class Wrap(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, **batch):
+            return self.inner(**batch)
+
+    class Without(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+    wrapped, without = (Submodels(kind()).problem or "" for kind in (Wrap, Without))
+    assert "it loops over an input, or passes it on by * or **: name inputs one by one" in wrapped
+    assert "Proxy" not in wrapped and "\n" not in wrapped
+    assert without.startswith(
+        "axes of Without were not found: it has no forward, in which its layers are called; declare"
+    )

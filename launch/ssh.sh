@@ -8,7 +8,7 @@
 # is said is encrypted. A client that fails is started again, RESTARTS times. What the clients say goes to LOGS.
 #
 #   ADDRESS      HOST:PORT of this machine, as the clients reach it
-#   SECRET_FILE  the run's secret (raafl.secret); made if it is not there
+#   SECRET_FILE  the run's secret; made if it is not there. Unset: one for this launch alone, removed at its end
 #   JOIN         what starts raafl on the hosts ("raafl"); for example .venv/bin/raafl
 #   JOIN_OPTIONS further options of raafl join, as on a command line
 #   SSH_OPTIONS  of ssh, for example "-i key -p 2222"
@@ -20,12 +20,14 @@ usage="usage: ADDRESS=HOST:PORT $0 CONFIG HOSTS [options of raafl serve]"
 config=${1:?$usage} hosts=${2:?$usage}
 shift 2
 : "${ADDRESS:?HOST:PORT of this machine, as the clients reach it}"
-SECRET_FILE=${SECRET_FILE:-raafl.secret} JOIN=${JOIN:-raafl} RESTARTS=${RESTARTS:-3} PAUSE_S=${PAUSE_S:-5}
+SECRET_FILE=${SECRET_FILE:-} JOIN=${JOIN:-raafl} RESTARTS=${RESTARTS:-3} PAUSE_S=${PAUSE_S:-5}
 LOGS=${LOGS:-ssh-logs}
 
 mapfile -t lines < <(grep -vE '^[[:space:]]*(#|$)' "$hosts")
 [ "${#lines[@]}" -gt 0 ] || { echo "$0: $hosts names no host" >&2; exit 2; }
-[ -e "$SECRET_FILE" ] || (umask 077 && head -c 32 /dev/urandom | base64 >"$SECRET_FILE")
+SCRATCH=$(mktemp -d)
+SECRET_FILE=${SECRET_FILE:-$SCRATCH/raafl.secret}
+[ -e "$SECRET_FILE" ] || raafl key --output "$SECRET_FILE"
 mkdir -p "$LOGS"
 
 # A client: ssh again and again, until it ends well or the server is gone. $1 its number, $2 its host, $3 its folder.
@@ -58,6 +60,7 @@ end() {
         pkill -P "$pid" 2>/dev/null || true
         kill "$pid" 2>/dev/null || true
     done
+    rm -rf "$SCRATCH"
 }
 trap end EXIT
 

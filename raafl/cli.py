@@ -36,8 +36,9 @@ usage: raafl COMMAND [options]
                  raafl serve --config C --address HOST:PORT --secret_file FILE [--min_clients N]
   join         be such a client:
                  raafl join --address HOST:PORT --client ID --secret_file FILE [--config C] [--data ...]
-  key          print the key of one client, for a file that is handed to it instead of the run's secret:
-                 raafl key --client ID --secret_file FILE > client-ID.key
+  key          make a run's secret, or the key of one client, which is handed to it instead; files that only you can read:
+                 raafl key --output raafl.secret
+                 raafl key --client ID --secret_file raafl.secret --output client-ID.key
   replay       re-execute a recorded run from its journal, to the last bit:
                  raafl replay RUN [--until EVENT] [--workers N] [--json]
   watch        show a run that goes on, or has ended, from its folder:
@@ -173,14 +174,21 @@ def _join(argv: list[str]) -> int:
 
 
 def _key(argv: list[str]) -> int:
-    """Print one client's key."""
+    """Make a run's secret, or the key of one client: in a file for its owner alone, or printed."""
     from raafl.remote_options import split
     from raafl.runtime.transport.handshake import load_secret
+    from raafl.runtime.transport.keys import new_secret, write_new
 
     own, rest = split("key", argv)
     if rest:
-        raise BadInput(f"unknown option '{rest[0]}': raafl key takes --client and --secret_file")
-    print(load_secret(own.secret_file).for_client(own.client).text())
+        raise BadInput(f"unknown option '{rest[0]}': raafl key takes --client, --secret_file and --output")
+    if own.client is None and own.secret_file is not None:
+        raise BadInput("key takes --secret_file with --client ID, and makes a new secret without both")
+    text = new_secret() if own.client is None else load_secret(own.secret_file).for_client(own.client).text()
+    if own.output is None:
+        print(text)
+    else:
+        write_new(own.output, text)
     return 0
 
 

@@ -18,7 +18,7 @@ _OWN = {
     "simulate": ("--trust_config",),
     "serve": ("--address", "--min_clients", "--secret_file", "--encrypt", "--trust_config"),
     "join": ("--address", "--client", "--secret_file", "--encrypt", "--share_of_data", "--trust_config"),
-    "key": ("--client", "--secret_file"),
+    "key": ("--client", "--secret_file", "--output"),
     "replay": ("--until", "--workers", "--client_data", "--trust_config", "--json"),
     "report": ("--output", "--labels", "--trust_config"),
     "plan": ("--algorithms", "--updates", "--measure", "--address", "--device", "--answer", "--profiles"),

@@ -39,6 +39,8 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     else:
         parser.add_argument("--client")
         parser.add_argument("--share_of_data", default="false")
+    if command == "key":
+        parser.add_argument("--output")
     try:
         own, rest = parser.parse_known_args(list(argv))
     except ArgumentError as error:
@@ -51,6 +53,8 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     elif not {"--help", "-h", "--print_config"} & set(rest):
         if own.address is None and command == "join":
             raise BadInput("join needs --address HOST:PORT, where the server listens")
+        if own.client is None and command == "key" and own.output is not None:
+            return own, rest
         if own.client is None:
             raise BadInput(f"{command} needs --client ID: a number from 1 to the run's number of clients")
         own.client = _number("client", own.client)

@@ -26,6 +26,8 @@ from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms
 from raafl.runtime.transport import Kind, Message, Pair, Refused
 from raafl.runtime.transport.door import Door, encrypts, parse_address
+from raafl.runtime.transport.keys import bind, check_run
+from raafl.runtime.transport.turns import Turns
 from raafl.trust import CLIENTS
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ def serve(
     where = listener(address)
     encrypt = encrypts(where, encrypt)
     saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+    check_run(secret, saved.folder if saved is not None else None)
     parts = build(
         experiment, pace=experiment.emulate and experiment.devices is not None,
         min_clients=min_clients or _min_clients(saved) or experiment.clients, count_lost=False,
@@ -131,9 +134,12 @@ def serve(
     lobby = _Lobby(
         experiment, Terms(for_clients(config_yaml), sections(config_yaml)), parts.submodels, inbox or Inbox(), shares
     )
-    door = Door(where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s)
+    door = Door(
+        where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s, turns=Turns()
+    )
     try:
         run = Run(parts, config_yaml, "distributed", progress_file, saved)
+        bind(secret, run.folder)
         lobby.record = run.record
         lobby.server = make_server(run, [], lobby.inbox, patience_s=experiment.waits.alone_s, bears=_bears())
         _leave_note(run.folder)

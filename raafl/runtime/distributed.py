@@ -51,6 +51,8 @@ from raafl.submodel import FlatTensors
 _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4
 _MAX_KEPT = 20  # tracebacks of clients
+_MAX_LIVES = 8  # sessions of one client, those that are on their way in or out included
+_PARTING_S = 0.5  # for a session that was replaced to end by itself
 
 
 class Server:
@@ -125,8 +127,10 @@ class Server:
             Refused: too many connections of this client are on their way in.
         """
         with self._door:
-            if sum(client == other for other, _ in self._entering) >= _MAX_ENTERING:
-                raise Refused("busy", f"client {client} has {_MAX_ENTERING} connections on their way in")
+            entering = sum(client == other for other, _ in self._entering)
+            lives = entering + sum(client == session.client for _, session in list(self._leaving)) + 1
+            if entering >= _MAX_ENTERING or lives >= _MAX_LIVES:
+                raise Refused("busy", f"client {client} has {lives} connections, {entering} of them on their way in")
             incarnation = max(self._lives[client], self.coordinator.roster.joins[client])
             self._lives[client] = incarnation + 1
             session = self._entering[client, incarnation] = make(incarnation)
@@ -327,8 +331,8 @@ class Server:
             return
         earlier, self.sessions[client] = self.sessions.get(client), session
         if earlier is not None:
-            earlier.stop(f"replaced: client {client} has joined from elsewhere")
-            self._leaving.append((self._clock() + self.waits.stop_s, earlier))
+            earlier.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
+            self._leaving.append((self._clock() + min(_PARTING_S, self.waits.stop_s), earlier))
 
     def _let_go(self, event: Lost) -> bool:
         """Forget a session that has ended; return whether its client had joined."""

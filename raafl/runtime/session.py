@@ -145,14 +145,14 @@ class Session(threading.Thread):
         """Send work; returns at once."""
         self._outbox.put(_Task(assignment, snapshot))
 
-    def stop(self, reason: str) -> None:
-        """Tell the client to stop, also in the middle of a task; returns at once."""
+    def stop(self, reason: str, wait_s: float | None = None) -> None:
+        """Tell the client to stop, also in the middle of a task; ``wait_s`` is for one that takes nothing in."""
         self._stopping = reason
         self._outbox.put(reason)
         # While the thread waits for an answer nobody sends; if it is about to, it will find the reason itself.
         if self._out is not None and self._sending.acquire(blocking=False):
             try:
-                self._say_stop(reason)
+                self._say_stop(reason, wait_s)
             finally:
                 self._sending.release()
 
@@ -255,13 +255,14 @@ class Session(threading.Thread):
             self._task(pair, command)
             self._out, idle_s = None, 0.0
 
-    def _say_stop(self, reason: str) -> None:
+    def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
         """Tell the client, once."""
         if self._pair is None or self._told:
             return
         self._told = True
+        message = Message(Kind.STOP, 0, self.incarnation, {"reason": reason}, None)
         with suppress(PeerLost, PeerTimeout):
-            self._pair.send(Message(Kind.STOP, 0, self.incarnation, {"reason": reason}, None), self._waits.stop_s)
+            self._pair.send(message, self._waits.stop_s if wait_s is None else wait_s)
 
     def _task(self, pair: Pair, task: _Task) -> None:
         if KEY in task.assignment.extra:

@@ -135,7 +135,13 @@ def test_ssh_starts_clients_with_keys_of_their_own_and_again_when_they_fail(clus
     (tmp_path / "broken").touch()  # the first connection fails
     options = ("configs/quickstart.yaml", "hosts", "--output", str(tmp_path / "run"), *SHORT)
     code, _, err = run(
-        cluster, "launch/ssh.sh", *options, ADDRESS=f"127.0.0.1:{free_port}", PAUSE_S="0.1", SSH_OPTIONS="-p 22"
+        cluster,
+        "launch/ssh.sh",
+        *options,
+        ADDRESS=f"127.0.0.1:{free_port}",
+        PAUSE_S="0.1",
+        SSH_OPTIONS="-p 22",
+        SECRET_FILE="raafl.secret",
     )
     logs = "".join(file.read_text() for file in sorted((here / "ssh-logs").iterdir()))
     assert code == 0, err + logs

@@ -24,6 +24,7 @@ from raafl.runtime.transport.handshake import ClientKey, Secret, greet, introduc
 from raafl.runtime.transport.pair import PeerLost, PeerTimeout
 from raafl.runtime.transport.stream import Budget, SocketStream, hang_up
 from raafl.runtime.transport.tcp import TcpPair
+from raafl.runtime.transport.turns import Turns
 
 HANDSHAKE_S = 5.0
 """How long a caller may take for its part of the handshake."""
@@ -33,6 +34,8 @@ _LINGER_S = 1.0
 _JOIN_S = 10.0
 _RETRY_S = 0.1
 _DRAIN_BYTES = 64 << 10
+_BREATH_S = 0.04  # from a caller that comes too often to the next accept: who storms the door must not busy it
+_MAX_PRESSING = 1000
 
 _SPEECHLESS = ("bad-magic", "wrong-secret", "bad-share")  # after these the caller is told nothing
 _NOTABLE = ("bad-version", "not-encrypted", "failed")
@@ -110,6 +113,7 @@ class Door:
     def __init__(
         self, address: str | socket.socket, secret: Secret, admit: Admit, refused: Callable[[str], None], *,
         encrypt: bool = False, timeout_s: float = 30.0, max_callers: int = 32, max_per_host: int = 32,
+        turns: Turns | None = None,
     ) -> None:  # fmt: skip
         """Listen; `start` begins to answer.
 
@@ -119,11 +123,13 @@ class Door:
             admit: called with the pair, the client's proven id and the caller's address, in a thread of its own, and
                 should return soon; it may raise `Refused` to turn the client away. The pair is its to close.
             refused: called once for each caller turned away, with the reason: bad-magic, bad-version, wrong-secret,
-                bad-share, not-encrypted, timeout, closed (by the caller), busy, stopped, failed, or what ``admit`` chose.
+                bad-share, not-encrypted, timeout, closed (by the caller), busy, too-often, stopped, failed, or what
+                ``admit`` chose.
             encrypt: encrypt all that follows the handshake.
             timeout_s: of the pairs that are made.
             max_callers: places in all for callers that have not been admitted yet.
             max_per_host: places that one host may take.
+            turns: how often each client may come in; None = as often as it likes.
 
         Raises:
             BadInput: the address is none of this machine's or taken, or the secret is one client's key.
@@ -139,6 +145,8 @@ class Door:
         self.address = _text(self._listener.getsockname())
         self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
         self._told: Counter[str] = Counter()
+        self._turns, self._stormed = turns, False
+        self._pressing: set[tuple[str, int]] = set()  # host and proven id of those who came too often
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
 
@@ -190,6 +198,9 @@ class Door:
                     self._closed.wait(_RETRY_S)
                     continue
                 self._enter(_Caller(sock, str(address[0]), _text(address)))
+                if self._stormed:
+                    self._stormed = False
+                    self._closed.wait(_BREATH_S)
 
     def _enter(self, caller: _Caller) -> None:
         """Give a caller a place and a thread, or turn it away."""
@@ -238,18 +249,40 @@ class Door:
             with suppress(OSError):
                 caller.sock.shutdown(socket.SHUT_RD)  # the peer hears nothing of it before the socket is reset
 
+    def _claimed(self, host: str, client: int) -> None:
+        """Turn away who names an id that was proven from the same host too often, before it costs anything."""
+        if self._turns is None or (host, client) not in self._pressing:
+            return
+        if not self._turns.has(client):
+            raise Refused("too-often", f"client {client}")
+        self._pressing.discard((host, client))
+
+    def _let_in(self, host: str, client: int) -> None:
+        """Take one of a client's turns, now that it has proven its id."""
+        if self._turns is None or self._turns.take(client):
+            return
+        if len(self._pressing) >= _MAX_PRESSING:
+            self._pressing.clear()
+        self._pressing.add((host, client))
+        raise Refused("too-often", f"client {client}")
+
     def _answer(self, caller: _Caller) -> None:
         """Do the handshake with one caller and admit it; every other end is one call of ``refused``."""
         reason, detail, abruptly = "failed", "", True
         try:
-            client, seal = greet(SocketStream(caller.sock, Budget(HANDSHAKE_S), 0), self._secret, self._encrypt)
+            client, seal = greet(
+                SocketStream(caller.sock, Budget(HANDSHAKE_S), 0), self._secret, self._encrypt,
+                lambda client: self._claimed(caller.host, client),
+            )  # fmt: skip
+            self._let_in(caller.host, client)
             with self._lock:
                 caller.admitted = caller.reason is None
             if caller.admitted:
                 self._admit(TcpPair(caller.sock, self._timeout_s, seal=seal), client, caller.address)
                 reason = ""
         except Refused as refused:
-            reason, detail, abruptly = refused.reason, refused.detail, False
+            reason, detail, abruptly = refused.reason, refused.detail, refused.reason == "too-often"
+            self._stormed |= abruptly
         except PeerTimeout as timeout:
             reason, detail = "timeout", str(timeout)
         except PeerLost as lost:

@@ -24,7 +24,8 @@ import hmac
 import os
 import stat
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raafl.errors import BadInput
@@ -48,7 +49,10 @@ CHALLENGE_BYTES = _START.size + _NONCE_BYTES
 
 _MAX_SECRET_BYTES = 4096
 _CLIENT_KEY = "raafl-client-"
-_MAKE = "(umask 077; head -c 32 /dev/urandom | base64 > raafl.secret)"
+_MAKE = "raafl key --output raafl.secret"
+
+RUN_SECRET = "raafl-run-"
+"""How a secret begins that `raafl key` has made for one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +79,12 @@ class Secret:
     Attributes:
         key: the secret's bytes.
         client: None = the run's secret, good for all clients; else the only client whose key this is.
+        path: the file that it was read from.
     """
 
     key: bytes = field(repr=False)
     client: int | None = None
+    path: str | None = field(default=None, compare=False)
 
     def for_client(self, client: int) -> ClientKey:
         """Return the key of ``client``.
@@ -108,7 +114,7 @@ def load_secret(path: str | None = None) -> Secret:
     """
     path = path or (None if os.environ.get("RAAFL_SECRET") else os.environ.get("RAAFL_SECRET_FILE"))
     if path:
-        return _parse(_read(path), f"secret_file is '{path}'")
+        return replace(_parse(_read(path), f"secret_file is '{path}'"), path=path)
     value = os.environb.get(b"RAAFL_SECRET", b"")
     if not value:
         raise BadInput(
@@ -117,8 +123,12 @@ def load_secret(path: str | None = None) -> Secret:
     return _parse(value, "RAAFL_SECRET is set")
 
 
-def greet(stream: SocketStream, secret: Secret, encrypt: bool) -> tuple[int, Seal | None]:
+def greet(
+    stream: SocketStream, secret: Secret, encrypt: bool, claimed: Callable[[int], None] = lambda client: None
+) -> tuple[int, Seal | None]:
     """Be the server of a handshake; return the client's id and, if the session is encrypted, its keys.
+
+    ``claimed`` is told which id the caller names, before anything is proven or reckoned, and may raise `Refused`.
 
     Raises:
         Refused: bad-magic, bad-version (once the client was told), wrong-secret, bad-share, or not-encrypted.
@@ -134,6 +144,7 @@ def greet(stream: SocketStream, secret: Secret, encrypt: bool) -> tuple[int, Sea
         raise Refused("bad-version", f"the client speaks version {version} of the handshake, this server {VERSION}")
     rest = _read_exactly(stream, _ID.size + _NONCE_BYTES)
     (client,) = _ID.unpack(rest[: _ID.size])
+    claimed(client)
     stream.write([challenge])
     key = _client_key(secret, client)
     proof = _read_exactly(stream, _SHARE_BYTES + _MAC_BYTES)

@@ -29,6 +29,7 @@ from raafl.runtime.transport import (
     parse_address,
 )
 from raafl.runtime.transport.stream import Budget, SocketStream
+from raafl.runtime.transport.turns import Turns
 from raafl.submodel.flat import FlatTensors
 
 SECRET = Secret(b"sixteen bytes or more")
@@ -412,3 +413,26 @@ def test_call_where_something_else_listens():
             call(address, SECRET.for_client(1), timeout_s=0.3)
     with pytest.raises(PeerLost, match="cannot reach"):
         call("no.such.host.invalid:1", SECRET.for_client(1), timeout_s=5)
+
+
+def test_who_comes_too_often_is_turned_away_before_anything_is_reckoned_and_nobody_else(monkeypatch):
+    now = [0.0]
+    greeted = []
+    monkeypatch.setattr(handshake, "_client_key", lambda secret, client, made=handshake._client_key: (
+        greeted.append(threading.current_thread().name), made(secret, client))[1])  # fmt: skip
+    with House(turns=Turns(2, 10.0, lambda: now[0])) as house:
+        for _ in range(2):
+            house.call(1).close()
+            house.admitted.get(timeout=WAIT_S)
+        with contextlib.closing(house.call(1)) as pair, pytest.raises(PeerLost):  # proven, and one too many
+            pair.recv(nothing, WAIT_S)
+        assert house.reason() == "too-often"
+        before = greeted.count("caller")
+        with pytest.raises(PeerLost):
+            house.call(1)
+        assert house.reason() == "too-often" and greeted.count("caller") == before
+        house.call(2).close()
+        house.admitted.get(timeout=WAIT_S)
+        now[0] = 10.0
+        house.call(1).close()
+        house.admitted.get(timeout=WAIT_S)

@@ -1,0 +1,39 @@
+"""How often each client may come in: some times at once, then once in a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+AT_ONCE = 10
+EVERY_S = 2.0
+
+
+class Turns:
+    """A bucket of turns for each client, used from any thread. A client has the turns of its own id only."""
+
+    def __init__(
+        self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Give each client ``at_once`` turns, and one more every so many seconds, up to as many."""
+        self._at_once, self._every_s, self._clock = at_once, every_s, clock
+        self._left: dict[int, tuple[float, float]] = {}  # turns left, and when that was
+        self._lock = threading.Lock()
+
+    def take(self, client: int) -> bool:
+        """Take one of the client's turns; return whether there was one."""
+        with self._lock:
+            left, now = self._now(client)
+            self._left[client] = (left - 1 if left >= 1 else left, now)
+            return left >= 1
+
+    def has(self, client: int) -> bool:
+        """Return whether the client has a turn left."""
+        with self._lock:
+            return self._now(client)[0] >= 1
+
+    def _now(self, client: int) -> tuple[float, float]:
+        now = self._clock()
+        left, since = self._left.get(client, (float(self._at_once), now))
+        return min(left + (now - since) / self._every_s, self._at_once), now

@@ -61,6 +61,15 @@ def _prepared(experiment: Experiment) -> LightningModule:
     return prepared
 
 
+def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
+    """Return the submodels of ``module``, the experiment's model, without the axes that are not proven."""
+    plain = None
+    if not experiment.algorithm.local.proven_as_trained:
+        with skeleton():
+            plain = experiment.make()
+    return experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select, plain)
+
+
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
     """Return what is known of clients 1..N before they join."""
     pairs = zip(data.sizes, experiment.profiles(), strict=True)
@@ -83,7 +92,7 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     data = load_data(experiment)
     module = make_model(experiment)
     batch_size = batch_size_of(experiment, data)
-    submodels = experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select)
+    submodels = proven(experiment, module, data)
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
     submodels.hold(state.values)
     clients = client_infos(experiment, data)

@@ -87,14 +87,22 @@ class SubmodelOptions:
         """Return the submodels of ``module``, as server and clients must have them alike."""
         return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
 
-    def proven(self, module: nn.Module, batch: Any, select: Select) -> Submodels:
+    def proven(self, module: nn.Module, batch: Any, select: Select, plain: nn.Module | None = None) -> Submodels:
         """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server.
 
         Where ``select`` gives everyone the whole model there is nothing to prove.
+
+        Args:
+            module: as it is trained.
+            batch: a real one.
+            select: the algorithm's.
+            plain: the model as the user has made it, to be proven in its place; None = ``module`` itself.
         """
         submodels = self.of(module, batch)
         if type(select) is not Full:
-            submodels.keep_whole(refuted(submodels, module, batch))
+            tried = submodels if plain is None else self.of(plain, batch)
+            found = refuted(tried, module if plain is None else plain, batch)
+            submodels.keep_whole({name: reason for name, reason in found.items() if name in submodels.axes})
         return submodels
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -94,6 +94,9 @@ class Local:
         masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss), and
             tell the server which were left (`raafl.parts.label_split`).
     """
+
+    proven_as_trained: ClassVar[bool] = True
+    """False: what `prepare` adds to a model acts by its width on purpose, so that axes are proven on the user's own model."""
 
     prox: float = field(default=0.0, kw_only=True)
     rescale: bool = field(default=False, kw_only=True)

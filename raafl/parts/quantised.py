@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,8 @@ class Quantised(Local):
         edge_bits: of the first and the last layer.
         weight: of that loss.
     """
+
+    proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of what they serve
 
     bits: int = 4
     learn_bits: bool = True

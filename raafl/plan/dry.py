@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raafl.build import batch_size_of, client_infos, furnish, load_data, make_model
+from raafl.build import batch_size_of, client_infos, furnish, load_data, make_model, proven
 from raafl.core.algorithm import Algorithm, Fleet, Merge
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
@@ -78,11 +78,10 @@ class World:
         key = "plain" if prepared.__qualname__ == "Local.prepare" else repr(algorithm.local)
         key += " whole" if type(algorithm.select) is Full else ""
         if key not in self._submodels:
+            experiment = replace(self.experiment, algorithm=algorithm)
             with skeleton():
-                module = make_model(replace(self.experiment, algorithm=algorithm))
-            self._submodels[key] = self.experiment.submodels.proven(
-                module, self.data.example_batch(2), algorithm.select
-            )
+                module = make_model(experiment)
+            self._submodels[key] = proven(experiment, module, self.data)
         return self._submodels[key]
 
     def fleet(self, algorithm: Algorithm) -> Fleet:
@@ -108,7 +107,7 @@ class World:
         submodels = self.submodels(algorithm)
         if real:
             module = make_model(experiment)
-            submodels = experiment.submodels.proven(module, self.data.example_batch(2), algorithm.select)
+            submodels = proven(experiment, module, self.data)
             state = GlobalState(submodels, submodels.state(module))
             submodels.hold(state.values)
         else:

@@ -26,6 +26,7 @@ from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.declared import within
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
+from raafl.submodel.narrow import narrowed, num_values
 from raafl.submodel.shrink import persistent_buffers
 from raafl.submodel.spec import FULL, Spec
 
@@ -39,10 +40,10 @@ FORCED = 1e-6
 """The tolerance where code turns doubles into float32 in between."""
 
 MOST_VALUES = 300_000_000
-"""Parameters of a model beyond which a step in double precision does not go into ordinary memory."""
+"""Parameters of a model beyond which a step in double precision does not go into ordinary memory: only a narrow copy is tried."""
 
 LARGE = 2_000_000
-"""Parameters of a model beyond which axes are cut all together only, so that a start stays short."""
+"""Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
 
 _EDGES = ("LayerNorm", "RMSNorm")
 
@@ -80,6 +81,7 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
 
     All axes together are cut to one unit and to a random half, and so are subsets of them, such that of any two axes there
     is a subset with either one alone (not of a model above `LARGE`). What fails is looked for axis by axis; the others stay.
+    A model above `LARGE` is cut to a narrow one of the same axes first, and that one is proven in its place.
 
     Args:
         submodels: of the model, not yet used.
@@ -88,15 +90,25 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
     """
     if not submodels.axes:
         return {}
+    too_large = f"not proven: no step is tried of a model of more than {MOST_VALUES:,} parameters"
+    found = dict.fromkeys(submodels.axes, too_large)
     with _undisturbed():
-        found: dict[str, str] = {}
-        for dtype in TOLERANCES:
-            proof = _Proof(submodels, module, batch, dtype)
-            problem = proof.begin()
-            if problem is None:
-                return proof.refuted()
-            found = dict.fromkeys(submodels.axes, f"not proven: {problem}")
-        return found
+        for one, built in _candidates(submodels, module, batch):
+            for dtype in TOLERANCES:
+                proof = _Proof(one, built, batch, dtype)
+                problem = proof.begin()
+                if problem is None:
+                    return proof.refuted()
+                found = dict.fromkeys(submodels.axes, f"not proven: {problem}")
+    return found
+
+
+def _candidates(submodels: Submodels, module: nn.Module, batch: Any) -> Iterator[tuple[Submodels, nn.Module]]:
+    """Yield the models on which the axes may be proven; the next is tried where a step on the one before does not run."""
+    if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
+        yield narrow
+    if num_values(submodels) <= MOST_VALUES:
+        yield submodels, module
 
 
 @contextmanager
@@ -123,8 +135,6 @@ class _Proof:
 
     def begin(self) -> str | None:
         """Return why the whole model can be held beside nothing."""
-        if sum(self.submodels.parameters.values()) > MOST_VALUES:
-            return f"a model of more than {MOST_VALUES:,} parameters is not tried in double precision"
         try:
             self.whole = self._made(FULL, self.values)
             self.first = step = self._step(self.whole)
@@ -159,7 +169,7 @@ class _Proof:
     def _all_hold(self, names: Sequence[str]) -> bool:
         if self._problem(names) is not None:
             return False
-        if sum(self.submodels.parameters.values()) > LARGE:
+        if num_values(self.submodels) > LARGE:
             return True
         return all(self._differs(self._spec(part, _half)) is None for part in _separating(names))
 
@@ -283,7 +293,11 @@ def _watch(module: nn.Module, done: _Step) -> list[Any]:
         def note(layer: nn.Module, args: Any, answer: Any) -> None:
             depth[0] -= 1
             if depth[0] == 0:
-                leaves = [x.detach().clone() for x in tree_leaves(_plain(answer)) if isinstance(x, Tensor)]
+                leaves = [
+                    x.detach().clone()
+                    for x in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer)
+                    if isinstance(x, Tensor)
+                ]
                 done.outputs.append((path, [x for x in leaves if x.is_floating_point()]))
 
         return note
@@ -292,10 +306,6 @@ def _watch(module: nn.Module, done: _Step) -> list[Any]:
     for path, layer in module.named_modules():
         handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end(path))]
     return handles
-
-
-def _plain(answer: Any) -> Any:
-    return dict(answer) if isinstance(answer, Mapping) else answer
 
 
 def _settle(module: nn.Module) -> None:

@@ -101,7 +101,10 @@ def test_who_asks_for_the_whole_model_is_told_nothing(tmp_path, arguments):
 
 @pytest.mark.parametrize("name", ["fed_raa", "fed_rolex", "hetero_fl", "ist", "oap", "prune_fl", "ra_fed"])
 def test_a_client_whose_memory_the_whole_model_exceeds_is_named(tmp_path, name):
-    devices = [Device(name="large", flops_per_s=1e9, count=3), Device(name="small", flops_per_s=1e9, memory_bytes=1000.0)]
+    devices = [
+        Device(name="large", flops_per_s=1e9, count=3),
+        Device(name="small", flops_per_s=1e9, memory_bytes=1000.0),
+    ]
     with pytest.raises(BadInput, match=r"^client 4: memory_bytes is 1000, [^\n]*smaller [^\n]*model") as caught:
         run_of(tmp_path, name, devices=devices)
     assert "client 3" not in str(caught.value)

@@ -153,7 +153,10 @@ def _trace(module: nn.Module) -> Graph:
         return RuleTracer().trace(module)
     except Exception as error:
         kind = type(module).__name__
-        if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
+        forward = type(module).forward  # nobody's own: torch's, or Lightning's, which only calls torch's
+        if forward.__name__ == "_forward_unimplemented" or forward.__module__.startswith(
+            ("lightning.", "pytorch_lightning.")
+        ):
             raise SpecError(
                 f"axes of {kind} were not found: it has no forward, in which its layers are called; {_REMEDY}"
             ) from error

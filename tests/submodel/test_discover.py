@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
@@ -213,9 +214,13 @@ def test_a_forward_that_cannot_be_followed_is_said_in_words():
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
-    wrapped, without = (Submodels(kind()).problem or "" for kind in (Wrap, Without))
+    class Steps(LightningModule):
+        """It has Lightning's own forward."""
+
+    wrapped, without, steps = (Submodels(kind()).problem or "" for kind in (Wrap, Without, Steps))
     assert "it loops over an input, or passes it on by * or **: name inputs one by one" in wrapped
     assert "Proxy" not in wrapped and "\n" not in wrapped
-    assert without.startswith(
-        "axes of Without were not found: it has no forward, in which its layers are called; declare"
-    )
+    for kind, said in (("Without", without), ("Steps", steps)):
+        assert said.startswith(
+            f"axes of {kind} were not found: it has no forward, in which its layers are called; declare"
+        )

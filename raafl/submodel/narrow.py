@@ -1,11 +1,14 @@
-"""A narrow copy of a large model, built alike, on which its axes are proven."""
+"""On what axes are proven: drawn values, and of a large model a narrow copy, built alike."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
 from raafl.submodel.shrink import persistent_buffers
@@ -53,6 +56,26 @@ def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
         if buffer.device.type != "meta" and name in small.present.layout.by_name:
             small.present[name].copy_(select(buffer, selections.get(name, {})))
     return small.module
+
+
+def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
+    """Return a full state with values like those that layers begin with, no two alike; buffers are the module's own."""
+    generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
+    buffers = persistent_buffers(module)
+    statistics = {name for pair in statistics_of(module) for name in pair}
+    for name, value in values.items():
+        noise = torch.randn(value.shape, generator=generator)
+        if name in buffers and buffers[name].device.type != "meta":
+            value.copy_(buffers[name])
+            if name in statistics:
+                value.add_(0.3 * noise.abs())
+        elif name in buffers:
+            value.zero_()
+        elif value.dim() > 1:
+            value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
+        else:
+            value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+    return values
 
 
 def num_values(submodels: Submodels) -> int:

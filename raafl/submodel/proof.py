@@ -22,11 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raafl.submodel.axes import Axis
-from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.declared import within
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.narrow import narrowed, num_values
+from raafl.submodel.narrow import drawn, narrowed, num_values
 from raafl.submodel.shrink import persistent_buffers
 from raafl.submodel.spec import FULL, Spec
 
@@ -129,7 +128,7 @@ class _Proof:
     def __init__(self, submodels: Submodels, module: nn.Module, batch: Any, dtype: torch.dtype) -> None:
         self.submodels, self.dtype = submodels, dtype
         self.batch = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-        self.values = _drawn(submodels, module)
+        self.values = drawn(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
         self.generator = torch.Generator().manual_seed(11)
 
@@ -336,26 +335,6 @@ def _fabric() -> Any:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
-    """Return a full state with values like those that layers begin with, no two alike; buffers are the module's own."""
-    generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
-    buffers = persistent_buffers(module)
-    statistics = {name for pair in statistics_of(module) for name in pair}
-    for name, value in values.items():
-        noise = torch.randn(value.shape, generator=generator)
-        if name in buffers and buffers[name].device.type != "meta":
-            value.copy_(buffers[name])
-            if name in statistics:
-                value.add_(0.3 * noise.abs())
-        elif name in buffers:
-            value.zero_()
-        elif value.dim() > 1:
-            value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
-        else:
-            value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
-    return values
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:

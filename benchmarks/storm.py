@@ -1,0 +1,179 @@
+"""What a client that reconnects as fast as it can costs the others: `python -m benchmarks.storm`. Loopback only.
+
+A server and one honest client work; the holder of client 2's key joins again and again and never closes a connection, so many a
+second at the most. In turn it does the same to a listener of its own, so that what its process takes of the machine is in
+both figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common import Row, main
+
+CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml")
+SECRET = "a secret of the benchmark alone"
+KEPT = 400  # connections that the attacker holds at a time
+OPTIONS = (
+    "--clients",
+    "2",
+    "--algorithm",
+    "fed_async",
+    "--max_updates",
+    "null",
+    "--max_time",
+    "1h",
+    "--emulate",
+    "false",
+    "--eval_every",
+    "100000",
+)
+
+
+def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
+    """Join as client 2 as often as can be, at most ``per_s`` times a second; return how it went."""
+    import raafl
+    from raafl.config import parse
+    from raafl.core.types import client_to_json
+    from raafl.join import Site
+    from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, Secret
+    from raafl.runtime.transport.door import call
+
+    parsed = parse("join", ["--config", CONFIG, *OPTIONS])
+    site = Site.build(parsed.experiment, parsed.config_yaml, 2, own_data=False)
+    meta = {
+        "raafl": raafl.__version__, "model": site.submodels.layout().fingerprint, "base": None,
+        "config": site.sections, "unsent": None, **client_to_json(site.info),
+    }  # fmt: skip
+    print("ready", flush=True)
+    sys.stdin.readline()
+    key, kept, tried, joined = Secret(SECRET.encode()).for_client(2), deque[Any](), 0, 0
+    began = time.monotonic()
+    while (now := time.monotonic()) < began + seconds:
+        tried += 1
+        try:
+            pair = call(address, key, timeout_s=2.0)
+            pair.send(Message(Kind.HELLO, meta=meta))
+            joined += 1
+            kept.append(pair)
+        except (PeerLost, PeerTimeout, Refused, OSError):
+            pass
+        if len(kept) > KEPT:
+            kept.popleft().close()
+        time.sleep(max(0.0, began + tried / per_s - now))
+    for pair in kept:
+        pair.close()
+    return {"tried": tried, "joined": joined}
+
+
+def dummy() -> tuple[str, socket.socket]:
+    """Return the address of a listener that hangs up on everybody, and its socket."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        while True:
+            try:
+                listener.accept()[0].close()
+            except OSError:
+                return
+
+    threading.Thread(target=run, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}", listener
+
+
+def arrivals(folder: Path, since: int) -> tuple[int, int]:
+    """Return how many answers of client 1 the journal has from byte ``since`` on, and where it ends."""
+    with (folder / "events.jsonl").open("rb") as file:
+        file.seek(since)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    rows = [json.loads(line) for line in whole.splitlines() if b'"arrived"' in line]
+    return sum(row["event"] == "arrived" and row["client"] == 1 for row in rows), since + len(whole)
+
+
+def phase(address: str, folder: Path, server: psutil.Process, seconds: float, per_s: float) -> dict[str, Any]:
+    """Attack ``address`` for so long; return the honest client's rate and what the server held."""
+    command = [sys.executable, "-m", "benchmarks.storm", "--attack", address, str(seconds + 1), str(per_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
+        assert attacker.stdin and attacker.stdout
+        attacker.stdout.readline()
+        attacker.stdin.write("\n")
+        attacker.stdin.flush()
+        time.sleep(0.5)
+        _, place = arrivals(folder, 0)
+        began, threads, files = time.monotonic(), 0, 0
+        while time.monotonic() < began + seconds:
+            time.sleep(0.1)
+            threads, files = max(threads, server.num_threads()), max(files, server.num_fds())
+        took = time.monotonic() - began
+        num, _ = arrivals(folder, place)
+        told = json.loads(attacker.stdout.readline())
+    return {"updates_per_s": num / took, "threads": threads, "descriptors": files, **told}
+
+
+def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
+    """Return a row for each phase, the listener's and the server's in turn, and one that compares them."""
+    environment = {**os.environ, "RAAFL_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+    raafl = [sys.executable, "-m", "raafl"]
+    with tempfile.TemporaryDirectory() as scratch, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        listener.set_inheritable(True)
+        address, folder = f"127.0.0.1:{listener.getsockname()[1]}", Path(scratch) / "run"
+        where = ["--config", CONFIG, *OPTIONS, "--progress", "quiet"]
+        serve = [*raafl, "serve", *where, "--min_clients", "1", "--output", str(folder)]
+        join = [*raafl, "join", "--config", CONFIG, *OPTIONS, "--address", address, "--client", "1"]
+        server = subprocess.Popen(
+            [*serve, "--address", f"fd:{listener.fileno()}"], env=environment, pass_fds=[listener.fileno()]
+        )
+        client = subprocess.Popen(join, env=environment, stderr=subprocess.DEVNULL)
+        elsewhere, sock = dummy()
+        try:
+            deadline = time.monotonic() + 120
+            while not (folder / "events.jsonl").is_file() or arrivals(folder, 0)[0] < 20:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the honest client has not begun its work within 120 s")
+                time.sleep(0.2)
+            rows = []
+            for _ in range(pairs):
+                for name, target in (("a listener", elsewhere), ("the server", address)):
+                    rows.append({"attacked": name, **phase(target, folder, psutil.Process(server.pid), seconds, per_s)})
+            return [*rows, compared(rows)]
+        finally:
+            sock.close()
+            server.terminate()
+            for process in (server, client):
+                process.wait(timeout=60)
+
+
+def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the honest client's rate under a storm over that without one, of the medians."""
+    rates = {
+        name: statistics.median(row["updates_per_s"] for row in rows if row["attacked"] == name)
+        for name in ("a listener", "the server")
+    }
+    return {"attacked": "server / listener", "updates_per_s": rates["the server"] / rates["a listener"]}
+
+
+def rows(pairs: int = 3, seconds: float = 5.0, per_s: float = 200.0) -> list[Row]:
+    """Return what `measure` does for phases of so many seconds, each with at most ``per_s`` connections a second."""
+    return measure(pairs, seconds, per_s)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--attack"]:
+        address, seconds, per_s = sys.argv[2], min(float(sys.argv[3]), 60.0), min(float(sys.argv[4]), 1000.0)
+        print(json.dumps(attack(address, seconds, per_s)), flush=True)
+    else:
+        main("storm", rows)

@@ -162,7 +162,7 @@ WRONG = {
     "devices: [{name: a, flops_per_s: -1.0}]": (
         "device profile 'a': flops_per_s is -1.0; it must be a number above 0 (measure it with raafl plan --measure)"
     ),
-    "devices: [{name: a, count: 0}]": "device 'a': count is 0; it must be a whole number, 1 or more",
+    "devices: [{name: a, flops_per_s: 1.0e9, count: 0}]": "device 'a': count is 0; it must be a whole number, 1 or more",
 }
 
 

@@ -98,6 +98,11 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
             shutil.rmtree(output[-1], ignore_errors=True)
             limits = ["--max_updates", "3", "--max_time", "1h", "--progress", "quiet", "--output", output[-1]]
             exits_well(["simulate", *without(rest, "--output", "--max_updates", "--max_time", "--target"), *limits])
+    elif command == "key":
+        for output in values(rest, "--output") if runs else []:  # a page may make one anew
+            Path(output).unlink(missing_ok=True)
+        if runs:
+            exits_well(argv)
     elif command == "plan":
         check_plan(rest, runs=runs)
     elif runs and command not in NEVER_RUN:

@@ -41,7 +41,7 @@ def test_the_example_trains_refuses_and_replays(folder, capsys):
     merged = [int(row["staleness"]) for row in tasks if row["outcome"] == "merged"]
     assert max(merged) <= 8
     assert {row["outcome"] for row in tasks} <= {"merged", "refused:too-late"}
-    assert main(["replay", "run"]) == 0
+    assert main(["replay", "run", "--trust_config"]) == 0
 
 
 def test_a_deadline_that_nobody_meets_is_one_line_for_each_client(folder, capsys):

@@ -215,6 +215,5 @@ def test_a_failed_run_leaves_no_thread(tmp_path):
 
     before = threading.active_count()
     broken = experiment(tmp_path / "r", fed_async(), model=lambda: Breaking(64, (24,), 10), checkpoint_every=1, seed=4)
-    with pytest.raises(Exception, match="in the user's code"):
-        finish(broken)
+    assert "in the user's code" in finish(broken).summary["finished"]
     assert threading.active_count() == before

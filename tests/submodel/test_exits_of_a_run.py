@@ -77,6 +77,16 @@ def test_a_config_names_them():
     assert parse("simulate", options).experiment.submodels.exits == [2, 4]
 
 
+class Holding(torch.nn.ModuleList):
+    """Holds models, and could be trained."""
+
+    def __init__(self, *models):
+        super().__init__(models)
+
+    def training_step(self, batch, batch_idx):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("make", "exits", "says"),
     [
@@ -87,14 +97,14 @@ def test_a_config_names_them():
             r"submodels\.exits is \[1\], but MLP holds no model whose last layers are known",
         ),
         (
-            lambda: torch.nn.ModuleList([ViT("micro"), ViT("micro")]),
+            lambda: Holding(ViT("micro"), ViT("micro")),
             [1],
             r"holds '0.model' and '1.model': call `add_exits`",
         ),
         (
-            lambda: torch.nn.Sequential(add_exits(ViT("micro").model, [1])),
+            lambda: Holding(add_exits(ViT("micro").model, [1])),
             [1],
-            "'0' of Sequential declares exits of its own: leave one of them out",
+            "'0' of Holding declares exits of its own: leave one of them out",
         ),
     ],
 )

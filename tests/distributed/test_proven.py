@@ -1,0 +1,40 @@
+"""What the server has not proven is whole at the clients, too, who prove nothing themselves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from model_zoo import MLP
+from raafl.algorithms import ALGORITHMS
+from raafl.submodel import FULL
+from tests.federation import experiment
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Wrong(MLP):
+    """Says that its classes may shrink."""
+
+    def submodel_axes(self):
+        return {
+            "hidden": [("layers.1.weight", 0), ("layers.1.bias", 0), ("layers.3.weight", 1)],
+            "classes": [("layers.3.weight", 0), ("layers.3.bias", 0)],
+        }
+
+
+def test_clients_keep_whole_what_the_server_says(tmp_path):
+    made = experiment(
+        tmp_path / "run", ALGORITHMS["hetero_fl"](rates=[1.0, 0.5], masked=False), clients=2, max_updates=4,
+        model=lambda: Wrong(64, (8,), 10),
+    )  # fmt: skip
+    with ranks(made) as started:
+        run = started.serve()
+        assert started.exit_codes() == {1: 0, 2: 0}
+    assert run.summary["kept_whole"].keys() == {"classes"}
+    assert run.summary["updates_merged"] == 4 and run.summary["updates_refused"] == {}
+    specs = {str(row["client"]): json.dumps(row["spec"]) for row in run.events("assigned")}
+    assert specs["1"] == json.dumps(FULL.to_json())
+    assert "hidden" in specs["2"] and "classes" not in specs["2"]

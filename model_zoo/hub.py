@@ -36,6 +36,11 @@ def make(
     fields = dict(architecture)
     if "trust_remote_code" in fields:
         raise ValueError("architecture has trust_remote_code: code from the hub is never run; leave it out")
+    for name, value in fields.items():
+        if name.endswith("_implementation") and "/" in str(value):
+            raise ValueError(
+                f"architecture has {name}: {value!r}, a kernel of the hub, which is never run: leave it out"
+            )
     if name_or_path is None:
         if "model_type" not in fields:
             raise ValueError("name_or_path is null and architecture has no model_type: give one of them")
@@ -74,7 +79,8 @@ def located(name_or_path: str) -> str:
         return name_or_path
     package, _, folder = rest.partition("/")
     # of a dotted name the packages above would be imported
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    spec = importlib.util.find_spec(package) if package.isidentifier() and package != "__main__" else None
+    spec = spec if spec is not None and spec.origin is not None else None  # any folder on the path is found, too
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():
             return str(Path(root) / folder)

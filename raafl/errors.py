@@ -51,9 +51,11 @@ class TaskFailed(CodeFailed):
 
     def is_like(self, other: TaskFailed) -> bool:
         """Return whether ``other`` is the same error at the same place, whatever it says of its batch."""
-        return self._key() == other._key()
+        return self.kind == other.kind
 
-    def _key(self) -> tuple[int, str, str]:
+    @property
+    def kind(self) -> tuple[int, str, str]:
+        """Whose it is, of what kind, and where: what failures that are alike share."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 

@@ -308,7 +308,7 @@ class Experiment:
         return Limits(
             min_clients=min_clients,
             count_lost=count_lost,
-            num_clients=min_clients if count_lost else self.clients,
+            num_clients=self.clients,
             max_weight=self.guard.max_weight,
             max_updates=self.max_updates,
             max_time_s=seconds("max_time", self.max_time),

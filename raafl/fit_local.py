@@ -117,7 +117,8 @@ class Server:
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
-            if values(self._options, "--config"):  # which the user gave, and the folder's is made of
+            if values(self._options, "--config") or not values(self._options, "--resume"):
+                # the folder's is made of what the user gave
                 options.append("--trust_config")
             # it does not wait for clients that have been given up meanwhile
             return [*_RAAFL, "serve", *options, "--min_clients", "1", *self._address]

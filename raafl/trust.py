@@ -23,6 +23,7 @@ from raafl.core.algorithm import Algorithm, Select
 from raafl.data.partition import Partition
 from raafl.errors import BadInput, RunFailed
 from raafl.experiment import ACCELERATORS, Experiment
+from raafl.foreign import foreign
 from raafl.registry import registry, stand_ins
 from raafl.runtime.logger_specs import SHORT_NAMES
 
@@ -33,7 +34,9 @@ CLIENTS: Final = (
 """The sections of a server's config that a client uses; the others it never looks at."""
 
 _KINDS: Final = {Select: "select", Partition: "partition", Algorithm: "algorithm"}
-_MOST = {"clients": 1_000_000, "threads": 1024}  # beyond which a server only wants to use up what a client has
+_LARGEST = 2**63 - 1
+_MOST = {"Experiment.clients": 1_000_000, "Experiment.threads": 1024, "Device.count": 1_000_000}
+"""Beyond which a server only wants to use up what a client has."""
 _MAX_VALUES, _MAX_DEPTH, _MAX_TEXT = 100_000, 24, 200_000
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
@@ -61,9 +64,22 @@ _TEXTS: Final[Mapping[str, Text]] = {
 """What texts a server may give; to a parameter of texts that is not here, none."""
 
 _ARCHITECTURE_TEXTS: Final = (
-    "activation_function", "hidden_act", "hidden_activation", "model_type", "position_embedding_type", "rope_type",
+    "activation", "activation_function", "hidden_act", "hidden_activation", "layer_type", "layer_types", "model_type",
+    "position_embedding_type", "rope_type",
 )  # fmt: skip
 """Of a transformers config: the fields that may hold a text; others name files, repositories or kernels on the hub."""
+
+_NEVER: Final = (
+    "class_path", "auto_map", "cache_dir", "code_revision", "gguf_file", "proxies", "quantization_config",
+    "return_unused_kwargs", "revision", "subfolder", "token",
+)  # fmt: skip
+"""Fields that are no architecture: from_pretrained would take them as its own arguments."""
+
+_WITH_KERNELS: Final = ("mra", "rwkv", "yoso")
+"""Kinds of models whose code fetches a kernel when it is imported."""
+
+_LOGGERS_TAKE: Final = ("name", "project", "offline", "prefix", "experiment_name", "group", "job_type", "notes", "tags")
+"""Arguments of a logger that say neither whose account nor which folder it writes to."""
 
 
 class Foreign(ValueError):
@@ -147,6 +163,8 @@ def _tree(text: str) -> dict[str, Any]:
         for value in level:
             below += _inside(value)
             num += len(_inside(value))
+            if any(type(one) is int and abs(one) > _LARGEST for one in below):
+                raise Foreign("it has a number of more than 64 bits")
             if num > _MAX_VALUES:  # a small text may stand for very many, by aliases of aliases
                 raise Foreign(f"it has more than {_MAX_VALUES:,} values")
         level = below
@@ -189,8 +207,9 @@ class _Check:
             return self.made(name, value, name)
         if name == "logger":
             return self.loggers(value, name)
-        if isinstance(value, int) and value > _MOST.get(name, value) and not self._local:
-            raise Foreign(f"{name} is {value!r:.60}, above {_MOST[name]:,}")
+        most = _MOST.get(f"Experiment.{name}")
+        if most is not None and type(value) is int and value > most and not self._local:
+            raise Foreign(f"{name} is {value}, above {most:,}")
         return self.value(value, self._hints[name], name, f"Experiment.{name}")
 
     def made(self, kind: str, value: Any, where: str) -> None:
@@ -215,7 +234,7 @@ class _Check:
         takes = inspect.signature(factory).parameters
         for name, value in given.items():
             if not isinstance(name, str) or name not in takes or name not in hints:
-                _refuse(f"{where}.{name!s:.60}", value, f"which {owner} does not take")
+                _refuse(f"{where}.{foreign(name, 60)}", value, f"which {owner} does not take")
             self.value(value, hints[name], f"{where}.{name}", f"{owner}.{name}")
 
     def value(self, value: Any, hint: Any, where: str, rule: str) -> None:
@@ -268,8 +287,10 @@ class _Check:
     def _scalar(self, value: Any, hint: Any, rule: str) -> bool:
         if hint in (None, type(None)):
             return value is None
-        if hint in (bool, int):
-            return type(value) is hint
+        if hint is bool:
+            return type(value) is bool
+        if hint is int:
+            return type(value) is int and (self._local or value <= _MOST.get(rule, _LARGEST))
         if hint is float:
             return type(value) in (int, float) or (isinstance(value, str) and _is(_NUMBER, value))
         if hint in (str, Path) and isinstance(value, str):
@@ -279,23 +300,33 @@ class _Check:
 
     def _free(self, value: Any, where: str, rule: str) -> bool:
         """Return whether what has no declared type is plain: fields of an architecture, or settings that are only shown."""
-        if self._local:
-            return all(_is_plain(one) for one in _leaves(value))
-        return rule.endswith(".architecture") and isinstance(value, dict) and self._architecture(value)
+        if rule.endswith(".architecture"):
+            return isinstance(value, dict) and self._architecture(value)
+        return self._local and all(_is_plain(one) for one in _leaves(value))
 
     def _architecture(self, fields: dict[Any, Any]) -> bool:
-        for name, value in fields.items():
-            if not isinstance(name, str) or not _is(_FIELD, name) or name == "class_path" or "trust" in name:
-                return False
-            if isinstance(value, dict):
-                if not self._architecture(value):
-                    return False
-            elif isinstance(value, str):
-                if name not in _ARCHITECTURE_TEXTS or not _is(_WORD, value) or value.startswith("timm"):
-                    return False
-            elif any(not isinstance(one, int | float | None) for one in _leaves(value)):
-                return False
-        return True
+        return all(
+            isinstance(name, str)
+            and _is(_FIELD, name)
+            and name not in _NEVER
+            and "trust" not in name
+            and self._of_architecture(name, value)
+            for name, value in fields.items()
+        )
+
+    def _of_architecture(self, name: str, value: Any) -> bool:
+        if isinstance(value, dict):
+            return self._architecture(value)
+        if isinstance(value, list):
+            return all(self._of_architecture(name, one) for one in value)
+        if not isinstance(value, str):
+            return isinstance(value, bool | int | float | None)
+        if name.endswith("_implementation"):
+            return value in ("eager", "sdpa")  # others may be the name of a kernel on the hub
+        if name == "model_type" and value in _WITH_KERNELS:
+            return False
+        known = self._local or name in _ARCHITECTURE_TEXTS
+        return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: Any, where: str) -> None:
         """Check the loggers that a config asks for: by their short names, with arguments that name no place to write to."""
@@ -307,8 +338,10 @@ class _Check:
             if not isinstance(spec.get("class_path"), str) or spec["class_path"] not in known:
                 _refuse(where, spec.get("class_path"), "which is not one of " + ", ".join(SHORT_NAMES))
             for name, one in _table(spec.get("init_args"), where).items():
+                if name not in _LOGGERS_TAKE:
+                    _refuse(f"{where}.{foreign(name, 60)}", one, "which says more than how a run is called")
                 if not isinstance(one, bool | int | float | None) and not (isinstance(one, str) and _is(_WORD, one)):
-                    _refuse(f"{where}.{name!s:.60}", one, "which is no plain word or number")
+                    _refuse(f"{where}.{name}", one, "which is no plain word or number")
 
 
 def _table(value: Any, where: str) -> Mapping[Any, Any]:

@@ -98,6 +98,12 @@ HOSTILE = {
     "remote code below": hugging(architecture={"model_type": "llama", "a": {"trust_remote_code": True}}),
     "an auto map": hugging(architecture={"model_type": "llama", "auto_map": {"AutoModel": "me/evil--m.M"}}),
     "a kernel of the hub": hugging(architecture={"model_type": "llama", "attn_implementation": "me/kernel"}),
+    "a kernel by another name": hugging(architecture={"model_type": "llama", "experts_implementation": "flash"}),
+    "a model that fetches kernels": hugging(architecture={"model_type": "yoso"}),
+    "a quantisation": hugging(architecture={"model_type": "llama", "quantization_config": {"load_in_8bit": True}}),
+    "another's file": hugging(architecture={"model_type": "llama", "gguf_file": 1}),
+    "too many of a device": {"devices": [{"name": "a100", "count": 10**12}]},
+    "a name that steers a terminal": model(**{"a\x1b]0;x\x07": 3}),
     "a backbone of the hub": hugging(architecture={"model_type": "timm_wrapper", "num_labels": 2}),
     "a class in an architecture": hugging(architecture={"x": POPEN}),
     "a class in a list of it": hugging(architecture={"x": [POPEN]}),
@@ -147,6 +153,7 @@ HOSTILE_YAML = {
     "no YAML": "model: [",
     "very deep": "model: " + "[" * 5_000,
     "a very long number": "seed: " + "9" * 5000,
+    "a number in sixteens": "seed: 0x" + "f" * 5000,
     "laughs": "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
     + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
     "merged laughs": "a: &a {x: 1}\n"
@@ -227,6 +234,8 @@ FOREIGN = {
     "a logger's text": {"logger": TEXT},
     "where a logger writes": {"logger": {"class_path": "csv", "init_args": {"save_dir": "/home/me"}}},
     "where a logger sends": {"logger": {"class_path": "mlflow", "init_args": {"tracking_uri": "https://evil"}}},
+    "whose account a logger uses": {"logger": {"class_path": "wandb", "init_args": {"entity": "evil"}}},
+    "a kernel": hugging(architecture={"model_type": "bert", "attn_implementation": "evil/kernel"}),
     "settings of a stand-in": {
         "model": {"class_path": "raafl.api.handed.Module", "init_args": {"given": "x", "settings": {"y": POPEN}}}
     },

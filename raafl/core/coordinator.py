@@ -66,7 +66,7 @@ class Coordinator:
         self.finished: str | None = None
         self.rng = random.Random(derive_seed(seed, "coordinator"))
         self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local)
-        self._absent: set[int] = set()  # lost before the start, and not waited for
+        self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
             Joined: self._joined, Arrived: self._arrived, Lost: self._lost, Timer: self._timer, Stop: self._stop,
@@ -94,11 +94,12 @@ class Coordinator:
         """Begin again with whoever joins, as many as the run needs to start; for a server that was started anew."""
         self.started = False
         self.standing.forgive()
+        self.absent.clear()
 
     def _joined(self, event: Joined, now: float) -> None:
         if self.roster.find(event.client.id) is not None:
             self._drop(event.client.id, "replaced")
-        self._absent.discard(event.client.id)
+        self.absent.discard(event.client.id)
         if self.standing.keeps_out(event.client.id, now):
             self.roster.keep_out(event.client)
         else:
@@ -166,8 +167,9 @@ class Coordinator:
         if until is None:
             return
         client = self.roster.clients[assignment.client]
+        said = self.roster.said_bytes.get(client.id)
         self._drop(client.id, "kept-out")
-        self.roster.keep_out(client)
+        self.roster.keep_out(client, said)
         self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
         if self._is_hopeless():
             most = self.limits.max_refused
@@ -180,7 +182,7 @@ class Coordinator:
     def _is_hopeless(self) -> bool:
         """Return whether no client's update can be hoped to be merged any more."""
         known = [client for client, num in self.roster.joins.items() if num]
-        if len({*known, *self._absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
+        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
             return True
         return all(map(self.standing.is_hopeless, (*self.roster.clients, *self.roster.kept_out)))
 
@@ -189,9 +191,10 @@ class Coordinator:
         if client is not None and event.incarnation not in (None, client.incarnation):
             return
         if client is not None:
-            self._drop(event.client, event.reason)
+            # what a client says of its failure is not counted, lest each be an outcome of its own
+            self._drop(event.client, "failed" if event.reason.startswith("failed: ") else event.reason)
         if not self.started and self.limits.count_lost and event.reason != RESTART:
-            self._absent.add(event.client)
+            self.absent.add(event.client)
 
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
@@ -208,7 +211,7 @@ class Coordinator:
         """Merge if it is time, then hand out work; return whether to look again, since all who might work were let go."""
         if not self.started:
             there = len(self.roster.clients)
-            if not there or there + len(self._absent) < self.limits.min_clients:
+            if not there or there + len(self.absent) < self.limits.min_clients:
                 return False
             self.started, self.opened_s = True, now
             if self.limits.max_time_s is not None:
@@ -314,6 +317,7 @@ class Coordinator:
     def _drop(self, client: int, reason: str) -> None:
         """Forget a client; what it was working on is lost, what it has sent stays."""
         if self.roster.kept_out.pop(client, None) is not None:
+            self.roster.said_bytes.pop(client, None)
             return
         gone = self.roster.clients[client]
         assignment = self.roster.drop(client)

@@ -68,9 +68,11 @@ class Roster:
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
         self.idle.add(client.id)
 
-    def keep_out(self, client: ClientInfo) -> None:
-        """Add a client that may not take part yet."""
+    def keep_out(self, client: ClientInfo, said_bytes: float | None = None) -> None:
+        """Add a client that may not take part yet; ``said_bytes`` is remembered of it."""
         self.kept_out[client.id] = client
+        if said_bytes is not None:
+            self.said_bytes[client.id] = said_bytes
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
 
     def drop(self, client: int) -> Assignment | None:

@@ -94,6 +94,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "evaluated": coordinator.evaluated,
         "opened_s": coordinator.opened_s,
         "started": coordinator.started,
+        "absent": sorted(coordinator.absent),
         "wake": list(coordinator.wake),
         "rng": [version, list(internal), gauss],
     }
@@ -131,6 +132,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     standing.times.update(dict(data.get("times_out", [])))
     standing.until.update(dict(data.get("out_until", [])))
     coordinator.opened_s, coordinator.started = data["opened_s"], data["started"]
+    coordinator.absent.update(data.get("absent", []))
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]
     coordinator.rng.setstate((version, tuple(internal), gauss))

@@ -159,7 +159,8 @@ def located(name: str) -> str:
         return name
     package, _, folder = rest.partition("/")
     # of a dotted name the packages above would be imported
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    spec = importlib.util.find_spec(package) if package.isidentifier() and package != "__main__" else None
+    spec = spec if spec is not None and spec.origin is not None else None  # any folder on the path is found, too
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():
             return str(Path(root) / folder)

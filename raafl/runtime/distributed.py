@@ -81,7 +81,7 @@ class Server:
         too; None = it does not, others have sound data.
         """
         self.error: CodeFailed | None = None  # what has failed of the user's, and ended the run
-        self._bears, self._failures = bears, list[TaskFailed]()
+        self._bears, self._failures, self._num_failures = bears, Counter[tuple[int, str, str]](), 0
         self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
         self.coordinator, self.inbox, self.record = coordinator, inbox, record
@@ -242,13 +242,15 @@ class Server:
 
     def _take_failure(self, failure: TaskFailed) -> None:
         """Say that the user's code has failed in a client; where that ends no run, leave the traceback."""
-        self._failures.append(failure)
-        if self._bears is not None and sum(map(failure.is_like, self._failures)) > self._bears:
-            self._fail(failure)
-            return
+        self._num_failures += 1
+        if self._bears is not None:
+            self._failures[failure.kind] += 1
+            if self._failures[failure.kind] > self._bears:
+                self._fail(failure)
+                return
         if self.progress is not None:
             self.progress.warn(str(failure))
-        if self.record.folder is not None and len(self._failures) <= _MAX_KEPT:
+        if self.record.folder is not None and self._num_failures <= _MAX_KEPT:
             leave_traceback(self.record.folder.path, str(failure), failure)
 
     def _do(self, action: Action) -> None:

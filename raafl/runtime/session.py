@@ -213,8 +213,8 @@ class Session(threading.Thread):
                 problem = self._terms.problem(hello.meta.get("config"))
         if problem is None and base is not None and hello.meta.get("base") != base.digest:
             problem = (
-                f"different frozen parameters: the server's have digest {base.digest}, those of client {self.client} "
-                f"{foreign(hello.meta.get('base'))}; they are not sent: give both the same pretrained weights"
+                f"different frozen parameters: the server's have digest {base.digest[:16]}, those of client {self.client} "
+                f"{foreign(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
             )
         if problem is not None:
             self._say_stop(f"refused: {problem}")

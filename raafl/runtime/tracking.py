@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -312,9 +313,21 @@ def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 # ---- the same run after a resume ----
 
 
+_NAMES = {
+    "id": re.compile(r"[\w-]{1,128}"),
+    "run_id": re.compile(r"[\w-]{1,128}"),
+    "version": re.compile(r"version_\d{1,9}"),
+}
+"""What trackers call a run: no path, since a logger writes to where its version leads."""
+
+
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a tracker calls a run, and no other argument of a logger that a file may hold."""
-    return {name: ids[name] for name in ("id", "run_id", "version") if isinstance(ids.get(name), str | int)}
+    return {
+        name: value
+        for name, words in _NAMES.items()
+        if type(value := ids.get(name)) is int or (isinstance(value, str) and words.fullmatch(value))
+    }
 
 
 class RunIds:

@@ -125,7 +125,7 @@ def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
     path.write_text(CONFIG.format(architecture=json.dumps(BERT)))
     parsed = parse("simulate", ["--config", str(path), f"--output={tmp_path / 'run'}"])
     summary = simulate(parsed.experiment, parsed.config_yaml)[0]
-    result = replay(tmp_path / "run")
+    result = replay(tmp_path / "run", trust_config=True)
     assert result["equal"] is True and result["model_digest"] == summary["model_digest"]
     assert result["versions"] == 12
 

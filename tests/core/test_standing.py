@@ -2,10 +2,24 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.algorithms import fed_async, fed_avg, fed_buff
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.saving import restore, save
 from raafl.core.standing import FIRST_S, HOPELESS, LONGEST_S, Standing
-from raafl.core.types import Arrived, Assign, ClientInfo, Fail, Joined, KeepOut, Lost, SetTimer, Settled, Stop, Timer
+from raafl.core.types import (
+    OUT_OF_MEMORY,
+    Arrived,
+    Assign,
+    ClientInfo,
+    Dismiss,
+    Fail,
+    Joined,
+    KeepOut,
+    Lost,
+    SetTimer,
+    Settled,
+    Stop,
+    Timer,
+)
 from tests.tools import answer, assigned, coordinator_for, join, update_for
 
 
@@ -171,3 +185,25 @@ def test_no_client_is_kept_out_for_longer_than_an_hour():
     standing = Standing(1)
     waits = [standing.refuse(7, 100.0) - 100.0 for _ in range(2000)]
     assert waits[:3] == [10.0, 20.0, 40.0] and waits[-1] == LONGEST_S == max(waits)
+
+
+def test_who_is_kept_out_for_want_of_memory_is_given_what_suited_it_before():
+    """All fragments were too large in the end: none is left that suits, and the client is not dismissed for it."""
+    coordinator = coordinator_for(fed_raa(fragments=2, K=1e9), num_clients=2)
+    task = assigned(join(coordinator, [1, 2]))[1]
+    actions, num = refuse_all(coordinator, task, reason=OUT_OF_MEMORY)
+    assert num == 3 and KeepOut(1, 10.0, OUT_OF_MEMORY) in actions
+    actions = coordinator.handle(Timer(-1), 10.0)
+    assert assigned(actions)[1] and not [action for action in actions if isinstance(action, Dismiss)]
+
+
+def test_who_was_lost_before_the_start_is_remembered_until_the_server_begins_anew():
+    coordinator = coordinator_for(fed_avg(), num_clients=3, min_clients=3, count_lost=True)
+    coordinator.handle(Lost(3, "gone"), 0.0)
+    join(coordinator, [1])
+    again = coordinator_for(fed_avg(), num_clients=3, min_clients=3, count_lost=True)
+    restore(again, save(coordinator))
+    assert again.absent == {3}
+    assert set(assigned(join(again, [2]))) == {1, 2}  # two are there, one was counted as lost
+    again.restart()
+    assert again.absent == set()

@@ -126,6 +126,14 @@ def test_a_folder_of_somebody_else_s_gives_loggers_names_and_no_other_argument(t
     assert RunIds(tmp_path).of("MLFlowLogger") == {"run_id": "a1"}
 
 
+@pytest.mark.parametrize(
+    ("version", "taken"), [(3, True), ("version_3", True), ("/home/me", False), ("../x", False), (True, False)]
+)
+def test_a_folder_of_somebody_else_s_names_no_place_to_write_to(tmp_path, version, taken):
+    (tmp_path / "runs.json").write_text(json.dumps({"TensorBoardLogger": {"version": version, "id": "a/b"}}))
+    assert RunIds(tmp_path).of("TensorBoardLogger") == ({"version": version} if taken else {})
+
+
 def test_a_long_timeline_is_its_end(finished, monkeypatch):
     from raafl.runtime import tracking
 

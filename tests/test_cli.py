@@ -164,9 +164,9 @@ BAD = {
     ),
     "data do not fit the model": (
         ["--model.in_features", "100"],
-        "MLP.validation_step fails on a batch of float32 (32, 1, 8, 8), int64 (32,), where layers.1, "
+        "MLP.training_step fails on a batch of float32 (2, 1, 8, 8), int64 (2,), where layers.1, "
         "Linear(in_features=100, "
-        "out_features=200, bias=True), is given float32 (32, 64): RuntimeError: ",
+        "out_features=200, bias=True), is given float32 (2, 64): RuntimeError: ",
     ),
     "too few classes": (
         ["--model.num_classes", "5"],

@@ -257,7 +257,7 @@ def test_bad_input_in_real_processes(tmp_path):
         ((*simulate, "--config", "nowhere.yaml"), "config is 'nowhere.yaml', which does not exist"),
         ((*simulate, "--output", tmp_path / "full"), "is not an empty folder"),
         ((*simulate, "--algorithm.K", "1e-9"), CLIENT_1_K),
-        ((*simulate, "--model.in_features", "100"), "is given float32 (32, 64)"),
+        ((*simulate, "--model.in_features", "100"), "is given float32 (2, 64)"),
         (("fit", "--config", QUICKSTART), "start it with `torchrun --nproc-per-node 5 -m raafl fit ...`"),
     ]
     for argv, line in cases:

@@ -70,8 +70,22 @@ def hang_while_saving():
 def resumable(folder):
     """Go on with a run for a few updates, and check that it ends and replays."""
     version = checkpoint.load(folder).version
-    assert main(["simulate", "--resume", str(folder), "--max_updates", str(version + 8), "--progress", "quiet"]) == 0
-    assert replay(folder)["equal"] is True
+    assert (
+        main(
+            [
+                "simulate",
+                "--resume",
+                str(folder),
+                "--trust_config",
+                "--max_updates",
+                str(version + 8),
+                "--progress",
+                "quiet",
+            ]
+        )
+        == 0
+    )
+    assert replay(folder, trust_config=True)["equal"] is True
 
 
 def events(folder):

@@ -63,11 +63,13 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
     """Return the submodels of ``module``, the experiment's model, without the axes that are not proven."""
-    plain = None
-    if not experiment.algorithm.local.proven_as_trained:
+
+    def plain() -> LightningModule:
         with skeleton():
-            plain = experiment.make()
-    return experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select, plain)
+            return experiment.make()
+
+    own = None if experiment.algorithm.local.proven_as_trained else plain
+    return experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select, own)
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:

@@ -49,13 +49,9 @@ class TaskFailed(CodeFailed):
         super().__init__(f"client {client}, {where}: {error}", traceback)
         self.client, self.where, self.error = client, where, error
 
-    def is_like(self, other: TaskFailed) -> bool:
-        """Return whether ``other`` is the same error at the same place, whatever it says of its batch."""
-        return self.kind == other.kind
-
     @property
     def kind(self) -> tuple[int, str, str]:
-        """Whose it is, of what kind, and where: what failures that are alike share."""
+        """Whose it is, of what kind, and where: what failures that are alike share, whatever they say of their batches."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 

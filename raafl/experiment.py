@@ -87,7 +87,9 @@ class SubmodelOptions:
         """Return the submodels of ``module``, as server and clients must have them alike."""
         return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
 
-    def proven(self, module: nn.Module, batch: Any, select: Select, plain: nn.Module | None = None) -> Submodels:
+    def proven(
+        self, module: nn.Module, batch: Any, select: Select, plain: Callable[[], nn.Module] | None = None
+    ) -> Submodels:
         """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server.
 
         Where ``select`` gives everyone the whole model there is nothing to prove.
@@ -96,12 +98,12 @@ class SubmodelOptions:
             module: as it is trained.
             batch: a real one.
             select: the algorithm's.
-            plain: the model as the user has made it, to be proven in its place; None = ``module`` itself.
+            plain: makes the model as the user has it, to be proven in its place; None = ``module`` itself is.
         """
         submodels = self.of(module, batch)
         if type(select) is not Full:
-            tried = submodels if plain is None else self.of(plain, batch)
-            found = refuted(tried, module if plain is None else plain, batch)
+            made = module if plain is None else plain()
+            found = refuted(submodels if plain is None else self.of(made, batch), made, batch)
             submodels.keep_whole({name: reason for name, reason in found.items() if name in submodels.axes})
         return submodels
 

@@ -424,7 +424,8 @@ def test_json_prints_json_alone_even_with_a_model_that_prints(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_with_a_summary(tmp_path):
     argv = command("simulate", "--config", QUICKSTART, "--max_updates", "1000000", "--output", tmp_path / "run")
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, cwd=ROOT, env=os.environ | {"TORCHELASTIC_RUN_ID": "here"}, **pipes) as running:
         try:
             metrics = tmp_path / "run" / "metrics.csv"
             await_true(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)

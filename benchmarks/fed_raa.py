@@ -92,7 +92,7 @@ class Setting:
 
 def experiment_of(setting: Setting, config: Path = CONFIG) -> Any:
     """Return the experiment that ``setting`` asks for."""
-    from raafl.config import load_experiment
+    from raafl.config.parse import load_experiment
 
     options = ["--algorithm", setting.algorithm, "--seed", str(setting.seed), "--progress", "quiet"]
     for name, value in {**FOUND.get(setting.algorithm, {}), **dict(setting.arguments)}.items():

@@ -86,7 +86,7 @@ def take_part(setting: Setting, folder: Path) -> None:
     """Be one rank of a run; a client leaves a note of its memory in ``folder``."""
     import torch
 
-    from raafl.run import fit
+    from raafl.commands.run import fit
 
     torch.set_num_threads(1)
     rank, budgets = int(os.environ["RANK"]), _budgets(setting)
@@ -129,7 +129,7 @@ def _costs(setting: Setting) -> list[Any]:
     import torch
 
     from model_zoo import MLP
-    from raafl.parts.select import fragment_ratios, fragment_specs
+    from raafl.parts.select.fragments import fragment_ratios, fragment_specs
     from raafl.submodel import Submodels, skeleton
 
     with skeleton():
@@ -177,7 +177,7 @@ def _warm_up() -> None:
     import torch
 
     from model_zoo import MLP
-    from raafl._lean import import_lightning
+    from raafl.lean_import import import_lightning
 
     import_lightning()
     from lightning.fabric import Fabric

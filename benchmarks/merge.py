@@ -25,8 +25,8 @@ from benchmarks.common import Row, main
 from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge import Deltas, Mean, ServerOptimizer
-from raafl.parts.select import fragment_specs
+from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
+from raafl.parts.select.fragments import fragment_specs
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels, skeleton
 
 NUM_UPDATES = 10

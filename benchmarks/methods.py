@@ -111,7 +111,7 @@ def searched(settings: Sequence[Setting], search: dict[str, Any], jobs: int, kee
 
 def parsed(setting: Setting) -> Any:
     """Read what is to be simulated; raises `BadInput` where an option is wrong."""
-    from raafl.config import parse
+    from raafl.config.parse import parse
 
     given = ["--config", str(setting.config), *setting.options, "--seed", str(setting.seed), "--progress", "quiet"]
     return parse("simulate", given)
@@ -135,7 +135,7 @@ def kept(setting: Setting, folder: Path) -> dict[str, Any] | None:
 def simulated(setting: Setting, folder: Path) -> dict[str, Any]:
     """Simulate in ``folder``, or go on where a run was cut off there; return the summary."""
     from raafl import simulate
-    from raafl.runtime.checkpoint import newest
+    from raafl.runfolder.checkpoints import newest
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.with_suffix(".json").write_text(setting.text())

@@ -19,9 +19,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 import numpy.typing as npt
 
-from raafl.cli import main as raafl
-from raafl.report.folder import Run, read
+from raafl.commands.cli import main as raafl
 from raafl.report.timeline import timeline
+from raafl.runfolder.reading import Run, read
 
 ROOT = Path(__file__).resolve().parents[1]
 INK, FAINT = "#767c85", "#8a9099"

@@ -31,15 +31,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import Row, main
 from raafl import Experiment, fed_async, fed_buff, fed_raa
-from raafl._lean import import_lightning
-from raafl.build import build, make_executor
+from raafl.commands.run import Run
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Assignment, Update
 from raafl.data import Iid
 from raafl.devices import Device
-from raafl.run import Run
-from raafl.runtime.journal import read_events
-from raafl.runtime.pool import Executor
+from raafl.lean_import import import_lightning
+from raafl.runfolder.journal import read_events
+from raafl.runtime.executors import Executor
+from raafl.runtime.setup import build, make_executor
 from raafl.runtime.simulated import Simulation
 from raafl.submodel import FlatTensors
 

@@ -46,14 +46,14 @@ OPTIONS = (
 def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     """Join as client 2 as often as can be, at most ``per_s`` times a second; return how it went."""
     import raafl
-    from raafl.config import parse
+    from raafl.config.parse import parse
     from raafl.core.types import client_to_json
-    from raafl.join import Site
+    from raafl.runtime.client_setup import ClientSetup
     from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, Secret
-    from raafl.runtime.transport.door import call
+    from raafl.runtime.transport.listener import call
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])
-    site = Site.build(parsed.experiment, parsed.config_yaml, 2, own_data=False)
+    site = ClientSetup.build(parsed.experiment, parsed.config_yaml, 2, own_data=False)
     meta = {
         "raafl": raafl.__version__, "model": site.submodels.layout().fingerprint, "base": None,
         "config": site.sections, "unsent": None, **client_to_json(site.info),

@@ -24,7 +24,7 @@ import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
 from raafl.runtime.transport import Door, GlooPair, Kind, Message, Pair, call, load_secret
-from raafl.runtime.transport.seal import RECORD_BYTES
+from raafl.runtime.transport.cipher import RECORD_BYTES
 from raafl.submodel.flat import FlatTensors, Layout
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     )
     from raafl.api.callbacks import Callback, EarlyStopping, LambdaCallback, Printing
     from raafl.api.federation import Federation, Result
+    from raafl.commands.run import fit, simulate
+    from raafl.config.experiment import Experiment
     from raafl.core.algorithm import Algorithm
     from raafl.errors import BadInput
-    from raafl.experiment import Experiment
-    from raafl.run import fit, simulate
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _HOME = {
     "BadInput": "raafl.errors",
     "Callback": "raafl.api.callbacks",
     "EarlyStopping": "raafl.api.callbacks",
-    "Experiment": "raafl.experiment",
+    "Experiment": "raafl.config.experiment",
     "Federation": "raafl.api.federation",
     "LambdaCallback": "raafl.api.callbacks",
     "Printing": "raafl.api.callbacks",
@@ -64,7 +64,7 @@ _HOME = {
     "fed_prox": "raafl.algorithms",
     "fed_raa": "raafl.algorithms",
     "fed_rolex": "raafl.algorithms",
-    "fit": "raafl.run",
+    "fit": "raafl.commands.run",
     "hetero_fl": "raafl.algorithms",
     "ist": "raafl.algorithms",
     "oap": "raafl.algorithms",
@@ -73,7 +73,7 @@ _HOME = {
     "q_vit": "raafl.algorithms",
     "ra_fed": "raafl.algorithms",
     "ram_fed": "raafl.algorithms",
-    "simulate": "raafl.run",
+    "simulate": "raafl.commands.run",
     "split_fed": "raafl.algorithms",
     "timely_fl": "raafl.algorithms",
 }

@@ -1,6 +1,6 @@
 """`python -m raafl`, the same as `raafl`."""
 
-from raafl.cli import main
+from raafl.commands.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from raafl.experiment import Experiment
+from raafl.config.experiment import Experiment
 from raafl.parts import Rated
 from tests.federation import experiment
 

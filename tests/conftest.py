@@ -43,15 +43,16 @@ ALONE = (
         "conformance",
         "distributed",
         "launch",
-        "test_cli",
+        "commands/test_cli",
         "test_ends",
         "test_federation_api",
-        "test_fit_local",
-        "test_supervise",
+        "commands/test_fit_local",
+        "commands/test_supervise",
     ),
-    *(f"runtime/test_{name}" for name in ("interrupt", "loggers", "pool", "rendezvous", "rows", "saver", "session")),
-    "runtime/test_loggers_real",
-    *(f"runtime/transport/test_{name}" for name in ("door", "hostile", "pair", "tcp")),
+    *(f"runtime/test_{name}" for name in ("interrupt", "executors", "rendezvous", "saver", "session")),
+    "runfolder/test_rows",
+    "loggers",
+    *(f"runtime/transport/test_{name}" for name in ("listener", "hostile", "pair", "tcp")),
 )
 """Folders and files whose tests are marked ``alone``."""
 

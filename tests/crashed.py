@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raafl.config import parse
-from raafl.run import simulate
+from raafl.commands.run import simulate
+from raafl.config.parse import parse
 from raafl.runtime.saver import Saver
 
 

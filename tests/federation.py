@@ -13,11 +13,11 @@ from lightning import LightningModule
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS
+from raafl.commands.run import simulate
+from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Digits, Iid
 from raafl.devices.profiles import Device
-from raafl.experiment import Experiment
-from raafl.run import simulate
 
 SPEEDS = (8e7, 5e7, 3e7, 2e7)
 """FLOP/s of four clients, none a multiple of another: no two tasks end at the same instant."""

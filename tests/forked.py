@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from raafl.cli import main
+from raafl.commands.cli import main
 
 DEADLINE_S = 100.0
 

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from raafl.commands.run import _join, _serve
+from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
-from raafl.experiment import Experiment
-from raafl.run import _join, _serve
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.rendezvous import Rendezvous
 from tests.federation import Finished

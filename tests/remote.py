@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import raafl
+from raafl.commands.join import join
+from raafl.commands.serve import serve
+from raafl.config.experiment import Experiment
 from raafl.errors import BadInput, RunFailed
-from raafl.experiment import Experiment
-from raafl.join import Site, join
+from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport.handshake import Secret
-from raafl.serve import serve
 from tests import ranks
 from tests.federation import Finished
 
@@ -87,7 +88,7 @@ def _be_client(
     try:
         mine = experiment if own is None else own
         join(
-            address, client, secret, lambda _: Site.build(mine, config_yaml, client, own_data=own is not None),
+            address, client, secret, lambda _: ClientSetup.build(mine, config_yaml, client, own_data=own is not None),
             needs_config=False, alone_s=options.pop("alone_s", 60.0), say=lambda text: print(text, file=sys.stderr), **options,
         )  # fmt: skip
     except (RunFailed, BadInput) as error:

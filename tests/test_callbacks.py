@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import raafl
 from raafl.api.watch import CallbackWatcher
+from raafl.commands.run import simulate
 from raafl.errors import BadInput, RunFailed
 from raafl.local.record import to_device
-from raafl.run import simulate
 from tests.federation import digits, experiment, small_mlp, unequal
 from tests.test_federation_api import Steps
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from model_zoo import MLP
-from raafl.cli import main
+from raafl.commands.cli import main
+from raafl.commands.replay import replay
 from raafl.errors import BadInput
-from raafl.rerun import replay
-from raafl.runtime import checkpoint
-from raafl.runtime.journal import read_events
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.journal import read_events
 from tests.forked import command, wait_for
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")

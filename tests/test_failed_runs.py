@@ -14,12 +14,12 @@ import torch
 import raafl
 from model_zoo import MLP
 from raafl.api.federation import in_notebook
-from raafl.cli import main
+from raafl.commands.cli import main
+from raafl.commands.run import simulate
+from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput, RunFailed
-from raafl.experiment import Experiment
-from raafl.run import simulate
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from tests.federation import Finished, digits, experiment, finish, small_mlp, unequal
 
 TRAIN = Training(num_epochs=1, num_steps=None)
@@ -50,7 +50,7 @@ def model():
 def bad_label(monkeypatch, tmp_path):
     """Spoil the label of one sample of client 3's."""
     made = experiment(tmp_path / "unused", train=TRAIN)
-    from raafl.build import load_data
+    from raafl.runtime.setup import load_data
 
     (batch, *_) = load_data(made).client(3).in_order(64)
     monkeypatch.setattr(OneBadLabel, "bad", batch[0][-1:].flatten(1))

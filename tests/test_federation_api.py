@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import raafl
 from raafl.api.handed import digest
-from raafl.cli import main
+from raafl.commands.cli import main
+from raafl.commands.run import simulate
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
-from raafl.run import simulate
 from tests.federation import digits, experiment, small_mlp, unequal
 from tests.habits.source import ROOT
 

@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
-from raafl import memory
 from raafl.algorithms import ALGORITHMS
-from raafl.build import client_infos, client_parts, load_data
 from raafl.devices.measure import Room
 from raafl.errors import BadInput
+from raafl.runtime import memory
+from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
 from tests.federation import experiment, unequal
 

@@ -9,12 +9,12 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_raa
-from raafl.build import build, load_data, make_executor
+from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
 from raafl.local.failure import is_out_of_memory
-from raafl.parts.compress import Compress
 from raafl.runtime.replay import Replay, read_run
+from raafl.runtime.setup import build, load_data, make_executor
 from tests.federation import experiment, finish
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.algorithms import ALGORITHMS, fed_avg
-from raafl.build import build, make_model
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
-from raafl.parts.rated import Rated
+from raafl.parts.select.rated import Rated
+from raafl.runtime.setup import build, make_model
 from tests.federation import experiment, finish
 
 HALVED = {"algorithm": fed_avg(submodel=Rated(rates=[1.0, 0.25]))}
@@ -149,10 +149,12 @@ def test_a_task_that_writes_to_what_is_frozen_ends_the_run_by_name(tmp_path, rat
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_merge_changes_a_frozen_bit(tmp_path, name, monkeypatch):
-    import raafl.run
+    import raafl.commands.run
 
     built = []
-    monkeypatch.setattr(raafl.run, "build", lambda *args, **more: built.append(build(*args, **more)) or built[-1])
+    monkeypatch.setattr(
+        raafl.commands.run, "build", lambda *args, **more: built.append(build(*args, **more)) or built[-1]
+    )
     finish(experiment(tmp_path / "run", name, model=Frozen, max_updates=8))
     (parts,) = built
     torch.manual_seed(0)

@@ -13,9 +13,9 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo import MLP
+from raafl.commands.run import simulate
 from raafl.core.algorithm import Training
-from raafl.outcome import summary_lines
-from raafl.run import simulate
+from raafl.runfolder.outcome import summary_lines
 from raafl.runtime import export
 from tests.federation import experiment, finish
 

@@ -51,7 +51,7 @@ def test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else(wheel):
     assert configs == {file.name for file in (ROOT / "configs").glob("*.yaml")}
     assert "raafl/py.typed" in names and not [name for name in names if "__pycache__" in name]
     entries = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    assert "raafl = raafl.cli:main" in entries
+    assert "raafl = raafl.commands.cli:main" in entries
 
 
 def test_it_works_in_an_empty_folder(site, tmp_path):

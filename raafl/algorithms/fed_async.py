@@ -8,11 +8,11 @@ with ``alpha_t = alpha * s(t - tau)`` (Algorithm 1, section 5.2). Clients may pu
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
-from raafl.parts.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.select.fragments import Full
 from raafl.parts.trigger import EachArrival
 
 

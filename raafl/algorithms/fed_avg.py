@@ -7,9 +7,9 @@ Each round a cohort trains the full model; when all have reported, ``theta = sum
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
+from raafl.core.sample import Sample
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.fragments import Full
 from raafl.parts.trigger import AllReported
 
 

@@ -12,10 +12,10 @@ With `server_optimizer` that mean, without eta_g, is the pseudo-gradient of a st
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Merge, Select
-from raafl.parts.merge import Deltas, ServerKind, ServerOptimizer
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
-from raafl.parts.staleness import Kind, Staleness
+from raafl.core.sample import Sample
+from raafl.parts.merge.mean import Deltas, ServerKind, ServerOptimizer
+from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.select.fragments import Full
 from raafl.parts.trigger import Buffered
 
 

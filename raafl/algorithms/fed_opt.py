@@ -7,10 +7,10 @@ FedAvg's rounds, but the mean of the clients' deltas is the pseudo-gradient of a
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.merge import ServerKind, ServerOptimizer
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
+from raafl.parts.merge.mean import ServerKind, ServerOptimizer
+from raafl.parts.select.fragments import Full
 from raafl.parts.trigger import AllReported
 
 

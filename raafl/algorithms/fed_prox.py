@@ -6,10 +6,10 @@ FedAvg whose clients minimise ``F_n(theta) + mu/2 ||theta - theta_t||^2`` (eq. 2
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.fragments import Full
 from raafl.parts.trigger import AllReported
 
 

@@ -8,7 +8,7 @@ arrival: ``q(j) += 1; theta_j <- (1 - alpha_t) theta_j + alpha_t theta_j_new``, 
 
 The paper leaves open, and this does:
 - alpha, s, rho and the fragments' scale: see docs/fed-raa.md for the search behind the defaults. With a constant s an
-  alpha near 1 does not learn once many clients work at a time (`raafl.parts.merge.Mean.too_stale`).
+  alpha near 1 does not learn once many clients work at a time (`raafl.parts.merge.mean.Mean.too_stale`).
 - Parameters of no fragment (output bias, norms over an uncut width) go with every fragment and are mixed in like the
   rest, with the same alpha_t.
 - A fragment is trained alone, yet the full network sums all M: `rescale` multiplies a cut layer's activation by
@@ -18,7 +18,7 @@ The paper leaves open, and this does:
   updates that cover it, every client alike.
 - An axis with fewer units than fragments (two heads, three fragments): each fragment has one unit, and some have the same.
   A model without axes is one fragment, whatever M; the run says so.
-- K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.offline_bound`.
+- K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.fragments.offline_bound`.
 
 Table 3's rows: Gre-RAA (the default); Random ``select="random"``; MP ``select="fewest_updates"``; Sync ``trigger="all"``.
 """
@@ -28,11 +28,11 @@ from __future__ import annotations
 from typing import Literal
 
 from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.core.sample import Sample
 from raafl.errors import BadInput, nearest, refuse_unused
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
-from raafl.parts.select import Choice, Fragments, fragment_ratios
-from raafl.parts.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.select.fragments import Choice, Fragments, fragment_ratios
 from raafl.parts.trigger import AllReported, EachArrival
 
 TRIGGERS = {"each": EachArrival, "all": AllReported}

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from raafl.algorithms.hetero_fl import LEVELS, by_class
 from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.parts.merge import Mean
-from raafl.parts.rated import Rates, by_rate
-from raafl.parts.sample import Sample
+from raafl.core.sample import Sample
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.rated import Rates, by_rate
 from raafl.parts.trigger import AllReported
 
 

@@ -6,7 +6,7 @@ global model becomes the mean of the clients that have it (eqs. 1 to 3, region b
 Three things help submodels of different widths along (section 3.2):
 - scaler: while training, a layer's activations are multiplied by ``1 / r^(p-1)``, one over its share of the width (`rescale`).
 - masked cross entropy: logits of classes that a client has no samples of are set to 0 (`masked`). Rows of the output layer are
-  then averaged over the clients that have the class (the authors' ``label_split``), see `raafl.parts.label_split`.
+  then averaged over the clients that have the class (the authors' ``label_split``), see `raafl.parts.merge.label_split`.
 - static batch norm (sBN): clients keep and send no running statistics. That is the run's own setting,
   ``submodels: {batch_norm: static}``, since it goes with every algorithm.
 
@@ -23,10 +23,10 @@ At rate 1, with all classes at every client, this is unweighted FedAvg, bit for 
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Merge, Select
-from raafl.parts.label_split import LabelSplit
-from raafl.parts.merge import Mean
-from raafl.parts.rated import Rates, by_rate
-from raafl.parts.sample import Sample
+from raafl.core.sample import Sample
+from raafl.parts.merge.label_split import LabelSplit
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.rated import Rates, by_rate
 from raafl.parts.trigger import AllReported
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)

@@ -31,8 +31,8 @@ Where the paper leaves it open, or this does otherwise:
 from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
+from raafl.core.sample import Sample
+from raafl.parts.merge.mean import Mean
 from raafl.parts.split import Halved, Split
 from raafl.parts.trigger import AllReported
 

@@ -8,8 +8,8 @@ from collections.abc import Callable as _Callable
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from raafl.config.options import Target
 from raafl.errors import BadInput, briefly, nearest
-from raafl.runtime.record import Target
 
 if TYPE_CHECKING:
     from raafl.api.watch import MergedUpdate, RunView

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from raafl._lean import import_lightning
 from raafl.data import FPB, SST2, AGNews, HuggingFaceText
 from raafl.data.federated import check_dataset
 from raafl.data.hub import load_splits
 from raafl.data.labels import labels_of
 from raafl.errors import BadInput, briefly
+from raafl.lean_import import import_lightning
 
 import_lightning()
 from lightning import LightningDataModule  # noqa: E402

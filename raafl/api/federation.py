@@ -38,9 +38,9 @@ from raafl.api.settings import (
     without_addresses,
 )
 from raafl.api.watch import CallbackWatcher, current
+from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
-from raafl.experiment import Experiment
 
 OnInterrupt = Literal["raise", "return"]
 
@@ -264,9 +264,9 @@ class Federation:
             how: loss, optimizer, metrics, batch_size and collate_fn, as they were.
 
         Returns:
-            What came of it, ``equal`` and ``parted_at`` first of all; see `raafl.rerun.replay`.
+            What came of it, ``equal`` and ``parted_at`` first of all; see `raafl.commands.replay.replay`.
         """
-        from raafl.rerun import replay
+        from raafl.commands.replay import replay
 
         loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
         spec = ModuleSpec(module, **how)
@@ -316,13 +316,13 @@ class Federation:
 
 
 def _simulate(experiment: Experiment, config_yaml: str, watcher: CallbackWatcher) -> tuple[dict[str, Any], Path]:
-    from raafl.run import simulate
+    from raafl.commands.run import simulate
 
     return simulate(experiment, config_yaml, watcher=watcher)
 
 
 def _fit(experiment: Experiment, config_yaml: str, watcher: CallbackWatcher) -> tuple[dict[str, Any], Path] | None:
-    from raafl.run import fit
+    from raafl.commands.run import fit
 
     return fit(experiment, config_yaml, watcher=watcher)
 

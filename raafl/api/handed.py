@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from raafl._lean import import_lightning
 from raafl.core.algorithm import Algorithm
 from raafl.data.partition import Partition
 from raafl.errors import BadInput
+from raafl.lean_import import import_lightning
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl._lean import import_lightning
 from raafl.api.datasets import num_classes, train_loader
 from raafl.errors import BadInput, briefly
+from raafl.lean_import import import_lightning
 from raafl.local.prepare import given_class, uncompiled, with_methods
 
 import_lightning()

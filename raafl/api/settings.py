@@ -15,18 +15,18 @@ import yaml
 from raafl.algorithms import ALGORITHMS
 from raafl.api.handed import digest
 from raafl.api.modules import ModuleSpec, called
+from raafl.compression.compressors import Compress
+from raafl.config.experiment import Experiment, SubmodelOptions
+from raafl.config.options import Waits
+from raafl.config.trainer_flags import unknown
 from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, load_devices
 from raafl.devices.shipped import FIGURES
 from raafl.errors import BadInput, briefly, nearest
-from raafl.experiment import Experiment, SubmodelOptions
 from raafl.local.train import FabricOptions
-from raafl.parts.compress import Compress
-from raafl.parts.privacy import Privacy
-from raafl.parts.robust import Guard
-from raafl.runtime.session import Waits
-from raafl.trainer_flags import unknown
+from raafl.parts.protect.privacy import Privacy
+from raafl.parts.protect.robust import Guard
 
 _GROUPS: dict[str, Any] = {
     "train": Training, "submodels": SubmodelOptions, "fabric": FabricOptions, "guard": Guard, "privacy": Privacy,
@@ -44,7 +44,7 @@ _HERE = "raafl.api.handed"
 
 
 class Settings(TypedDict, total=False):
-    """What `Federation` takes by name: the fields of `raafl.experiment.Experiment`, `Training` and `FabricOptions`."""
+    """What `Federation` takes by name: the fields of `raafl.config.experiment.Experiment`, `Training` and `FabricOptions`."""
 
     partition: Any
     name: str

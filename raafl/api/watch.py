@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.api.callbacks import Callback
 from raafl.core.coordinator import Coordinator
+from raafl.core.hooks import Watcher
 from raafl.core.types import Event, Joined, Lost, Settled
 from raafl.errors import BadInput, RunFailed
-from raafl.runtime.hooks import Watcher
-from raafl.runtime.journal import METRIC_COLUMNS
+from raafl.runfolder.journal import METRIC_COLUMNS
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from raafl.experiment import Experiment
-    from raafl.run import Run
+    from raafl.commands.run import Run
+    from raafl.config.experiment import Experiment
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 A toy algorithm, whole: clients train the full model one at a time, and the newest result replaces the model.
 
->>> from raafl.parts.merge import Mean
->>> from raafl.parts.sample import Sample
->>> from raafl.parts.select import Full
+>>> from raafl.parts.merge.mean import Mean
+>>> from raafl.core.sample import Sample
+>>> from raafl.parts.select.fragments import Full
 >>> from raafl.parts.trigger import EachArrival
 >>> def relay() -> Algorithm:
 ...     return Algorithm(name="relay", paper="none", sample=Sample(concurrency=1), select=Full(),
@@ -30,7 +30,7 @@ from raafl.submodel.cost import Cost
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
-    from raafl.parts.wires import Wires
+    from raafl.compression.plan import Wires
 
 __all__ = [
     "Algorithm", "Fleet", "Hook", "Local", "Merge", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
@@ -238,7 +238,7 @@ class Merge(ABC):
         sends: what a client sends: its trained values, or their difference from what it received.
         by_client: whether it goes by whose update it receives; no joint update of several may take their place then.
         wire: what updates always travel as, whatever the config says of other algorithms: a name of
-            `raafl.parts.compress.compressor`, such as "bits" for values that are all 0 or 1, or "scalars" where no tensor
+            `raafl.compression.compressors.compressor`, such as "bits" for values that are all 0 or 1, or "scalars" where no tensor
             goes up; None = as `compress.up` says.
     """
 

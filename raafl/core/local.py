@@ -92,7 +92,7 @@ class Local:
             mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
         masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss), and
-            tell the server which were left (`raafl.parts.label_split`).
+            tell the server which were left (`raafl.parts.merge.label_split`).
     """
 
     proven_as_trained: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class Local:
         """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
         if not self.masked:
             return []
-        from raafl.parts.masked_loss import why_unmasked
+        from raafl.core.masked_loss import why_unmasked
 
         why = why_unmasked(submodels)
         return [] if why is None else [Warn(f"masked loss: nothing is masked, clients train on the plain loss: {why}")]

@@ -6,8 +6,8 @@ import random
 import statistics
 from collections import Counter, deque
 
+from raafl.core.sample import IdlePool, Sample
 from raafl.core.types import Assignment, ClientInfo
-from raafl.parts.sample import IdlePool, Sample
 
 
 class Roster:

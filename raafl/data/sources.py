@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from raafl._lean import import_lightning
 from raafl.data import readers
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.tensors import TensorImages
 from raafl.errors import BadInput, installing
+from raafl.lean_import import import_lightning
 
 import_lightning()
 from lightning import LightningDataModule  # noqa: E402

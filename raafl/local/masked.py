@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.parts.masked_loss import logits_of
+from raafl.core.masked_loss import logits_of
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raafl.core.algorithm import Hook, Local, Task, Training
+from raafl.core.masked_loss import CLASSES
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, briefly
@@ -27,7 +28,6 @@ from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
 from raafl.local.record import Recorder, to_device
 from raafl.local.spanning import Crew
-from raafl.parts.masked_loss import CLASSES
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
@@ -169,7 +169,7 @@ class LocalTrainer:
             training: how much a task trains unless its assignment says so.
             options: Fabric's.
             max_built: how many built submodules to keep; a rank that must hold only its fragment keeps one.
-            pools: the merge is made by `raafl.parts.pooled`: running statistics go up as it wants them.
+            pools: the merge is made by `raafl.parts.merge.pooled`: running statistics go up as it wants them.
         """
         from lightning.fabric import Fabric
 

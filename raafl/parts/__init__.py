@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raafl.parts.rated import Rated
-    from raafl.parts.window_pieces import WindowPieces
-    from raafl.parts.windows import RollingWindows
+    from raafl.parts.select.rated import Rated
+    from raafl.parts.select.window_pieces import WindowPieces
+    from raafl.parts.select.windows import RollingWindows
 
 _HOME = {
-    "Rated": "raafl.parts.rated",
-    "RollingWindows": "raafl.parts.windows",
-    "WindowPieces": "raafl.parts.window_pieces",
+    "Rated": "raafl.parts.select.rated",
+    "RollingWindows": "raafl.parts.select.windows",
+    "WindowPieces": "raafl.parts.select.window_pieces",
 }
 
 __all__ = ["Rated", "RollingWindows", "WindowPieces"]

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from raafl.build import batch_size_of, client_infos, furnish, load_data, make_model, proven
+from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm, Fleet, Merge
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
-from raafl.experiment import Experiment
-from raafl.parts.select import Full
-from raafl.runtime.pool import Executor
-from raafl.runtime.record import RunRecord
+from raafl.parts.select.fragments import Full
+from raafl.runfolder.record import RunRecord
+from raafl.runtime.executors import Executor
+from raafl.runtime.setup import batch_size_of, client_infos, furnish, load_data, make_model, proven
 from raafl.runtime.simulated import Simulation
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
 
@@ -64,7 +64,7 @@ class World:
     """What all predictions for one experiment share: its data and clients, and the model's structure with its costs."""
 
     def __init__(self, experiment: Experiment) -> None:
-        """Load the data and share it out. Raises `BadInput` as `raafl.build` does."""
+        """Load the data and share it out. Raises `BadInput` as `raafl.runtime.setup` does."""
         torch.set_num_threads(experiment.threads)
         self.experiment = experiment
         self.data: FederatedData = load_data(experiment)

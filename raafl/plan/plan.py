@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import Experiment
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, nearest
-from raafl.experiment import Experiment
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
 from raafl.submodel import FULL

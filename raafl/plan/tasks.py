@@ -9,9 +9,9 @@ from fractions import Fraction
 
 from raafl.core.algorithm import Fleet
 from raafl.core.types import ClientInfo, Work
-from raafl.parts.select import TABLE_4, OneOf, fragment_specs
-from raafl.parts.selectors import leading
-from raafl.parts.selectors.units import axes_of
+from raafl.parts.select import leading
+from raafl.parts.select.fragments import TABLE_4, OneOf, fragment_specs
+from raafl.parts.select.units import axes_of
 from raafl.submodel import FULL, Spec
 
 RATES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)

@@ -11,9 +11,9 @@ from operator import attrgetter
 import numpy as np
 
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, rounded, thin_rows
-from raafl.report.folder import MERGED, Run
 from raafl.report.groups import Group
 from raafl.report.timeline import in_order, lane, lanes_height
+from raafl.runfolder.reading import MERGED, Run
 
 _MAX_DOTS = 1500
 _BANDS = 40

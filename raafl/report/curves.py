@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from raafl.report.figure import Chart, Table, View, axis, rounded, thin_rows, thinned
-from raafl.report.folder import MERGED, Numbers, Run
 from raafl.report.groups import Group
-from raafl.runtime.journal import TIME_TO
+from raafl.runfolder.journal import TIME_TO
+from raafl.runfolder.reading import MERGED, Numbers, Run
 
 TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
 _TITLES = {

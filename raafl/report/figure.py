@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raafl.report.folder import Numbers
+from raafl.runfolder.reading import Numbers
 
 Cell = str | int | float | None
 MAX_ROWS = 200

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raafl.outcome import REASONS
-from raafl.report.folder import Run
+from raafl.runfolder.outcome import REASONS
+from raafl.runfolder.reading import Run
 from raafl.watch.pace import Goals
 
 _NOT_THE_EXPERIMENT = (

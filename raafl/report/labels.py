@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from raafl.errors import BadInput
-from raafl.report.folder import Run
+from raafl.runfolder.reading import Run
 
 _MAX_CLASSES = 100
 
@@ -23,10 +23,9 @@ def classes_of(run: Run, *, trusted: bool = False) -> Mapping[int, Sequence[int]
     """
     if not run.config:
         return "there is no config to deal the data out by"
-    from raafl.build import load_data
-    from raafl.config import load_run
+    from raafl.config.parse import UNUSED, load_run
     from raafl.data.labels import labels_of
-    from raafl.rerun import UNUSED
+    from raafl.runtime.setup import load_data
 
     try:
         data = load_data(load_run(run.path, trusted=trusted, without=UNUSED))

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from raafl.outcome import REASONS
 from raafl.report.curves import metric_names
 from raafl.report.figure import Cell, Table, rounded
-from raafl.report.folder import KINDS, MERGED, Run, number
 from raafl.report.groups import Group, algorithm_of
-from raafl.runtime.journal import is_metric
+from raafl.runfolder.journal import is_metric
+from raafl.runfolder.outcome import REASONS
+from raafl.runfolder.reading import KINDS, MERGED, Run, number
 
 _MAX_METRICS = 8
 

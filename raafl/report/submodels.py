@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, gap, rounded
-from raafl.report.folder import KINDS, MERGED, Numbers, Run
 from raafl.report.groups import Group
 from raafl.report.timeline import lanes_height
 from raafl.report.times import KIND_COLOURS
+from raafl.runfolder.reading import KINDS, MERGED, Numbers, Run
 
 _MAX_BARS = 50
 _MAX_SPECS = 12

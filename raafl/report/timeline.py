@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, briefly, rounded, thin_rows
-from raafl.report.folder import Run
 from raafl.report.times import KIND_COLOURS, KIND_NAMES, USES, WAIT, Stretches, at_work, stretches, uses
+from raafl.runfolder.reading import Run
 
 _MAX_LANES, _BANDS = 40, 24
 _MAX_TASKS = 2500

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raafl.report.folder import KINDS, LOST, MERGED, Client, Numbers, Run, number
+from raafl.runfolder.reading import KINDS, LOST, MERGED, Client, Numbers, Run, number
 
 OPEN = len(KINDS)
 """Kind of a task that was under way when the run ended."""

@@ -11,6 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 import raafl
+from raafl.compression.compressors import Unsound
+from raafl.compression.plan import Wires
+from raafl.compression.streams import Down, Up
+from raafl.config.options import Waits
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
@@ -19,11 +23,7 @@ from raafl.local.failure import attempt, to_meta
 from raafl.local.heap import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.parts.compress import Unsound
 from raafl.parts.split import KEY
-from raafl.parts.wires import Wires
-from raafl.runtime.compressed import Down, Up
-from raafl.runtime.session import Waits
 from raafl.runtime.split import ClientHalf
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels

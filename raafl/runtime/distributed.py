@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from raafl.compression.snapshots import Snapshots
+from raafl.config.options import Waits
 from raafl.core.coordinator import TIME_UP, Coordinator
+from raafl.core.hooks import Hooks
 from raafl.core.types import (
     ENDS,
     RESTART,
@@ -37,16 +40,15 @@ from raafl.core.types import (
 from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
-from raafl.progress import Progress, ProgressState
-from raafl.runtime.hooks import Hooks
+from raafl.runfolder.record import RunRecord, kept_out
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.record import RunRecord, kept_out, view
-from raafl.runtime.session import Session, Waits
+from raafl.runtime.session import Session
 from raafl.runtime.snapshot_evaluator import SnapshotEvaluator
-from raafl.runtime.snapshots import Snapshots
 from raafl.runtime.transport import Refused
+from raafl.runtime.view import view
 from raafl.submodel import FlatTensors
+from raafl.watch.progress import Progress, ProgressState
 
 _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4

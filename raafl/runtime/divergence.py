@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from raafl.core.hooks import Hooks
 from raafl.core.types import Settled
-from raafl.runtime.hooks import Hooks
 
 NON_FINITE = "refused:non-finite"
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.data.tokens import WORDS, Tokenizer, located
-from raafl.progress import Progress
 from raafl.runtime.saver import cause
+from raafl.watch.progress import Progress
 
 if TYPE_CHECKING:
     from lightning import LightningModule

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from raafl.runtime.rows import drop_unfinished
+from raafl.runfolder.rows import drop_unfinished
 
 EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

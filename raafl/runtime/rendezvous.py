@@ -23,7 +23,7 @@ from raafl.runtime.transport import Pair, PeerLost, PeerTimeout, connect
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from raafl.experiment import Experiment
+    from raafl.config.experiment import Experiment
 
 dist: Any = _distributed  # much of it is not typed
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from raafl.compression.streams import Carried
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import (
     OUT_OF_MEMORY,
@@ -28,9 +29,8 @@ from raafl.core.types import (
 )
 from raafl.errors import BadInput
 from raafl.parts.split import KEY
-from raafl.runtime.compressed import Carried
-from raafl.runtime.journal import read_events
-from raafl.runtime.pool import Executor
+from raafl.runfolder.journal import read_events
+from raafl.runtime.executors import Executor
 from raafl.submodel import FlatTensors
 
 EVENTS = ("joined", "arrived", "lost", "timer", "stop")

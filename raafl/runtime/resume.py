@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.core.types import Limits
 from raafl.errors import BadInput
-from raafl.runtime import checkpoint
-from raafl.runtime.journal import read_events
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.journal import read_events
+from raafl.runfolder.rows import read_table, write_table
 from raafl.runtime.replay import EVENTS, that_count
-from raafl.runtime.rows import read_table, write_table
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
-    from raafl.experiment import Experiment
+    from raafl.config.experiment import Experiment
 
 RESTART = "lost:restart"
 

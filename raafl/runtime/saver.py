@@ -13,10 +13,10 @@ from torch import nn
 
 from raafl.core import saving
 from raafl.core.coordinator import Coordinator
-from raafl.runtime import checkpoint
-from raafl.runtime.hooks import Hooks
-from raafl.runtime.record import RunRecord
-from raafl.runtime.rows import say
+from raafl.core.hooks import Hooks
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.record import RunRecord
+from raafl.runfolder.rows import say
 from raafl.submodel import FlatTensors
 
 

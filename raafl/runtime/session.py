@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import raafl
+from raafl.compression.compressors import Unsound
+from raafl.compression.plan import Wires
+from raafl.compression.streams import Down, Up
+from raafl.config.options import Waits
 from raafl.core.standing import DAMAGED
 from raafl.core.types import (
     OUT_OF_MEMORY,
@@ -26,11 +30,8 @@ from raafl.core.types import (
 from raafl.errors import TaskFailed
 from raafl.foreign import foreign
 from raafl.local.failure import from_meta, out_of_memory
-from raafl.parts.compress import Unsound
 from raafl.parts.split import KEY
-from raafl.parts.wires import Wires
 from raafl.runtime.answers import TooMany, client_of, count_of, extra_of, metrics_of
-from raafl.runtime.compressed import Down, Up
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
@@ -42,27 +43,6 @@ MAX_DAMAGED = 3
 """Damaged messages in a row after which a connection is given up."""
 
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Deadlines, in seconds.
-
-    Attributes:
-        join_s: for a client to be there.
-        task_s: for the answer to an assignment.
-        idle_s: for a client to hear anything at all; the server says it is alive three times as often.
-        stop_s: for threads and clients to end.
-        eval_s: for the last evaluation, once the run has ended.
-        alone_s: how long `raafl serve` goes on without clients, or too few to start, and `raafl join` without a server.
-    """
-
-    join_s: float = 120.0
-    task_s: float = 600.0
-    idle_s: float = 60.0
-    stop_s: float = 10.0
-    eval_s: float = 600.0
-    alone_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

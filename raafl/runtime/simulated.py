@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raafl.compression.streams import Carried
 from raafl.core.coordinator import TIME_UP, Coordinator
+from raafl.core.hooks import Hooks
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import (
     ENDS,
@@ -39,13 +41,12 @@ from raafl.devices.profiles import TaskTime
 from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import measuring
-from raafl.progress import Progress, ProgressState
-from raafl.runtime.compressed import Carried
-from raafl.runtime.hooks import Hooks
+from raafl.runfolder.record import RunRecord, kept_out
+from raafl.runtime.executors import Executor
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.pool import Executor
-from raafl.runtime.record import RunRecord, kept_out, view
+from raafl.runtime.view import view
 from raafl.submodel import FlatTensors
+from raafl.watch.progress import Progress, ProgressState
 
 ARRIVED, LOST, JOINED, TIMER = range(
     4

@@ -26,24 +26,24 @@ from torch import Tensor
 from torch import distributed as _distributed
 
 import raafl
+from raafl.algorithms.fed_mezo.zeroth_order import ZerothOrder
 from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
 from raafl.errors import BadInput, RunFailed
 from raafl.local.failure import attempt
 from raafl.local.spanning import Crew
 from raafl.local.train import Stopped
 from raafl.parts.split import Split
-from raafl.parts.zeroth_order import ZerothOrder
 from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.nccl import identity
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 
 if TYPE_CHECKING:
-    from raafl.join import Site
+    from raafl.runtime.client_setup import ClientSetup
 
 dist: Any = _distributed  # much of it is not typed
 
-MakeSite = Callable[[str | None], "Site"]
+MakeSite = Callable[[str | None], "ClientSetup"]
 
 _TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEET_S = 600.0  # for all processes to be there, and to have loaded their data
@@ -78,7 +78,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
     return 0
 
 
-def refuse(site: Site) -> None:
+def refuse(site: ClientSetup) -> None:
     """Raise `BadInput` for a method that is known to train in another way than by gradients that can be averaged."""
     local = site.experiment.algorithm.local
     if isinstance(local, Split | ZerothOrder):
@@ -132,7 +132,7 @@ class Span:
     def leading(self, make_site: MakeSite) -> MakeSite:
         """Return what makes the leader's site as ``make_site`` does, and has the others make theirs."""
 
-        def make(config_yaml: str | None) -> Site:
+        def make(config_yaml: str | None) -> ClientSetup:
             site = make_site(config_yaml)
             refuse(site)
             for pair in self._pairs.values():
@@ -157,7 +157,7 @@ class Span:
         except (PeerLost, PeerTimeout, Refused) as error:
             raise RunFailed(f"client {self._client}: its process {number} did not get ready: {error}") from None
 
-    def _compared(self, site: Site, number: int, theirs: dict[str, Any]) -> Site:
+    def _compared(self, site: ClientSetup, number: int, theirs: dict[str, Any]) -> ClientSetup:
         """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""
         for name, mine in _hello(site).items():
             if name != "memory_bytes" and theirs.get(name) != mine:
@@ -226,7 +226,7 @@ class Span:
 
     # ---- all ----
 
-    def _join_group(self, site: Site) -> None:
+    def _join_group(self, site: ClientSetup) -> None:
         device, waits = site.trainer.fabric.device, site.experiment.waits
         self._store.set(f"device/{self.rank}", identity(device))
         devices = [self._store.get(f"device/{number}").decode() for number in range(self.size)]
@@ -345,7 +345,7 @@ def _store(rank: int, size: int) -> Any:
     return dist.PrefixStore(f"raafl/client/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _hello(site: Site) -> dict[str, Any]:
+def _hello(site: ClientSetup) -> dict[str, Any]:
     """Return what processes of one client must have alike, and how much memory this one has."""
     base, memory_bytes = site.submodels.base, site.info.profile.memory_bytes
     return {

@@ -17,13 +17,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from raafl.compression.compressors import Compressor
 from raafl.core.algorithm import Training
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.split import Draws, Received, UpperLocal, frame_for, receive, upper_seed
 from raafl.local.train import FabricOptions, LocalTrainer, Stopped
-from raafl.parts.compress import Compressor
 from raafl.parts.split import KEY
 from raafl.parts.split_cut import Shapes
 from raafl.parts.split_half import Half, halves

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.submodel import adapters, lora, multihead, recurrent  # noqa: F401  # the rules they register
+from raafl.submodel import families as adapters  # noqa: F401  # the rules they register
+from raafl.submodel import multihead, recurrent
 from raafl.submodel.axes import Runs
 from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raafl.runtime.record import MeasuredFolder
+from raafl.runfolder.record import MeasuredFolder
 from raafl.watch.state import RunState
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from raafl.progress import ClientProgress, ProgressState
+    from raafl.watch.progress import ClientProgress, ProgressState
 
 MAX_ROWS = 16
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))

@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any
 
 from raafl.foreign import foreign
-from raafl.progress import ClientProgress, ProgressState
-from raafl.runtime.journal import is_metric
+from raafl.runfolder.journal import is_metric
 from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, ends_in_s, etas, speed
+from raafl.watch.progress import ClientProgress, ProgressState
 
 MAX_CLIENTS = 16
 """Clients that a view has room for."""

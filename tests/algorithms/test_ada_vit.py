@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from model_zoo import MLP, ResNet, ViT
 from raafl.algorithms import ada_vit
+from raafl.algorithms.ada_vit.adaptive import Adaptive, Policy, usage_loss
+from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.adaptive import Adaptive, Policy, usage_loss
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.fragments import Full
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.federation import experiment, finish
 

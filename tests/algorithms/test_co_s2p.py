@@ -8,22 +8,22 @@ import torch
 
 from model_zoo import CNN
 from raafl.algorithms import co_s2p, fed_avg
-from raafl.config import load_experiment
+from raafl.algorithms.co_s2p.local import MaskedAndDistilled
+from raafl.algorithms.co_s2p.merge import ImportanceMerge
+from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Fleet, Training
+from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Update
 from raafl.data import Dirichlet, Iid
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.co_s2p import MaskedAndDistilled
-from raafl.parts.importance_merge import ImportanceMerge
-from raafl.parts.merge import Deltas
-from raafl.parts.personal import SCORES, Noted, WithScores
-from raafl.parts.rated import Rated
-from raafl.parts.sample import Sample
-from raafl.parts.staleness import Staleness
+from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.personal import SCORES, Noted, WithScores
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.select.rated import Rated
+from raafl.parts.select.windows import RollingWindows, first_window, split_rate
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio
-from raafl.parts.windows import RollingWindows, first_window, split_rate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
 from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
@@ -97,7 +97,7 @@ def test_how_a_rate_is_shared_by_width_and_depth():
 def fleet():
     pytest.importorskip("transformers")
     import model_zoo.vit
-    from raafl.parts.distilled import with_every_exit
+    from raafl.parts.local.distilled import with_every_exit
 
     before = model_zoo.vit.SIZES["micro"]
     model_zoo.vit.SIZES["micro"] = (4, 16, 32, 4)
@@ -383,7 +383,7 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been():
 def test_a_model_without_blocks_is_cut_in_width_and_the_run_says_so(tmp_path):
     run = finish(experiment(tmp_path / "run", co_s2p(mask_rounds=1, mask_steps=2), max_updates=10))
     assert run.summary["updates_merged"] >= 10
-    from raafl.build import build
+    from raafl.runtime.setup import build
 
     made = build(experiment(tmp_path / "again", co_s2p()), pace=False)
     said = made.coordinator.algorithm.notes(made.coordinator.fleet, 4)

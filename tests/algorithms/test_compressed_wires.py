@@ -7,8 +7,8 @@ from itertools import groupby
 import pytest
 
 from raafl.algorithms import ALGORITHMS
+from raafl.compression.compressors import Compress
 from raafl.errors import BadInput
-from raafl.parts.compress import Compress
 from raafl.submodel import Spec, Submodels
 from tests.federation import experiment, finish, small_mlp
 

@@ -10,17 +10,7 @@ from torch import nn
 
 from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.algorithms import fed_mezo, fed_rolex
-from raafl.core.algorithm import Fleet, Task, Training
-from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
-from raafl.data import Digits, FederatedData, Iid
-from raafl.errors import BadInput
-from raafl.local.train import LocalTrainer
-from raafl.parts.compress import Compress
-from raafl.parts.rated import Rated
-from raafl.parts.select import Full
-from raafl.parts.wires import Wires
-from raafl.parts.zeroth_order import (
+from raafl.algorithms.fed_mezo.zeroth_order import (
     ANSWERED,
     EXPECTED,
     SCALARS,
@@ -34,6 +24,16 @@ from raafl.parts.zeroth_order import (
     parameters_of,
     unpack,
 )
+from raafl.compression.compressors import Compress
+from raafl.compression.plan import Wires
+from raafl.core.algorithm import Fleet, Task, Training
+from raafl.core.state import GlobalState
+from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
+from raafl.data import Digits, FederatedData, Iid
+from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
+from raafl.parts.select.fragments import Full
+from raafl.parts.select.rated import Rated
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.lora import is_lora
 from tests.federation import digits, experiment, finish, small_mlp

@@ -10,14 +10,14 @@ from torch import nn
 
 from model_zoo import MLP, ResNet
 from raafl.algorithms import fed_pm
+from raafl.algorithms.fed_pm import masks as masks
+from raafl.algorithms.fed_pm.masks import BayesianMasks, Masked, MaskTraining, scale
 from raafl.core.algorithm import Task, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, Update, derive_seed
 from raafl.data import Digits
 from raafl.errors import BadInput
-from raafl.parts import probabilistic_masks as masks
-from raafl.parts.probabilistic_masks import BayesianMasks, Masked, MaskTraining, scale
-from raafl.parts.rated import Rated
+from raafl.parts.select.rated import Rated
 from raafl.submodel import FlatTensors, Spec, Submodels, skeleton
 from tests.federation import experiment, finish
 from tests.tools import EXAMPLE, Line, assigned, coordinator_for, join

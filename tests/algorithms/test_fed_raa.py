@@ -9,18 +9,18 @@ from torch.utils.data import TensorDataset
 
 import model_zoo
 from raafl.algorithms import fed_async, fed_avg, fed_raa
-from raafl.config import load_experiment
+from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Training
+from raafl.core.sample import Sample
 from raafl.core.types import Assignment
 from raafl.data import ClientData, Digits
 from raafl.data.sources import Classes
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
-from raafl.parts.select import Fragments, Full
-from raafl.parts.staleness import Staleness
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.select.fragments import Fragments, Full
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FlatTensors, Spec
 from tests.federation import experiment, finish

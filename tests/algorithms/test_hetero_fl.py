@@ -4,12 +4,12 @@ import pytest
 
 from raafl.algorithms import fed_avg, hetero_fl
 from raafl.core.algorithm import Local
+from raafl.core.sample import Sample
 from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
-from raafl.parts.label_split import LabelSplit
-from raafl.parts.merge import Mean
-from raafl.parts.rated import Rated
-from raafl.parts.sample import Sample
+from raafl.parts.merge.label_split import LabelSplit
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported
 from tests.federation import experiment, finish
 from tests.tools import answer, assigned, coordinator_for, join

@@ -7,16 +7,16 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, ist
+from raafl.algorithms.ist.dealt import Dealt, deal
 from raafl.core.algorithm import Local
+from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Lost
 from raafl.data import Dirichlet
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.dealt import Dealt, deal
-from raafl.parts.merge import Mean
-from raafl.parts.rated import Rated
-from raafl.parts.sample import Sample
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Axis, Member, Submodels
 from tests.federation import experiment, finish

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, platon
+from raafl.algorithms.platon.scores import BestUnits, Measured, ScoredMean, Sensitivity, cubic
 from raafl.core.algorithm import Task
+from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined
 from raafl.data import Dirichlet
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.merge import Mean
-from raafl.parts.platon import BestUnits, Measured, ScoredMean, Sensitivity, cubic
-from raafl.parts.sample import Sample
-from raafl.parts.selectors import unit_scores
-from raafl.parts.staleness import Staleness
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.select import unit_scores
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg, prune_fl
+from raafl.algorithms.prune_fl import pruned
+from raafl.algorithms.prune_fl.pruned import ChosenMean, Pruned, choose, unit_times
 from raafl.core.algorithm import Local
+from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts import pruned
-from raafl.parts.pruned import ChosenMean, Pruned, choose, unit_times
-from raafl.parts.rated import Rated
-from raafl.parts.sample import Sample
+from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Spec
 from tests.federation import experiment, finish

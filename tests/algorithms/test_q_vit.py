@@ -8,13 +8,13 @@ from torch import nn
 
 from model_zoo import CNN, MLP, ViT
 from raafl.algorithms import fed_avg, q_vit
+from raafl.algorithms.q_vit.quantised import Quantised, QuantisedConv2d, QuantisedLinear, mean_bits, quantise, quantised
+from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts.merge import Mean
-from raafl.parts.quantised import Quantised, QuantisedConv2d, QuantisedLinear, mean_bits, quantise, quantised
-from raafl.parts.rated import Rated
-from raafl.parts.sample import Sample
-from raafl.parts.select import Full
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.fragments import Full
+from raafl.parts.select.rated import Rated
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.federation import experiment, finish
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
-from raafl.config import parse
+from raafl.algorithms.ra_fed.regions import Regions
+from raafl.commands.replay import replay
+from raafl.commands.run import simulate
+from raafl.config.parse import parse
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.regions import Regions
-from raafl.rerun import replay
-from raafl.run import simulate
 from raafl.submodel import FULL, Spec
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT

@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
-from raafl.config import parse
+from raafl.algorithms.ra_fed.regions import Regions
+from raafl.algorithms.ram_fed.memory import Remembered
+from raafl.commands.replay import replay
+from raafl.commands.run import simulate
+from raafl.config.parse import parse
+from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge import Mean
-from raafl.parts.privacy import Privacy
-from raafl.parts.rated import Rated
-from raafl.parts.regions import Regions
-from raafl.parts.remembered import Remembered
-from raafl.parts.robust import Guard
-from raafl.parts.sample import Sample
-from raafl.parts.selectors import of_regions
-from raafl.parts.staleness import Staleness
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.protect.privacy import Privacy
+from raafl.parts.protect.robust import Guard
+from raafl.parts.select import of_regions
+from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported, EachArrival
-from raafl.rerun import replay
-from raafl.run import simulate
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT

@@ -11,23 +11,23 @@ from torch.nn import functional as F
 
 from model_zoo import CNN, MLP
 from raafl.algorithms import fed_avg, split_fed
-from raafl.build import build
+from raafl.compression.compressors import Compress
+from raafl.compression.streams import Carried
 from raafl.core.algorithm import Fleet, Training
+from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Update, Work
 from raafl.data import Digits
 from raafl.devices.profiles import Device, Profile
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
-from raafl.parts.compress import Compress
-from raafl.parts.merge import Mean
-from raafl.parts.sample import Sample
+from raafl.parts.merge.mean import Mean
 from raafl.parts.split import Halved, Split
 from raafl.parts.split_cut import cuts_of
 from raafl.parts.split_half import halves
 from raafl.parts.trigger import AllReported
 from raafl.plan.plan import make_plan
-from raafl.runtime.compressed import Carried
+from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors, SpecError, Submodels
 from tests.federation import experiment, finish
 

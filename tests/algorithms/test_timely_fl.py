@@ -10,14 +10,23 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_opt, timely_fl
+from raafl.algorithms.timely_fl.workload import (
+    MEMORY,
+    Interval,
+    Timely,
+    TimeReport,
+    Workload,
+    interval,
+    last_layers,
+    workload,
+)
 from raafl.core.algorithm import OwnTests, Training, Waiting
+from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.merge import Mean, ServerOptimizer
-from raafl.parts.sample import Sample
-from raafl.parts.timely import MEMORY, Interval, Timely, TimeReport, Workload, interval, last_layers, workload
+from raafl.parts.merge.mean import Mean, ServerOptimizer
 from raafl.submodel import FULL, Spec, Submodels
 from tests.federation import experiment, finish, unequal
 from tests.tools import assigned, coordinator_for, cut_in_the_middle, join, update_for

@@ -26,7 +26,7 @@ def test_a_run_that_fails_is_an_error_with_its_output():
 def test_quick_imports_collect_again_afterwards_and_leave_a_clean_end():
     code = """
 import gc
-from raafl._lean import quick_imports
+from raafl.lean_import import quick_imports
 with quick_imports():
     assert not gc.isenabled()
     import torch._dynamo

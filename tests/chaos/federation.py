@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from raafl.fit_local import NOTE, Server, child_environment
-from raafl.supervise import Child, Policy, Supervisor
+from raafl.commands.fit_local import NOTE, Server, child_environment
+from raafl.commands.supervise import Child, Policy, Supervisor
 from tests.chaos.faults import Fault
 from tests.chaos.proxy import FaultProxy, Link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from raafl.experiment import Experiment
+from raafl.config.experiment import Experiment
 from raafl.runtime.inbox import ScriptedInbox
 from tests.federation import Finished, finish
 from tests.ranks import ranks

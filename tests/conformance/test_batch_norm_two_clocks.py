@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg, fed_buff
-from raafl.experiment import SubmodelOptions
+from raafl.config.experiment import SubmodelOptions
 from raafl.parts import Rated
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment
 from tests.numerics.test_batch_norm_runs import ConvNorm

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_rolex, ram_fed
-from raafl.build import build, make_executor
-from raafl.parts.compress import Compress
+from raafl.compression.compressors import Compress
 from raafl.runtime.replay import Replay
 from raafl.runtime.session import Session
+from raafl.runtime.setup import build, make_executor
 from raafl.runtime.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment, finish

@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader
 
 from model_zoo import MLP
 from raafl.algorithms import split_fed
+from raafl.commands.replay import replay
+from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data import Digits
-from raafl.parts.compress import Compress
-from raafl.rerun import replay
 from raafl.runtime import split
 from raafl.runtime.session import Session
 from raafl.runtime.transport import Refused

@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from raafl.algorithms import fed_avg, fed_raa
-from raafl.build import make_model
+from raafl.commands.replay import replay
 from raafl.core.algorithm import Training
 from raafl.data import FederatedData, Iid
-from raafl.rerun import replay
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.setup import make_model
 from tests.adapted import LAYERS, RANKS, Tokens, lora_bert, lora_run, rated, trained_bytes
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import finish
@@ -117,8 +117,8 @@ progress: quiet
 def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
     import json
 
-    from raafl.config import parse
-    from raafl.run import simulate
+    from raafl.commands.run import simulate
+    from raafl.config.parse import parse
     from tests.adapted import BERT
 
     path = tmp_path / "lora.yaml"

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from raafl.algorithms import fed_avg, fed_raa
-from raafl.build import build
 from raafl.core.algorithm import Select
+from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assign, ClientInfo, Dismiss, Finish, Joined, Settled, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.sample import Sample
+from raafl.runtime.setup import build
 from tests.federation import experiment
 from tests.tools import coordinator_for, update_for
 

@@ -58,7 +58,7 @@ def test_names_work_in_files(tmp_path):
 
 
 def test_names_and_drawn_devices_work_in_a_config_and_survive_its_own_yaml(tmp_path):
-    from raafl.config import load_experiment, parse
+    from raafl.config.parse import load_experiment, parse
 
     devices = "[{name: jetson-nano, count: 2}, {name: flash-phones, count: 3, seed: 7, presence: markov, on_s: 60, off_s: 30}]"
     parsed = parse("simulate", ["--config", "configs/quickstart.yaml", "--clients", "5", "--devices", devices])

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raafl.config import parse
+from raafl.commands.replay import replay
+from raafl.config.options import Waits
+from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost
-from raafl.rerun import replay
-from raafl.runtime.session import Waits
 from raafl.runtime.transport.handshake import Secret
 from tests.ranks import Watched
 from tests.remote import SECRET, remote

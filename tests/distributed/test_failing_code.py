@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from model_zoo import MLP
+from raafl.config.options import Waits
 from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Stop
-from raafl.runtime import checkpoint
-from raafl.runtime.session import Waits
+from raafl.runfolder import checkpoints as checkpoint
 from tests import ranks as of_this_process
 from tests.federation import experiment
 from tests.ranks import Watched, ranks

@@ -15,9 +15,9 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
+from raafl.config.options import Waits
 from raafl.core.types import Arrived, Joined, Lost
-from raafl.parts.merge import Mean
-from raafl.runtime.session import Waits
+from raafl.parts.merge.mean import Mean
 from tests import ranks as here
 from tests.federation import experiment
 from tests.ranks import Watched, held, ranks
@@ -277,8 +277,8 @@ def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU: a server and clients on cuda")
 @pytest.mark.parametrize("algorithm", [fed_async(), fed_buff(buffer_size=3)], ids=lambda a: a.name)
 def test_a_model_may_lie_on_a_gpu(tmp_path, algorithm):
+    from raafl.commands.run import simulate
     from raafl.local.train import FabricOptions
-    from raafl.run import simulate
 
     base = settings(tmp_path, algorithm, server_device="cuda:0", fabric=FabricOptions(accelerator="cuda"))
     summary, _ = simulate(base)

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from raafl.config import parse
-from raafl.rerun import replay
+from raafl.commands.replay import replay
+from raafl.config.parse import parse
 from tests.habits.source import ROOT
 from tests.ranks import ranks
 

@@ -12,10 +12,11 @@ import torch
 import raafl
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, split_fed
+from raafl.config.options import Waits
 from raafl.core.types import Arrived, Assignment, ClientInfo, Lost, client_to_json
 from raafl.runtime import split
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session, Waits
+from raafl.runtime.session import Session
 from raafl.runtime.transport import Kind, Message, TcpPair
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from tests.algorithms.test_split_fed import Conv

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raafl.rerun import replay
+from raafl.commands.replay import replay
 from raafl.submodel import FULL
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import yaml
 
-from raafl.argv import values, without
-from raafl.cli import USAGE, main
-from raafl.config import parse
-from raafl.remote_options import split
-from raafl.shipped_configs import with_paths
+from raafl.commands.cli import USAGE, main
+from raafl.config.argv import values, without
+from raafl.config.parse import parse
+from raafl.config.remote_options import split
+from raafl.config.shipped import with_paths
 from tests.habits.source import ROOT
 
 # Data or weights that are not at hand.
@@ -111,7 +111,7 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
 
 def check_plan(rest: list[str], *, runs: bool) -> None:
     """Run a plan; parse what measures, and what answers those who measure."""
-    from raafl.plan.command import _split
+    from raafl.commands.plan import _split
 
     _, fields = _split(rest)
     if values(fields, "--config") and not is_far(fields):

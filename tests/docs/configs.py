@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from raafl.config import parse
+from raafl.config.experiment import Experiment
+from raafl.config.parse import parse
 from raafl.devices.profiles import load_devices
-from raafl.experiment import Experiment
 from tests.docs.blocks import Block
 from tests.habits.source import ROOT
 

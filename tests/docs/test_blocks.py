@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raafl.cli import main
+from raafl.commands.cli import main
 from tests.docs.blocks import PAGES, Block, blocks
 from tests.docs.commands import check
 from tests.docs.configs import check_yaml

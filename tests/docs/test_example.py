@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from raafl.cli import main
+from raafl.commands.cli import main
 from tests.docs.blocks import blocks
 from tests.habits.source import ROOT
 

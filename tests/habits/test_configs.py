@@ -19,7 +19,7 @@ def test_there_are_configs():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_config_loads(config):
-    from raafl.config import load_experiment
+    from raafl.config.parse import load_experiment
 
     experiment = load_experiment(ROOT / config)
     experiment.check()
@@ -38,9 +38,9 @@ def test_config_says_how_to_run_it(config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_config_builds(config, tmp_path, request):
     """Model, data, partition, devices and algorithm are built; the model is measured and tried for one step."""
-    from raafl.build import build
-    from raafl.config import load_experiment
-    from raafl.run import Run
+    from raafl.commands.run import Run
+    from raafl.config.parse import load_experiment
+    from raafl.runtime.setup import build
 
     options = ["--output", str(tmp_path / "run"), "--progress", "quiet"]
     text = (ROOT / config).read_text()

@@ -1,4 +1,4 @@
-"""Imports go one way: runtime, then core, then parts and submodel."""
+"""Imports go one way, package by package and file by file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.habits.source import imports, modules, place, within
+from tests.habits.source import ROOT, imports, modules, place, within
 
 CLOCKS_AND_WIRES = (
     "torch.distributed",
@@ -19,18 +19,91 @@ CLOCKS_AND_WIRES = (
     "sched",
 )
 INPUT_AND_OUTPUT = ("os", "io", "pathlib", "shutil", "tempfile", "logging", "datetime")
-UPPER = ("raafl.runtime", "raafl.cli", "raafl.experiment", "raafl.report", "raafl.progress")
+ORDER = (
+    ("errors", "foreign", "lean_import"),
+    *((name,) for name in ("data", "submodel", "devices", "core", "parts", "compression", "algorithms", "local")),
+    *((name,) for name in ("config", "runfolder", "loggers", "watch", "runtime", "plan", "report", "commands", "api")),
+)
+"""A package imports from its own line and those above it; the package itself, `raafl`, imports nothing by itself."""
 
-DEVICES = ("raafl.core", "raafl.parts", "raafl.algorithms", "raafl.data", "raafl.submodel")
+TO_GO = {
+    "raafl.core.algorithm imports raafl.compression.plan",
+    "raafl.parts.split imports raafl.local.split",
+    "raafl.submodel.cost imports raafl.devices.profiles",
+    "raafl.watch.folder imports raafl.runtime.replay",
+}
+"""Arrows that still point up."""
+
+MAY_CIRCLE = (  # for types alone
+    {"raafl.submodel.batch_norm", "raafl.submodel.cost", "raafl.submodel.submodels"},
+    {"raafl.compression.plan", "raafl.core.algorithm", "raafl.core.local"},
+    {"raafl.watch.progress", "raafl.watch.show"},
+    {"raafl.api.callbacks", "raafl.api.watch"},
+)
+
 FORBIDDEN = {
-    "raafl/algorithms": (*CLOCKS_AND_WIRES, *UPPER),
-    "raafl/parts": (*CLOCKS_AND_WIRES, *UPPER, "raafl.algorithms"),
-    "raafl/core": (*CLOCKS_AND_WIRES, *UPPER, "raafl.algorithms"),
-    "raafl/core/coordinator.py": (*CLOCKS_AND_WIRES, *INPUT_AND_OUTPUT, *UPPER),
-    "raafl/submodel": (*UPPER, "raafl.core", "raafl.parts", "raafl.algorithms", "raafl.data"),
-    **{f"raafl/devices/{name}.py": (*UPPER, *DEVICES) for name in ("checks", "drawn", "files", "profiles", "shipped")},
+    "raafl/algorithms": CLOCKS_AND_WIRES,
+    "raafl/parts": CLOCKS_AND_WIRES,
+    "raafl/core": CLOCKS_AND_WIRES,
+    "raafl/core/coordinator.py": (*CLOCKS_AND_WIRES, *INPUT_AND_OUTPUT),
+    "raafl/submodel": ("raafl.data",),
+    **{
+        f"raafl/devices/{name}.py": ("raafl.submodel", "raafl.data")
+        for name in ("checks", "drawn", "files", "profiles", "shipped")
+    },
     "model_zoo": ("raafl",),
 }
+
+
+def arrows() -> dict[str, set[str]]:
+    """Each module of the package and those that it imports, inside functions and for types, too."""
+    files = {dotted(path): path for path in modules("raafl")}
+    return {
+        name: {found for _, used in imports(path) for found in [nearest(used, files)] if found and found != name}
+        for name, path in files.items()
+        if name not in ("raafl", "raafl.__main__")
+    }
+
+
+def dotted(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def nearest(used, files):
+    """The module that a dotted name is, or is a name in."""
+    while used and used not in files:
+        used = used.rpartition(".")[0]
+    return used if used != "raafl" else ""
+
+
+def line_of(module):
+    package = module.split(".")[1]
+    (found,) = [number for number, line in enumerate(ORDER) if package in line] or pytest.fail(
+        f"{package} is not in ORDER"
+    )
+    return found
+
+
+def test_packages_import_in_one_order():
+    upward = {
+        f"{name} imports {other}" for name, used in arrows().items() for other in used if line_of(other) > line_of(name)
+    }
+    assert upward == TO_GO
+
+
+def test_files_do_not_import_in_a_circle():
+    known = arrows()
+    reach = {name: set(used) for name, used in known.items()}
+    for through in known:
+        for used in reach.values():
+            if through in used:
+                used |= reach[through]
+    circles = {
+        frozenset(other for other in reach[name] if name in reach.get(other, ()))
+        for name in known
+        if name in reach[name]
+    }
+    assert circles == {frozenset(circle) for circle in MAY_CIRCLE}
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from raafl.algorithms import ALGORITHMS
-from raafl.cli import main
+from raafl.commands.cli import main
 from tests.habits.source import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -48,7 +48,7 @@ def test_it_is_short_and_shows_its_pictures():
 
 
 def test_every_command_is_one():
-    from raafl.cli import USAGE
+    from raafl.commands.cli import USAGE
 
     for name in set(re.findall(r"\braafl (\w+) (?:--|RUN|\w)", "\n".join(re.findall(r"`+([^`]+)`+", README)))):
         assert re.search(rf"^  {name} ", USAGE, re.M), name

@@ -38,4 +38,4 @@ def test_library_code_does_not_print():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
     ]
-    assert not wrong, "report through the run folder, a logger or raafl.progress"
+    assert not wrong, "report through the run folder, a logger or raafl.watch.progress"

@@ -41,7 +41,7 @@ def test_import_raafl_is_light():
     assert loaded_after("import raafl") == []
 
 
-@pytest.mark.parametrize("module", ["raafl._lean", "raafl.progress", "raafl.runtime.journal"])
+@pytest.mark.parametrize("module", ["raafl.lean_import", "raafl.watch.progress", "raafl.runfolder.journal"])
 def test_modules_without_tensors_do_not_import_torch(module):
     # raafl/__init__.py may import torch; these modules add nothing of their own.
     before = set(run("import raafl, sys, json; print(json.dumps(sorted(sys.modules)))"))
@@ -51,7 +51,7 @@ def test_modules_without_tensors_do_not_import_torch(module):
 
 def test_lean_lightning_leaves_out_what_torchmetrics_would_pull_in():
     optional = ("torchvision", "transformers", "scipy", "datasets", "wandb", "matplotlib", "pandas", "sklearn")
-    assert loaded_after("from raafl._lean import import_lightning; import_lightning()", optional) == []
+    assert loaded_after("from raafl.lean_import import import_lightning; import_lightning()", optional) == []
 
 
 def test_after_a_lean_import_everything_else_imports_as_usual():
@@ -60,7 +60,7 @@ def test_after_a_lean_import_everything_else_imports_as_usual():
     code = f"""
 import sys, importlib, importlib.util, json
 finders, find_spec = list(sys.meta_path), importlib.util.find_spec
-from raafl._lean import import_lightning
+from raafl.lean_import import import_lightning
 assert import_lightning() is import_lightning() is sys.modules["lightning"]
 assert importlib.util.find_spec is find_spec
 assert importlib.util.find_spec("torchmetrics") is not None, "looking for it must not use it up"
@@ -86,7 +86,7 @@ print(json.dumps(accuracy.compute().item()))
 
 def test_a_submodule_of_torchmetrics_may_come_first_after_a_lean_import():
     assert run(
-        "from raafl._lean import import_lightning\nimport_lightning()\n"
+        "from raafl.lean_import import import_lightning\nimport_lightning()\n"
         "from torchmetrics.regression import MeanSquaredError\nimport torchmetrics, json\n"
         "print(json.dumps(torchmetrics.MeanSquaredError is MeanSquaredError))"
     )
@@ -95,14 +95,14 @@ def test_a_submodule_of_torchmetrics_may_come_first_after_a_lean_import():
 def test_lean_import_does_nothing_when_torchmetrics_is_there_already():
     assert run(
         "import torchmetrics, sys, json\nfinders, module = list(sys.meta_path), torchmetrics\n"
-        "from raafl._lean import import_lightning\nimport_lightning()\n"
+        "from raafl.lean_import import import_lightning\nimport_lightning()\n"
         "print(json.dumps(sys.modules['torchmetrics'] is module and '_Resume' not in str(sys.meta_path)))"
     )
 
 
 def test_a_lightning_that_wants_more_of_torchmetrics_is_imported_the_ordinary_way():
     assert run(
-        "import raafl._lean as lean, json\nlean._HOME.pop('MetricCollection')\nlightning = lean.import_lightning()\n"
+        "import raafl.lean_import as lean, json\nlean._HOME.pop('MetricCollection')\nlightning = lean.import_lightning()\n"
         "import sys, torchmetrics\nfrom lightning.pytorch.core.module import MetricCollection\n"
         "print(json.dumps(MetricCollection is torchmetrics.MetricCollection and '_Resume' not in str(sys.meta_path)))"
     )

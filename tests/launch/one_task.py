@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from raafl.core.types import Assignment
-from raafl.join import Site
+from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.spanning import together
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.federation import experiment
@@ -19,7 +19,7 @@ SPECS = (FULL, Spec.keep({"layers.1": range(3, 15)}), FULL)
 
 def site(folder):
     run = experiment(Path(folder) / "run", "fed_raa", clients=4, progress="quiet")
-    return Site.build(run, "", CLIENT, own_data=False)
+    return ClientSetup.build(run, "", CLIENT, own_data=False)
 
 
 def tasks(site, names=("first", "second", "third")):

@@ -54,7 +54,7 @@ def test_plain_transformers_loads_what_was_saved(make, architecture, task, tmp_p
 
 @pytest.mark.parametrize(("make", "architecture", "task"), CASES, ids=IDS)
 def test_a_checkpoint_needs_no_file_of_the_original(make, architecture, task, tmp_path):
-    from raafl.runtime import checkpoint
+    from raafl.runfolder import checkpoints as checkpoint
 
     make(architecture=architecture).save_pretrained(tmp_path / "model")
     module, x = make(name_or_path=str(tmp_path / "model")).eval(), example(architecture)
@@ -154,7 +154,7 @@ def test_adamw_decays_matrices_alone_and_warms_up():
 
 def test_models_without_transformers_do_not_import_it():
     code = (
-        "import sys; from raafl._lean import import_lightning; import_lightning()\n"
+        "import sys; from raafl.lean_import import import_lightning; import_lightning()\n"
         "from model_zoo import CNN, MLP, CharLM, FastText, KeywordSpotter, ResNet, VGG11\n"
         "import model_zoo.huggingface, model_zoo.vit\n"
         "ResNet(), VGG11(), FastText(100), CharLM(), KeywordSpotter()\n"

@@ -77,7 +77,7 @@ def test_plain_transformers_loads_a_saved_model_with_its_adapters_merged(make, t
 
 @pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
 def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
-    from raafl.runtime import checkpoint
+    from raafl.runfolder import checkpoints as checkpoint
 
     module, x = adapted(make), example(task)
     path = checkpoint.save(tmp_path, 1, module.state_dict(), module=module)

@@ -81,7 +81,7 @@ def test_a_step_moves_every_parameter_and_lowers_the_loss(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_makes_the_same_model_again(name, tmp_path):
-    from raafl.runtime import checkpoint
+    from raafl.runfolder import checkpoints as checkpoint
 
     make, batch = MODELS[name]
     module = make().eval()

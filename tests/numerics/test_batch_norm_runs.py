@@ -12,15 +12,15 @@ import raafl
 from model_zoo import ResNet
 from model_zoo.classifier import Classifier
 from raafl.algorithms import ALGORITHMS, fed_avg
-from raafl.config import parse
+from raafl.commands.replay import replay
+from raafl.config.experiment import SubmodelOptions
+from raafl.config.parse import parse
 from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
-from raafl.experiment import SubmodelOptions
 from raafl.parts import Rated
-from raafl.rerun import replay
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from tests.crashed import crashed, simulated
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT

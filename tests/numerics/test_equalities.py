@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
 from raafl.core.algorithm import Training
 from raafl.data import Dirichlet, FederatedData, Iid
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from tests.federation import digits, experiment, finish, small_mlp
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,15 +12,15 @@ from torch.utils.data import TensorDataset
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff
-from raafl.config import parse
+from raafl.commands.replay import replay
+from raafl.config.parse import parse
 from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.data.partition import Partition
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.parts.privacy import Privacy
-from raafl.parts.robust import Guard
-from raafl.rerun import replay
+from raafl.parts.protect.privacy import Privacy
+from raafl.parts.protect.robust import Guard
 from tests.crashed import crashed, simulated
 from tests.federation import experiment, finish, unequal
 from tests.habits.source import ROOT

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs plotly: pip install '.[report]'")
 
-from raafl.report.command import build
-from raafl.report.folder import read
+from raafl.commands.report import build
+from raafl.runfolder.reading import read
 from tests.report.folders import CONFIG, write
 from tests.report.test_page import CHARTS, hostile_run
 

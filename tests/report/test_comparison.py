@@ -8,9 +8,9 @@ import pytest
 from raafl.report import overview
 from raafl.report.curves import AXES, along, band, curve, curves
 from raafl.report.figure import Table, banded, briefly, fitting, rounded, thin_rows, thinned
-from raafl.report.folder import read
 from raafl.report.groups import flat, grouped, names_of
 from raafl.report.submodels import regions, specs, staleness
+from raafl.runfolder.reading import read
 from tests.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
 
 

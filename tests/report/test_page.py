@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs plotly: pip install '.[report]'")
 
-from raafl.cli import main
-from raafl.report.command import build
+from raafl.commands.cli import main
+from raafl.commands.report import build
 from raafl.report.figure import Chart, Table, View
-from raafl.report.folder import read
 from raafl.report.page import chart_html, data_json, escaped, shown, table_html
+from raafl.runfolder.reading import read
 from tests.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
 
 OWN = "document.documentElement.dataset.owned=1"

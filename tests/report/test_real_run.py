@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raafl.cli import main
+from raafl.commands.cli import main
 from raafl.data import Digits, Dirichlet
 from raafl.report.clients import partition
-from raafl.report.folder import MERGED, read
 from raafl.report.labels import classes_of
 from raafl.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, stretches, uses
+from raafl.runfolder.reading import MERGED, read
 from tests.federation import SPEEDS, experiment, finish, unequal
 from tests.habits.source import ROOT
 from tests.report.folders import write

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raafl.report.folder import read
 from raafl.report.times import AWAY, NOTHING, TASK, TRAIN, TRANSFER, WAIT, at_work, stretches, transfer_s, uses
+from raafl.runfolder.reading import read
 from tests.report.folders import EVENTS, TASKS, write
 
 

@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 
 from model_zoo import MLP
+from raafl.commands.run import simulate
 from raafl.core.types import Settled
-from raafl.run import simulate
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.divergence import Divergence
 from raafl.watch.show import plain, sentence
 from raafl.watch.state import RunState

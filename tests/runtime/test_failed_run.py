@@ -9,10 +9,10 @@ import pytest
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async
-from raafl.build import build, make_executor
-from raafl.run import simulate
-from raafl.runtime.hooks import Watcher
+from raafl.commands.run import simulate
+from raafl.core.hooks import Watcher
 from raafl.runtime.replay import Replay, read_run
+from raafl.runtime.setup import build, make_executor
 from tests.federation import experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(120)
@@ -60,7 +60,7 @@ def test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not(tmp_path, name, why
 
 def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replays(tmp_path, monkeypatch):
     """Client 2's first four answers come out wrong; the run is cut while it is kept out, and goes on the same."""
-    from raafl.runtime import pool
+    from raafl.runtime import executors as pool
 
     result = pool.Inline.result
 

@@ -103,7 +103,7 @@ HANGING = """
 import ctypes, multiprocessing, os, sys, time
 from pathlib import Path
 from raafl.runtime.interrupt import Interrupt, ends_process
-from raafl.runtime.rows import atomic_file
+from raafl.runfolder.rows import atomic_file
 
 def hang_in_c():  # where no handler of Python's can run
     while True:

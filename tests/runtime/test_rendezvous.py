@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raafl.config.options import Waits
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
 from raafl.runtime.rendezvous import Rendezvous
-from raafl.runtime.session import Waits
 from tests.federation import experiment
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from raafl.algorithms import ALGORITHMS
-from raafl.config import parse
+from raafl.commands.replay import replay
+from raafl.commands.run import simulate
+from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.rerun import replay
-from raafl.run import simulate
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.replay import Replay
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from raafl.algorithms import ALGORITHMS
+from raafl.commands.replay import replay
 from raafl.errors import BadInput
-from raafl.rerun import replay
 from raafl.watch.folder import Watched
 from tests.crashed import crashed, simulated
 

@@ -8,8 +8,9 @@ import shutil
 
 import pytest
 
-from raafl.run import simulate
-from raafl.runtime import checkpoint, rows
+from raafl.commands.run import simulate
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import rows
 from raafl.runtime.saver import Saver
 from tests.federation import experiment
 

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import raafl
+from raafl.config.options import Waits
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
 from raafl.devices.profiles import Profile
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session, Terms, Waits
+from raafl.runtime.session import Session, Terms
 from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, TcpPair, codec
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state

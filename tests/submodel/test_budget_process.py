@@ -28,14 +28,14 @@ import json, os, resource, sys
 import torch
 from torch.utils.data import TensorDataset
 from model_zoo import BERT, CNN, MLP, ViT
-from raafl._lean import import_lightning
+from raafl.lean_import import import_lightning
 import_lightning()
 from raafl.core.algorithm import Local, Training
 from raafl.core.types import Assignment
 from raafl.data import ClientData
 from raafl.local import heap
 from raafl.local.train import LocalTrainer
-from raafl.parts.selectors import Budget, largest, leading, steps
+from raafl.parts.select import Budget, largest, leading, steps
 from raafl.submodel import FULL, FlatTensors, Submodels, skeleton
 
 torch.set_num_threads(1)

@@ -13,13 +13,13 @@ from transformers import AutoModelForSequenceClassification
 
 from model_zoo import MLP, HFSequenceClassifier, ViT
 from raafl.algorithms import fed_avg
-from raafl.build import build, client_parts
-from raafl.config import parse
+from raafl.config.experiment import SubmodelOptions
+from raafl.config.parse import parse
 from raafl.core.algorithm import Select
 from raafl.core.types import Work
 from raafl.errors import BadInput
-from raafl.experiment import SubmodelOptions
-from raafl.runtime import checkpoint
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.setup import build, client_parts
 from raafl.submodel import add_exits, depth_window
 from tests.adapted import BERT, Tokens
 from tests.federation import experiment, finish

@@ -15,7 +15,7 @@ from raafl.core.algorithm import Fleet, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
-from raafl.parts.selectors import Budget
+from raafl.parts.select import Budget
 from raafl.submodel import FULL, Submodels, kernels
 from raafl.submodel.ledger import Ledger
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from raafl.algorithms import ALGORITHMS
-from raafl.build import proven
+from raafl.config.experiment import Experiment
 from raafl.data import Digits, FederatedData, Iid
-from raafl.experiment import Experiment
-from raafl.parts.rated import Rated
+from raafl.parts.select.rated import Rated
+from raafl.runtime.setup import proven
 from raafl.submodel import Submodels, proof, skeleton
 from raafl.submodel.narrow import narrowed, num_values
 from tests.submodel.test_proof import BATCH, Declared, Net, made

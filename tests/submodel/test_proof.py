@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
-from raafl.experiment import SubmodelOptions
 from raafl.submodel import Plan, Submodels
 from raafl.submodel.proof import _Proof, _separating, refuted
 from tests.federation import experiment
@@ -178,7 +178,7 @@ def test_a_name_that_is_no_axis_is_refused():
 
 def test_a_run_says_what_a_rate_leaves_and_what_is_not_proven(tmp_path):
     from model_zoo import MLP
-    from raafl.run import simulate
+    from raafl.commands.run import simulate
 
     class Wrong(MLP):
         def submodel_axes(self):

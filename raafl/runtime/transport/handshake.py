@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raafl.errors import BadInput
+from raafl.runtime.transport.cipher import KEY_BYTES, Seal, derive
 from raafl.runtime.transport.codec import Refused
 from raafl.runtime.transport.pair import PeerLost
-from raafl.runtime.transport.seal import KEY_BYTES, Seal, derive
 from raafl.runtime.transport.stream import SocketStream
 
 MAGIC = b"RAHS"

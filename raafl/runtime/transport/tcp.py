@@ -18,7 +18,7 @@ from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
 from raafl.runtime.transport.stream import Budget, SocketStream, Stream, hang_up
 
 if TYPE_CHECKING:
-    from raafl.runtime.transport.seal import Seal
+    from raafl.runtime.transport.cipher import Seal
 
 MIN_BYTES_PER_S = 1000.0
 """Slower than this, a peer in the middle of a message is cut off as ``slow``."""

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raafl.cli import main
+from raafl.commands.cli import main
 from raafl.errors import BadInput
 from raafl.runtime.transport import ClientKey, PeerLost, PeerTimeout, Refused, Secret, handshake, load_secret
+from raafl.runtime.transport.cipher import derive
 from raafl.runtime.transport.handshake import CHALLENGE_BYTES, greet, introduce
-from raafl.runtime.transport.seal import derive
 from raafl.runtime.transport.stream import Budget, SocketStream
 
 SECRET = Secret(b"sixteen bytes or more")

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from raafl.cli import main
+from raafl.commands.cli import main
 from raafl.errors import BadInput
 from raafl.runtime.transport.handshake import Secret, load_secret
 from raafl.runtime.transport.keys import bind, check_run

@@ -1,0 +1,152 @@
+"""Co-S2P (Li et al., "Unity is Power: Semi-Asynchronous Collaborative Training of Large-Scale Models with Structured Pruning").
+
+"... in Resource-Limited Clients". Client n keeps a share ``r_n = r_w r_d`` of the model (section IV-A):
+
+- depth: ``ceil(r_d L)`` consecutive blocks train; those below are frozen, those above absent; the window moves up from
+  task to task, so that all blocks train as evenly as windows allow, and no client need hold the whole model;
+- width: each linear layer is cut in segments, each attention in heads. A segment has a score s, kept with probability
+  ``sigmoid(s)``; masks m are drawn from Bernoulli(sigmoid(s)) for each batch, and the gradient goes straight through:
+  ``d m / d s = sigmoid(s) (1 - sigmoid(s))``. With the weights frozen the client trains the scores on
+
+      L_mask = CE + lambda sum_l |rho_l - r_w|^2,   rho_l = the share of mask l that is 1              (Eq. 2)
+
+  and then trains the small dense model that is left when the mask is applied for good.
+
+Classifiers at several depths c = 1 .. C of a submodel, the deepest as the teacher (section IV-B), in Eq. 3::
+
+    L = sum_c [ (1 - w) CE(z_c, y) + w T^2 KL( softmax(z_C / T) || softmax(z_c / T) ) ]
+
+Once the share `min_ratio` of the clients has reported, the server waits `wait_s` seconds more and merges what is there
+(Algorithm 2). For segment i and the clients N_i that trained it (Eqs. 4, 5)::
+
+    score_n^i = ||Delta_n^i|| / (1 + ||theta_t^i - theta_{t - tau_n}^i|| / ||theta_t^i||)
+    theta_{t+1}^i = theta_t^i - eta sum_{n in N_i} score_n^i Delta_n^i / sum_{n in N_i} score_n^i
+
+Where the paper leaves it open (symbols are lost from its equations; they are read off their legends):
+
+- Mask training: scores of a block train in a client's first `mask_rounds` visits of that block, in a task of their own before the
+  one that trains the window, so that no block keeps a random mask; the paper has 20 rounds of masks among 120 of training.
+  Scores are each client's own, kept on the server between its tasks, and begin at ``sigmoid^-1(r_w)``. Their optimiser is Adam.
+- Windows begin staggered over the clients (`raafl.parts.select.windows.first_window`), so that all blocks train from the first
+  round on.
+- A mask made physical: of each axis the ``ceil(r_w S)`` segments with the largest scores, the likeliest mask within the
+  budget; a draw would exceed the budget every other time.
+- A segment of a linear layer is a range of the hidden units of a feed-forward part, on both of its sides: what a single layer
+  drops its neighbour cannot use. Frozen blocks below the window are as narrow as the client's mask.
+- In a task that trains scores the blocks of the window are whole in width; a client that has no memory for that gets masks at
+  random. Random masks are drawn anew for each task.
+- Each block but the last gets an exit, a copy of the model's own last layers, where the model's type is known
+  (`raafl.submodel.add_exits`). The window's top exit is the teacher, those inside are students; the global model is
+  measured with its own last layers. A submodel without students trains on the plain loss.
+- width:depth (Table VIII) says how r is shared: ``log r_w = ratio * log r_d``, so that 0 cuts depth alone, as the table has it.
+- Parameters on no axis (norms, embeddings, exits) are a segment for each tensor. Deltas are parameters' differences, so
+  eta is 1 where the paper writes the clients' learning rate.
+- Without a stack of blocks (MLP, CNN) only the width is cut, and nothing is distilled; a model without exits ends each
+  window with its own last layers.
+- Adan, the clients' optimiser, is the model's own: ``optimizer: adan`` of the zoo's transformers.
+
+At rate 1 with `merge` mean and trigger sync this is unweighted FedAvg of the model with its exits.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from raafl.algorithms.co_s2p.local import MaskedAndDistilled
+from raafl.algorithms.co_s2p.merge import ImportanceMerge
+from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
+from raafl.core.sample import Sample
+from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.personal import Noted, WithScores
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.select.rated import Rates
+from raafl.parts.select.windows import Masks, RollingWindows
+from raafl.parts.trigger import AllReported, EachArrival, MinRatio
+
+RATES = [1.0, 0.5625, 0.25, 0.0625]
+"""Shares r of the paper's clients (Table III) but the smallest, 0.0156, and 1."""
+
+MERGES = ("importance", "mean")
+TRIGGERS = ("semi", "sync", "async")
+
+
+def co_s2p(
+    rates: Rates | None = None, width_depth: float | Literal["inf"] = 1.0, linear_masks: Masks = "trained",
+    attention_masks: Masks = "trained", segments: int = 16, mask_rounds: int = 5, mask_epochs: int | None = 5,
+    mask_steps: int | None = None, mask_lr: float = 1e-2, mask_strength: float = 1.0, distil: bool = True,
+    distil_weight: float = 0.2, temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi",
+    min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean"] = "importance", server_lr: float = 1.0,
+    cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
+) -> Algorithm:  # fmt: skip
+    """Make Co-S2P.
+
+    Args:
+        rates: share r of the model at each client: one for all; a list dealt to clients 1, 2, ... and again from its
+            beginning; or by name of device. None = 1, 0.5625, 0.25, 0.0625 in turn.
+        width_depth: how r is shared between width and depth (Table VIII): 1 alike, 0 depth alone is cut, inf width alone.
+        linear_masks: trained, or random (Table VII), for segments of linear layers.
+        attention_masks: trained, or random, for heads.
+        segments: segments of each linear layer.
+        mask_rounds: a client's visits of each block before which the block's scores train; the paper's 20 rounds (E1) are as many
+            as 5 visits for a client that trains a quarter of the blocks at a time.
+        mask_epochs: local epochs of a task that trains scores.
+        mask_steps: local steps of such a task instead of epochs; mask_epochs must be null then.
+        mask_lr: learning rate of scores (gamma_m).
+        mask_strength: lambda, how strongly masks are held to r_w; 1 to 1.5 in the paper.
+        distil: train with self-distillation between exits.
+        distil_weight: w, 0.2 or 0.3 in the paper.
+        temperature: T of the distillation.
+        trigger: semi (Algorithm 2), sync (all report) or async (each arrival).
+        min_ratio: share of the clients that must have reported before the wait begins (semi).
+        wait_s: seconds of that wait (semi), 60 to 150 in the paper.
+        merge: importance (Eqs. 4, 5), or mean, every client alike.
+        server_lr: eta, factor of the merged delta.
+        cohort: clients drawn when work starts, uniformly; None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        submodel: what each client trains instead of masked windows, such as `raafl.parts.Rated`; rates to mask_steps must be
+            left out then.
+    """
+    if mask_steps is not None:
+        refuse_unused(f"mask_steps is {mask_steps}", mask_epochs=(mask_epochs or 5, 5))
+        mask_epochs = None
+    ratio = float("inf") if width_depth == "inf" else width_depth
+    asked = RollingWindows(
+        list(RATES) if rates is None else rates, ratio, linear_masks, attention_masks, segments, mask_rounds,
+        mask_epochs, mask_steps, distil,
+    )  # fmt: skip
+    return Algorithm(
+        name="co_s2p",
+        paper="Li et al. 2025",
+        sample=Sample(cohort, concurrency),
+        select=Noted(_instead(asked, submodel)),
+        local=MaskedAndDistilled(distil, distil_weight, temperature, mask_strength, mask_lr, segments),
+        trigger=_trigger(trigger, min_ratio, wait_s),
+        merge=WithScores(_merge(merge, server_lr, segments)),
+    )
+
+
+def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
+    """Return ``submodel`` where it is given, which rules out every setting of masked windows."""
+    if submodel is None:
+        return asked
+    usual = RollingWindows(list(RATES), segments=asked.segments, distils=asked.distils)
+    fields = ("rates", "ratio", "linear", "attention", "mask_rounds", "mask_epochs", "mask_steps")
+    given = {name: (getattr(asked, name), getattr(usual, name)) for name in fields}
+    refuse_unused("submodel says what each client trains", **given)
+    return submodel
+
+
+def _trigger(name: str, min_ratio: float, wait_s: float) -> Trigger:
+    if name not in TRIGGERS:
+        raise BadInput(f"trigger is '{name}': {nearest(str(name), TRIGGERS)}")
+    if name == "semi":
+        return MinRatio(min_ratio, wait_s)
+    refuse_unused(f"trigger is {name}", min_ratio=(min_ratio, 0.5), wait_s=(wait_s, 0.0))
+    return AllReported() if name == "sync" else EachArrival()
+
+
+def _merge(name: str, server_lr: float, segments: int) -> Merge:
+    if name not in MERGES:
+        raise BadInput(f"merge is '{name}': {nearest(str(name), MERGES)}")
+    return ImportanceMerge(server_lr, segments) if name == "importance" else Deltas(server_lr, Staleness())

@@ -1,0 +1,160 @@
+"""What a client of Co-S2P does: it trains the scores of its mask, or its submodel with self-distillation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from raafl.core.local import Hook, Local, Task
+from raafl.core.types import Assignment
+from raafl.errors import fraction, positive
+from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
+from raafl.parts.local.mask_training import MaskTraining
+from raafl.parts.select.segments import cuts_of
+from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.cost import meta_batch
+from raafl.submodel.ledger import FusedAttention, Ledger, tensors_in
+
+SCORE_BYTES = 20
+"""Of one score on the wire: a number in JSON."""
+_More = tuple[float, int, float, float]
+
+
+@dataclass(frozen=True)
+class MaskedAndDistilled(Local):
+    """Masks where the assignment has scores (Eq. 2), else training with self-distillation (Eq. 3).
+
+    Attributes:
+        distils: False = the plain loss; an exit only ends a submodel.
+        weight: w, of the distillation.
+        temperature: T.
+        strength: lambda, of the masks' distance from their budget.
+        mask_lr: learning rate of scores.
+        segments: ranges that an axis without heads is cut into.
+    """
+
+    distils: bool = True
+    weight: float = 0.2
+    temperature: float = 3.0
+    strength: float = 1.0
+    mask_lr: float = 1e-2
+    segments: int = 16
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a number out of range."""
+        fraction("distil_weight", self.weight, zero=True)
+        positive("temperature", self.temperature)
+        positive("mask_lr", self.mask_lr)
+        if self.strength != 0:
+            positive("mask_strength", self.strength)
+
+    def prepare(self, module: Any) -> Any:
+        """Return the model with an exit after each block, where its type is known and it has none."""
+        return with_every_exit(module)
+
+    def hook(self, task: Task) -> Hook:
+        """Return the training of scores, the distilled one, or the plain one."""
+        if "scores" in task.assignment.extra:
+            return MaskTraining(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
+        if self.distils:
+            return Distilled(task, self.weight, self.temperature)
+        return Hook(task)
+
+    def tests(self, extra: Mapping[str, Any]) -> bool:
+        """Scores are no model: nothing is measured after a task that trains them."""
+        return "scores" not in extra
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the cost of a plain step, and on top of it what the hook adds to forward and backward pass; cached."""
+        cost = submodels.cost(spec, batch_size)
+        scores = sum(map(len, extra.get("scores", {}).values()))
+        if not scores and (not self.distils or not exit_depths(submodels)):
+            return cost
+        spec = submodels.normal(spec)
+        kept = tuple((name, range(len(units))) for name, units in spec.kept)
+        axes = tuple((axis, len(values)) for axis, values in extra.get("scores", {}).items())
+        key = (self, Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, axes)
+        known = _KNOWN.setdefault(submodels, OrderedDict())
+        if key not in known:
+            while len(known) >= MAX_KNOWN:
+                known.popitem(last=False)
+            known[key] = self._more(submodels, key[1], batch_size, dict(axes))
+        flops, peak_bytes, moved_bytes, padding_flops = known[key]
+        return replace(
+            cost,
+            flops_per_sample=cost.flops_per_sample + flops,
+            peak_bytes=cost.peak_bytes + peak_bytes,
+            moved_bytes_per_sample=cost.moved_bytes_per_sample + moved_bytes,
+            padding_flops_per_sample=cost.padding_flops_per_sample + padding_flops,
+            down_bytes=cost.down_bytes + SCORE_BYTES * scores,
+            up_bytes=cost.up_bytes + SCORE_BYTES * scores,
+        )
+
+    def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Mapping[str, int]) -> _More:
+        """Return what the hook adds: FLOPs of a sample, bytes at the peak, moved bytes and FLOPs on padding of a sample."""
+        if submodels.example_batch is None:
+            return 0.0, 0, 0.0, 0.0
+        extra = {"scores": {axis: [0.0] * number for axis, number in axes.items()}, "rate": 0.5} if axes else {}
+        try:
+            plain, own = (_followed(submodels, spec, batch_size, one, extra) for one in (Local(), self))
+        except Exception:  # a step that cannot run without values: the plain cost stands
+            return 0.0, 0, 0.0, 0.0
+        samples = max(batch_size, 1)
+        return (
+            max(own.flops - plain.flops, 0.0) / samples,
+            max(own.peak_bytes - plain.peak_bytes, 0),
+            max(own.moved_bytes - plain.moved_bytes, 0) / samples,
+            max(own.padding_flops - plain.padding_flops, 0.0) / samples,
+        )
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Say where there is nothing to distil."""
+        if not self.distils or exit_depths(submodels):
+            return []
+        return ["the model has no exits between its blocks: nothing is distilled"]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = f"masks at lambda {self.strength:g}"
+        return words + (
+            f", distilled with w {self.weight:g}, T {self.temperature:g}" if self.distils else ", SGD on the loss"
+        )
+
+
+MAX_KNOWN = 256
+"""Costs remembered for each model."""
+
+_KNOWN: WeakKeyDictionary[Submodels, OrderedDict[Any, _More]] = WeakKeyDictionary()
+
+
+def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
+    """Return the ledger of one forward and backward pass of a task, without values."""
+    module: Any = submodels.shrink(spec, device="meta").module
+    batch = meta_batch(submodels.example_batch, batch_size)
+    module.train()
+    for name in ("log", "log_dict"):
+        if hasattr(module, name):
+            module.__dict__[name] = _ignore
+    task = Task(
+        Assignment(0, 0, 0, 0, 0, spec, 0, None, None, 0, 0.0, extra=extra), submodels, module,
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0), FlatTensors.empty(Layout(())), 1, torch.Generator(),
+        loss=module.training_step, backward=lambda loss: torch.autograd.backward(loss) if loss.requires_grad else None,
+        update=lambda: None,
+    )  # fmt: skip
+    hook = local.hook(task)
+    ledger = Ledger([*module.parameters(), *module.buffers(), *tensors_in(batch)])
+    try:
+        with torch.device("meta"), ledger, FusedAttention():
+            hook.backward(hook.loss(batch, 0))
+    finally:
+        hook.close()
+    return ledger
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -1,0 +1,220 @@
+"""Merging by the importance of each segment (Co-S2P, Eqs. 4 and 5)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Merge
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import positive
+from raafl.parts.merge.mean import chunks, zeros_like
+from raafl.parts.merge.personal import AT_WORK
+from raafl.parts.select.segments import cuts_of
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.axes import Axis, AxisTable
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
+    """Return the score of segments: ``||Delta|| / (1 + ||theta_now - theta_start|| / ||theta_now||)`` (Eq. 4), from norms."""
+    return update / (1 + drift / weights.clamp_min(TINY))
+
+
+@dataclass(frozen=True)
+class ImportanceMerge(Merge):
+    """``theta_i <- theta_i + eta sum_{n in N_i} score_n d_n / sum_{n in N_i} score_n`` for each segment i (Eqs. 4, 5).
+
+    d_n is the difference that client n sends, -(learning rate) times the paper's accumulated gradients; their factor goes
+    out of the normalised scores. Segments are those of all axes; a tensor on several belongs to that of its first cut dimension
+    (of a weight, its outputs), and where clients hold different columns of it the sum is over those that hold an element.
+    What is on no axis (norms, embeddings, exits) is a segment for each tensor. Running statistics are their plain mean. What
+    no update covers keeps every bit, as does a segment whose updates are all 0.
+
+    theta_start: a client that is still at work when the model changes has the values that it trains from kept, until it
+    reports. So a merge that all are in costs nothing, and memory is at most one copy of the trained part of each submodel
+    at work, exact and part of each checkpoint; the report says how much it was. Two accumulators of the model's size come on top.
+
+    Attributes:
+        server_lr: eta.
+        segments: ranges that an axis without heads is cut into.
+    """
+
+    server_lr: float = 1.0
+    segments: int = 16
+    sends: Literal["values", "delta"] = "delta"
+    by_client: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a step of zero or less, or no segments."""
+        positive("server_lr", self.server_lr)
+        positive("segments", self.segments)
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Say what the start values of late clients may take."""
+        each = state.submodels.layout(part="trained").num_bytes
+        return [
+            "importance of updates: the server keeps what late clients started from, at most "
+            f"{num_clients} submodels (the whole model trains {each:,} bytes)"
+        ]
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Score the segments of an update, and add it to the sums with these weights."""
+        table = _table(state.submodels, self.segments)
+        places, plan = table.places(state.submodels, spec), state.submodels.plan(spec)
+        scores = importance(table.norms(update.tensors, places), *self._norms(state, update.client, spec, table))
+        scores[table.num_scored :] = 1.0
+        weighted, weight = FlatTensors.empty(plan.layout), FlatTensors.empty(plan.layout)
+        for name, tensor in update.tensors.items():
+            factor = _shaped(scores, places[name], tensor)
+            weight[name].copy_(factor.expand_as(tensor))
+            weighted[name].copy_(tensor * factor)
+        memory = state.memory.setdefault("importance", {})
+        for sums, mine in (("sum", weighted), ("weight", weight)):
+            if sums not in memory:
+                memory[sums] = state.scratch.pop(sums, None) or zeros_like(state.values)
+            plan.add_(memory[sums], mine.to(state.values.device))
+
+    def _norms(self, state: GlobalState, client: int, spec: Spec, table: _Table) -> tuple[Tensor, Tensor]:
+        """Return ||theta_now - theta_start|| and ||theta_now|| of each segment that the client trains."""
+        places = table.places(state.submodels, spec)
+        now = state.submodels.plan(spec).gather(state.values)
+        weights = table.norms(now, places)
+        start = state.memory.get(AT_WORK, {}).get(client, {}).get("start")
+        if start is None:  # nothing has changed meanwhile
+            return torch.zeros_like(weights), weights
+        for dtype, buffer in now.buffers.items():
+            buffer.sub_(start.buffers[dtype])
+        return table.norms(now, places), weights
+
+    def apply(self, state: GlobalState) -> None:
+        """Move each element by the weighted mean of its updates."""
+        self._keep_starts(state)
+        memory = state.memory.pop("importance")
+        trained = state.submodels.layout(part="trained")
+        theta, total, weight = (flat.prefix(trained) for flat in (state.values, memory["sum"], memory["weight"]))
+        for name, values in theta.items():
+            rate = self.server_lr if name in state.submodels.parameter_names else 1.0
+            for old, mine, on in chunks(values, total[name], weight[name]):
+                old.add_(torch.where(on > 0, mine / on.clamp_min(TINY), 0.0), alpha=rate)
+        for sums in ("sum", "weight"):
+            for buffer in memory[sums].prefix(trained).buffers.values():
+                buffer.zero_()
+            state.scratch[sums] = memory[sums]
+
+    def _keep_starts(self, state: GlobalState) -> None:
+        """Copy what clients at work started from, where that is the values that are about to change."""
+        at_work = state.memory.get(AT_WORK, {})
+        for noted in at_work.values():
+            if noted["start"] is None and noted["spec"].trained != ():
+                noted["start"] = state.submodels.plan(noted["spec"]).gather(state.values)
+        held = sum(noted["start"].num_bytes for noted in at_work.values() if noted["start"] is not None)
+        state.memory["most_start_bytes"] = max(held, state.memory.get("most_start_bytes", 0))
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "start_bytes" the most that start values of late clients took."""
+        return {"start_bytes": state.memory.get("most_start_bytes", 0)}
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        step = "" if self.server_lr == 1 else f", server lr {self.server_lr:g}"
+        return f"mean of deltas by importance of segments{step}"
+
+
+# ---- which element is in which segment ----
+
+Place = tuple[int | None, Tensor]
+"""Of a tensor: the dimension along which segments change, and the segment at each place of it (one alone where None)."""
+
+
+class _Table:
+    """The segments of everything that trains, counted through.
+
+    Attributes:
+        num: of the segments.
+        num_scored: of the segments, those of parameters; after them come running statistics.
+    """
+
+    def __init__(self, submodels: Submodels, number: int) -> None:
+        """Number the segments of each axis, then one for each tensor that is on none."""
+        shapes = {entry.name: entry.shape for entry in submodels.layout(part="trained").entries}
+        axes = [Axis(a.name, a.size, tuple(m for m in a.members if m.name in shapes)) for a in submodels.axes.values()]
+        self._axes, self._cuts = AxisTable(axes, shapes), cuts_of(submodels, number)
+        self._specs: OrderedDict[Spec, dict[str, Place]] = OrderedDict()
+        self._firsts: dict[str, int] = {}
+        self.num = 0
+        for name, cut in self._cuts.items():
+            self._firsts[name], self.num = self.num, self.num + len(cut)
+        parameters = [name for name in shapes if name in submodels.parameter_names]
+        self._places = {name: self._place(name, shapes[name]) for name in parameters}
+        self.num_scored = self.num
+        for name in shapes.keys() - self._places.keys():
+            self._places[name] = (None, torch.tensor([self.num]))
+        self.num += 1
+
+    def _place(self, name: str, shape: tuple[int, ...]) -> Place:
+        members = [(a.name, m) for a in self._axes.axes.values() for m in a.members if m.name == name]
+        if not members:
+            self.num += 1
+            return None, torch.tensor([self.num - 1])
+        dim = min(member.dim for _, member in members)
+        ids = torch.full((shape[dim],), -1)
+        for axis, member in members:
+            bounds = self._cuts[axis].bounds if member.dim == dim else ()
+            for i, (start, stop) in enumerate(pairwise(bounds)):
+                ids[member.offset + start * member.unit : member.offset + stop * member.unit] = self._firsts[axis] + i
+        if bool((ids < 0).any()):
+            ids[ids < 0] = self.num
+            self.num += 1
+        return dim, ids
+
+    def places(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
+        """Return the places of the tensors that a submodel trains, as small as it has them."""
+        spec = submodels.normal(spec)
+        if spec not in self._specs:
+            while len(self._specs) >= MAX_KNOWN:
+                self._specs.popitem(last=False)
+            selections, found = self._axes.selections(spec), {}
+            for entry in submodels.layout(spec, "trained").entries:
+                dim, ids = self._places[entry.name]
+                runs = selections.get(entry.name, {}).get(dim) if dim is not None else None
+                found[entry.name] = (dim, ids if runs is None else torch.cat([ids[a:b] for a, b in runs]))
+            self._specs[spec] = found
+        return self._specs[spec]
+
+    def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
+        """Return the L2 norm of each segment over what is there, shape (num,), float64, on the CPU."""
+        squares = torch.zeros(self.num, dtype=torch.float64)
+        for name, tensor in tensors.items():
+            dim, ids = places[name]
+            rows = tensor.reshape(1, -1) if dim is None else tensor.movedim(dim, 0).reshape(len(ids), -1)
+            squares.index_add_(0, ids, torch.linalg.vector_norm(rows, dim=1).cpu().double().square())
+        return squares.sqrt()
+
+
+def _shaped(scores: Tensor, place: Place, tensor: Tensor) -> Tensor:
+    """Return the score of each element of ``tensor``, of a shape that is broadcast to its own."""
+    dim, ids = place
+    found = scores[ids].to(tensor.device, tensor.dtype)
+    return found.reshape([1] * tensor.dim()) if dim is None else found.view(-1, *[1] * (tensor.dim() - dim - 1))
+
+
+MAX_KNOWN = 64
+"""Specs of which it is remembered where their segments are, for each model."""
+
+_KNOWN: WeakKeyDictionary[Submodels, dict[int, _Table]] = WeakKeyDictionary()
+
+
+def _table(submodels: Submodels, number: int) -> _Table:
+    known = _KNOWN.setdefault(submodels, {})
+    if number not in known:
+        known[number] = _Table(submodels, number)
+    return known[number]

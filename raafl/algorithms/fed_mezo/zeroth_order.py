@@ -1,0 +1,349 @@
+"""Zeroth-order local training: forward passes alone, and only scalars go up, from which the server rebuilds what was trained."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Fleet, Hook, Local, Merge, Task
+from raafl.core.state import GlobalState
+from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
+from raafl.errors import positive
+from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.wrapped import WrappedSelect
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.batch_norm import statistics_of
+from raafl.submodel.cost import Cost
+
+MEMORY = "zeroth_order"
+"""Key in `GlobalState.memory` of the sums."""
+
+ANSWERED = "zeroth_order answered"
+"""Key in `GlobalState.memory` of the task whose update comes next: its seed, and which parameters it trained."""
+
+EXPECTED = "zeroth_order expected"
+"""Key in `GlobalState.memory` of how many scalars each client's task has."""
+
+SCALARS = "scalars"
+"""Key in `Update.extra` of the scalars g_t, in `Work.extra` of how many there will be."""
+
+PASSES = 3
+"""Times a step goes over the parameters: up, down, and back with its update."""
+
+
+# ---- perturbations ----
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of a step's perturbation z_t, where ``seed`` is the assignment's."""
+    return derive_seed(seed, "perturbation", step)
+
+
+def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
+    """Add ``rate * z`` to contiguous tensors, in place, for each rate in turn; z ~ N(0, I) follows from ``seed`` alone.
+
+    z is drawn on the CPU, a chunk at a time. Product and sum are two operations, each of which rounds as IEEE 754 says, and
+    not one that may or may not be fused: the bits are the same on every device and with any number of threads.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        for piece in torch.split(tensor.detach().view(-1), CHUNK):
+            z = torch.randn(piece.numel(), generator=generator).to(piece.device)
+            for rate in rates:
+                piece.add_(z * rate)
+
+
+def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
+    """Do to ``tensors``, in place, all that the steps of a task did to theirs: perturbations and updates.
+
+    Args:
+        tensors: the values that the client began with.
+        seed: the assignment's.
+        scalars: g_1, ..., g_T.
+        lr: learning rate eta.
+        epsilon: size of the perturbations.
+    """
+    for step, scalar in enumerate(scalars):
+        move_(tensors, step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
+
+
+def parameters_of(submodels: Submodels, spec: Spec) -> list[str]:
+    """Return the names of the parameters that a task of ``spec`` perturbs, in the order of their draws."""
+    names = submodels.parameter_names
+    return [entry.name for entry in submodels.layout(spec, "trained").entries if entry.name in names]
+
+
+def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
+    layout = submodels.layout(spec, "trained")
+    return sum(layout.by_name[name].numel for name in parameters_of(submodels, spec))
+
+
+def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
+    """Return the spec of what a task perturbs, where ``spec`` says that no tensor trains."""
+    return replace(spec, trained=None if trained is None else tuple(trained))
+
+
+# ---- scalars on the wire ----
+
+
+def pack(scalars: Sequence[float]) -> str:
+    """Return the scalars as float32, little-endian, in base64."""
+    return base64.b64encode(np.asarray(scalars, "<f4").tobytes()).decode("ascii")
+
+
+def unpack(text: Any) -> list[float] | None:
+    """Return what `pack` was given, or None where it cannot have made it."""
+    if not isinstance(text, str):
+        return None
+    try:
+        data = base64.b64decode(text.encode("ascii"), validate=True)
+    except (UnicodeEncodeError, binascii.Error):
+        return None
+    return None if len(data) % 4 else [float(value) for value in np.frombuffer(data, "<f4")]
+
+
+def packed_bytes(num_scalars: int) -> int:
+    """Return how long `pack` makes so many scalars."""
+    return 4 * -(-4 * num_scalars // 3)
+
+
+# ---- the client ----
+
+
+class Steps(Hook):
+    """MeZO's steps (Malladi et al. 2023, Algorithm 1), one for each batch, in the place of backward pass and optimiser."""
+
+    def __init__(self, task: Task, lr: float, epsilon: float) -> None:
+        """Begin; the module computes as in evaluation: no dropout, running statistics as received."""
+        super().__init__(task)
+        self.lr, self.epsilon = lr, epsilon
+        self.scalars: list[float] = []
+        spec = _perturbed(task.assignment.spec, task.assignment.extra.get("trained"))
+        self._tensors = [task.module.get_parameter(name).detach() for name in parameters_of(task.submodels, spec)]
+        task.module.eval()
+
+    @torch.no_grad()
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Make one step; return the mean of the two losses.
+
+        ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to what travels; theta -= lr g z.
+        """
+        seed = step_seed(self.task.assignment.seed, len(self.scalars))
+        move_(self._tensors, seed, self.epsilon)
+        plus = float(self.task.loss(batch, index))
+        move_(self._tensors, seed, -2 * self.epsilon)
+        minus = float(self.task.loss(batch, index))
+        scalar = torch.tensor((plus - minus) / (2 * self.epsilon), dtype=torch.float32).item()
+        move_(self._tensors, seed, self.epsilon - self.lr * scalar)
+        self.scalars.append(scalar)
+        return torch.tensor((plus + minus) / 2)
+
+    def backward(self, loss: Tensor) -> None:
+        """Do nothing: there are no gradients."""
+
+    def update(self) -> None:
+        """Do nothing: every batch has made its step."""
+
+    def finish(self) -> dict[str, Any]:
+        """Return the scalars."""
+        return {SCALARS: pack(self.scalars)}
+
+    def close(self) -> None:
+        """Have the module train as others do."""
+        self.task.module.train()
+
+
+@dataclass(frozen=True)
+class ZerothOrder(Local):
+    """Perturb the parameters in place and go by the difference of two losses.
+
+    Attributes:
+        lr: learning rate eta.
+        epsilon: size of the perturbations.
+    """
+
+    lr: float = 5e-3
+    epsilon: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a rate or size of zero or less."""
+        positive("lr", self.lr)
+        positive("epsilon", self.epsilon)
+
+    def hook(self, task: Task) -> Hook:
+        """Return the steps of ``task``."""
+        return Steps(task, self.lr, self.epsilon)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the cost of two forward passes to a step and the passes over the parameters, with no gradient or state.
+
+        Where no forward pass could be followed, two FLOPs count for each parameter and pass.
+        """
+        cost = submodels.cost(replace(spec, trained=()), batch_size)
+        samples = max(batch_size, 1)
+        perturbed = _num_perturbed(submodels, spec if spec.trained else replace(spec, trained=None))
+        return replace(
+            cost,
+            flops_per_sample=(2 * cost.flops_per_sample or 4.0 * cost.params) + 2.0 * PASSES * perturbed / samples,
+            peak_bytes=cost.peak_bytes + 2 * 4 * min(CHUNK, perturbed),
+            up_bytes=cost.up_bytes + packed_bytes(int(extra.get(SCALARS, 0))),
+            moved_bytes_per_sample=2 * cost.moved_bytes_per_sample + 2.0 * PASSES * 4 * perturbed / samples,
+            padding_flops_per_sample=2 * cost.padding_flops_per_sample,
+        )
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Say what goes up, and what becomes of batch norm."""
+        count = _num_perturbed(submodels, Spec())
+        notes = [
+            f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
+            "batches are steps of their own"
+        ]
+        if statistics_of(submodels.module):
+            notes.append(
+                "batch norm runs on its running statistics as they are at the start: forward passes as in evaluation"
+            )
+        return notes
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"zeroth-order steps, lr {self.lr:g}, epsilon {self.epsilon:g}"
+
+
+# ---- the server ----
+
+
+@dataclass(frozen=True)
+class ForwardOnly(WrappedSelect):
+    """Another answer, of whose submodels no tensor comes back; notes for the merge from which seed each update came."""
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the inner answer's work, its parameters frozen for those who would compute gradients."""
+        work = self.inner(client, fleet)
+        expected = _num_batches(client, work, fleet)
+        fleet.state.memory.setdefault(EXPECTED, {})[client.id] = expected
+        extra = {**work.extra, SCALARS: expected}
+        if work.spec.trained is not None:
+            extra["trained"] = list(work.spec.trained)
+        return replace(work, spec=replace(work.spec, trained=()), extra=extra)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Expect no scalars of the client any more, and pass it on."""
+        fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
+        self.inner.lost(client, fleet)
+
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+        """Note the seed, for the merge which receives the update next."""
+        fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
+        self.inner.answered(client, assignment, seconds, fleet)
+
+
+def _num_batches(client: ClientInfo, work: Work, fleet: Fleet) -> int:
+    """Return how many batches a task has."""
+    epochs, steps = work.num_epochs, work.num_steps
+    if epochs is None and steps is None:
+        epochs, steps = fleet.training.num_epochs, fleet.training.num_steps
+    return steps if steps is not None else (epochs or 1) * -(-client.num_samples // max(fleet.batch_size, 1))
+
+
+@dataclass(frozen=True)
+class Rebuilt(Merge):
+    """Rebuild each client's trained values from its seed and scalars, and step by the mean of the differences.
+
+    ``Delta_n = theta_n - theta``, ``theta <- theta + server_lr sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that
+    cover an element. ``Delta_n = -lr sum_t g_t z_t`` does not depend on the values that the client began with, but for
+    rounding: it is rebuilt from the server's values as they are now. With no merge in between these are the client's, and
+    ``theta_n`` has the client's bits.
+
+    Memory: two copies of the model for sums, and one of the submodel while an update is received. Time: one draw of z and
+    three passes over the submodel for each step of each client.
+
+    Attributes:
+        lr: the client's.
+        epsilon: the client's.
+        server_lr: step of the server.
+        staleness: s.
+        by_samples: weigh by |D_n|; False = every client alike.
+    """
+
+    lr: float = 5e-3
+    epsilon: float = 1e-3
+    server_lr: float = 1.0
+    staleness: Staleness = field(default_factory=Staleness)
+    by_samples: bool = True
+    sends: Literal["values", "delta"] = "values"
+    wire: str | None = "scalars"
+    by_client: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a server learning rate of zero or less."""
+        positive("server_lr", self.server_lr)
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return why the scalars are not to be used: none, fewer than the steps, more than asked for, or not finite."""
+        scalars = unpack(update.extra.get(SCALARS))
+        if scalars is None:
+            return "bad-scalars"
+        if not scalars or len(scalars) < update.num_steps:
+            return "missing-scalars"
+        if len(scalars) > state.memory.get(EXPECTED, {}).get(update.client, math.inf):  # each is a pass over the model
+            return "surplus-scalars"
+        return None if all(map(math.isfinite, scalars)) else "non-finite"
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Rebuild the client's values and add what they changed to the sum."""
+        task = state.memory.pop(ANSWERED)
+        perturbed = _perturbed(spec, task["trained"])
+        plan, memory = state.submodels.plan(perturbed), self._memory(state)
+        before = plan.gather(state.values)
+        change = self.rebuilt(state.submodels, perturbed, before, task["seed"], unpack(update.extra[SCALARS]) or [])
+        for dtype, buffer in change.buffers.items():
+            buffer.sub_(before.buffers[dtype])
+        weight = float(update.num_samples) if self.by_samples else 1.0
+        plan.add_(memory["sum"], change, weight * self.staleness(staleness))
+        plan.cover_(memory["weight"], weight)
+
+    def rebuilt(
+        self, submodels: Submodels, perturbed: Spec, before: FlatTensors, seed: int, scalars: Sequence[float]
+    ) -> FlatTensors:
+        """Return the values that a client has at the end which began with ``before``, of which ``perturbed`` says what moved."""
+        after = before.clone()
+        replay_([after[name] for name in parameters_of(submodels, perturbed)], seed, scalars, self.lr, self.epsilon)
+        return after
+
+    def apply(self, state: GlobalState) -> None:
+        """Take one step with the mean of what was received."""
+        memory = self._memory(state)
+        trained = state.values.prefix(state.submodels.layout(part="trained"))
+        for dtype, theta in trained.buffers.items():
+            if not (dtype.is_floating_point or dtype.is_complex):
+                continue
+            flats = (memory[name].buffers[dtype] for name in ("sum", "weight"))
+            for old, total, on in chunks(theta, *(flat[: len(theta)] for flat in flats)):
+                covered = on.real > 0 if dtype.is_complex else on > 0
+                new = torch.add(old, total / torch.where(covered, on, 1), alpha=self.server_lr)
+                old.copy_(torch.where(covered, new, old))
+                total.zero_()
+                on.zero_()
+
+    def _memory(self, state: GlobalState) -> dict[str, FlatTensors]:
+        memory: dict[str, FlatTensors] = state.memory.setdefault(MEMORY, {})
+        if not memory:
+            memory |= {"sum": zeros_like(state.values), "weight": zeros_like(state.values)}
+        return memory
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = "mean of what seeds and scalars rebuild, " + (
+            "weighted by samples" if self.by_samples else "unweighted"
+        )
+        words += f", server lr {self.server_lr:g}" if self.server_lr != 1 else ""
+        return words + (f" x {self.staleness}" if str(self.staleness) else "")

@@ -1,0 +1,375 @@
+"""Probabilistic masks over frozen random weights: clients learn which weights to keep, and one bit for each goes up.
+
+Where each weight of the model lies, the state has its expected value ``p w`` under a mask Bernoulli(p): ``w = +sigma`` or
+``-sigma``, one sigma for the tensor. So p is ``|value| / sigma``, the sign of w is the value's, axes and submodels are the
+model's own, and the model as it stands computes with the expected mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from raafl.core.algorithm import Hook, Local, Merge, Task
+from raafl.core.state import GlobalState
+from raafl.core.types import Update, derive_seed
+from raafl.errors import BadInput, positive
+from raafl.parts.merge.mean import zeros_like
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.cost import Cost
+from raafl.submodel.flat import Layout
+
+MEMORY = "probabilistic_masks"
+"""Key in `GlobalState.memory` of the counts."""
+
+DIVERGED = "diverged"
+"""Key in `Update.extra` that says that a client's scores were not finite: its masks look like any."""
+
+SGD_LR_FACTOR, LR_FACTOR = 1000.0, 100.0
+"""Learning rate of scores, as a multiple of a weight's: the steps of SGD shrink with the gradient, those of Adam do not."""
+
+WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight",),
+    nn.Bilinear: ("weight",),
+    _ConvNd: ("weight",),
+    nn.Embedding: ("weight",),
+    nn.EmbeddingBag: ("weight",),
+    nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+}
+"""Parameters that are masked, by type of layer; of recurrent layers all matrices are."""
+
+
+def weights_of(layer: nn.Module) -> list[str]:
+    """Return the names of a layer's own parameters that are masked: weights of its type, if they train."""
+    names = [name for kind, names in WEIGHTS.items() if isinstance(layer, kind) for name in names]
+    if isinstance(layer, nn.RNNBase):
+        names += [name for name in layer._flat_weights_names if layer._parameters[name].dim() == 2]  # type: ignore[union-attr]
+    else:
+        convolves = type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+        names += ["weight"] if convolves else []
+    own = layer._parameters
+    return [name for name in names if (weight := own.get(name)) is not None and weight.requires_grad]
+
+
+def scale(shape: tuple[int, ...]) -> float:
+    """Return sigma of a weight of this shape: the standard deviation of Kaiming's normal initialisation, sqrt(2 / fan_in)."""
+    return math.sqrt(2.0 / max(math.prod(shape[1:]), 1))
+
+
+def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
+    """Return sigma of each masked tensor in the trained layout of a submodel; it is that of the whole model."""
+    whole, names = submodels.layout().by_name, submodels.parameter_names
+    return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
+
+
+class Masked(torch.autograd.Function):
+    """``w * m``, ``m ~ Bernoulli(sigmoid(score))``, with the gradient straight through the draw: dm/dp = 1."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Tensor, drawn: Tensor, negative: Tensor, sigma: float) -> Tensor:
+        """Return the masked weights; ``drawn`` is uniform in [0, 1), ``negative`` says which weights are -sigma."""
+        ctx.save_for_backward(score, negative)
+        ctx.sigma = sigma
+        return (drawn < torch.sigmoid(score)).to(score.dtype).mul_(sigma).mul_(_signs(negative, score.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return ``gradient * w * p (1 - p)``."""
+        score, negative = ctx.saved_tensors
+        p = torch.sigmoid(score)
+        return gradient * _signs(negative, score.dtype) * ctx.sigma * p * (1 - p), None, None, None
+
+
+def _signs(negative: Tensor, dtype: torch.dtype) -> Tensor:
+    return 1 - 2 * negative.to(dtype)
+
+
+# ---- the client ----
+
+
+class Training(Hook):
+    """FedPM's local training (Isik et al. 2023, Algorithm 1): the parameters are scores while it lasts.
+
+    While a loss is computed each layer finds its masked weights where its parameter is. What goes up are masks of zeros and
+    ones, drawn once at the end; the layers keep the weights under them until the next task begins, for whoever measures
+    what this one has trained.
+    """
+
+    def __init__(self, task: Task, floor: float, lr_factor: float | None) -> None:
+        """Turn probabilities into scores, ``s = log(p / (1 - p))``."""
+        super().__init__(task)
+        plain = isinstance(task.optimizer, torch.optim.SGD)
+        self._lr_factor = lr_factor or (SGD_LR_FACTOR if plain else LR_FACTOR)
+        self._done = False
+        self._generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
+        self._scales = scales_of(task.submodels, task.submodels.layout(task.assignment.spec, "trained"))
+        for layer in task.module.modules():
+            _uncover(layer)  # what the last task has left
+        names = {id(parameter): name for name, parameter in task.module.named_parameters()}
+        self._places = [
+            (layer, attribute, names[id(parameter)])
+            for layer in task.module.modules()
+            for attribute, parameter in layer._parameters.items()
+            if parameter is not None and names[id(parameter)] in self._scales
+        ]
+        self._scores = {name: task.module.get_parameter(name) for name in self._scales}
+        self._negative = {name: torch.signbit(score.detach()) for name, score in self._scores.items()}
+        with torch.no_grad():
+            for name, score in self._scores.items():
+                score.copy_(torch.logit(score.abs().div_(self._scales[name]), floor))
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return the loss under masks drawn anew."""
+        self._cover({name: self._masked(name, score) for name, score in self._scores.items()})
+        return self.task.loss(batch, index)
+
+    def _masked(self, name: str, score: Tensor) -> Tensor:
+        masked: Tensor = Masked.apply(score, self._drawn(score), self._negative[name], self._scales[name])
+        return masked
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        return torch.rand(like.shape, generator=self._generator).to(like.device)
+
+    def update(self) -> None:
+        """Make the optimiser's step on the scores, with a learning rate that is a multiple of its own."""
+        self._uncover()
+        groups = self.task.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self._lr_factor
+        try:
+            self.task.update()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Any]:
+        """Put the masks to be sent in the place of the scores, and the weights under them before the layers."""
+        finite = all(bool(torch.isfinite(score).all()) for score in self._scores.values())
+        weights = {}
+        for name, score in self._scores.items():
+            score.copy_(self._drawn(score) < torch.sigmoid(score))
+            weights[name] = score * self._scales[name] * _signs(self._negative[name], score.dtype)
+        self._cover(weights)
+        self._done = True
+        return {} if finite else {DIVERGED: True}
+
+    def close(self) -> None:
+        """Take masked weights away, unless the task has come to its end."""
+        if not self._done:
+            self._uncover()
+
+    def _cover(self, weights: Mapping[str, Tensor]) -> None:
+        for layer, attribute, name in self._places:
+            layer.__dict__[attribute] = weights[name]  # found before the parameter of that name
+            if isinstance(layer, nn.RNNBase):
+                flat = [layer.__dict__.get(n, layer._parameters.get(n)) for n in layer._flat_weights_names]
+                layer.__dict__["_flat_weights"] = flat
+
+    def _uncover(self) -> None:
+        for layer in dict.fromkeys(layer for layer, _, _ in self._places):
+            _uncover(layer)
+
+
+def _uncover(layer: nn.Module) -> None:
+    for attribute in [name for name in layer._parameters if name in layer.__dict__]:
+        del layer.__dict__[attribute]
+    if isinstance(layer, nn.RNNBase):
+        layer.__dict__["_flat_weights"] = [layer._parameters.get(n) for n in layer._flat_weights_names]
+
+
+@dataclass(frozen=True)
+class MaskTraining(Local):
+    """Train probabilities of masks over frozen weights.
+
+    Attributes:
+        initial: probability of every weight at the start.
+        floor: probabilities stay in [floor, 1 - floor].
+        lr_factor: learning rate of the scores, as a multiple of the module's own; None = `SGD_LR_FACTOR` where the module's
+            optimiser is SGD, else `LR_FACTOR`.
+    """
+
+    initial: float = 0.5
+    floor: float = 0.01
+    lr_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a probability or factor out of range."""
+        check_floor(self.floor)
+        if not self.floor <= self.initial <= 1 - self.floor:
+            raise BadInput(f"initial is {self.initial}: give a probability from floor, {self.floor}, to 1 - floor")
+        positive("lr_factor", self.lr_factor, optional=True)
+
+    @torch.no_grad()
+    def prepare(self, module: Any) -> Any:
+        """Set every weight to ``+-sigma * initial``, with the sign it has, and freeze all that is not masked, in place.
+
+        Raises:
+            BadInput: nothing can be masked.
+        """
+        masked: dict[int, nn.Parameter] = {}
+        for layer in module.modules():
+            for name in weights_of(layer):
+                weight = getattr(layer, name)
+                masked[id(weight)] = weight
+        if not masked:
+            raise BadInput(
+                f"{type(module).__name__} has no weights to mask: fed_pm is for linear, convolution, embedding, attention and "
+                "recurrent layers that train"
+            )
+        for parameter in module.parameters():
+            parameter.requires_grad_(id(parameter) in masked)
+        for weight in masked.values():
+            if weight.device.type != "meta":
+                coin = torch.where(torch.rand(weight.shape, device=weight.device) < 0.5, -1.0, 1.0).to(weight.dtype)
+                signs = torch.where(weight == 0, coin, torch.sign(weight))
+                weight.copy_(signs * (scale(tuple(weight.shape)) * self.initial))
+        return module
+
+    def hook(self, task: Task) -> Hook:
+        """Return the training of ``task``."""
+        return Training(task, self.floor, self.lr_factor)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the cost of plain training, and of masks: signs and masked weights beside the scores, draws, and their passes.
+
+        What goes up is counted as floats; that they travel as bits is the wire's to say.
+        """
+        cost = submodels.cost(spec, batch_size)
+        layout, samples = submodels.layout(spec, "trained"), max(batch_size, 1)
+        masked = [layout.by_name[name] for name in scales_of(submodels, layout)]
+        num, num_bytes = sum(e.numel for e in masked), sum(e.numel * e.dtype.itemsize for e in masked)
+        largest = max((e.numel * max(e.dtype.itemsize, 4) for e in masked), default=0)
+        return replace(
+            cost,
+            flops_per_sample=cost.flops_per_sample + FLOPS * num / samples,
+            peak_bytes=cost.peak_bytes + num + num_bytes + 4 * largest,
+            moved_bytes_per_sample=cost.moved_bytes_per_sample + MOVED * num_bytes / samples,
+        )
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Say what is masked, and what stays as it is."""
+        masked = scales_of(submodels, submodels.layout(part="trained"))
+        num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
+        rest = (
+            f"; the other {total - num:,} parameters (biases, norms, positions, what is frozen) stay as they are"
+            if total > num
+            else ""
+        )
+        return [
+            f"masks over {num:,} weights in {len(masked)} tensors, of which only the signs are as the model was made: pretrained "
+            f"ones are lost{rest}"
+        ]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        factor = "many" if self.lr_factor is None else f"{self.lr_factor:g}"
+        return f"SGD on scores of masks over frozen weights, {factor} times the learning rate"
+
+
+FLOPS = 12
+"""Operations on each masked weight in a step: sigmoid, comparison, two products; in the backward pass sigmoid and five more."""
+
+MOVED = 20
+"""Times that each masked weight's bytes are read or written by these operations."""
+
+
+def check_floor(floor: float) -> None:
+    """Raise `BadInput` unless ``floor`` lies above 0 and below 0.5."""
+    if not 0 < floor < 0.5:
+        raise BadInput(f"floor is {floor}: give a number above 0, below 0.5, so that no probability is lost for ever")
+
+
+# ---- the server ----
+
+
+@dataclass(frozen=True)
+class BayesianMasks(Merge):
+    """Bayesian aggregation (Isik et al. 2023, Algorithm 2): each weight's mask is a coin whose Beta posterior counts masks.
+
+    ``alpha <- alpha + sum_n m_n``, ``beta <- beta + sum_n (1 - m_n)`` over the clients n that have the weight, and the new
+    probability is the mode ``p = (alpha - 1) / (alpha + beta - 2)``; alpha and beta are ``prior`` again every ``reset``
+    merges. A weight that no client has keeps its p. Running statistics take the mean of the clients that sent them.
+
+    Attributes:
+        prior: lambda_0, at least 1 (uniform).
+        reset: merges from one reset to the next; 1 = the plain mean of masks, with prior 1.
+        floor: probabilities stay in [floor, 1 - floor].
+    """
+
+    prior: float = 1.0
+    reset: int = 1
+    floor: float = 0.01
+    sends: Literal["values", "delta"] = "values"
+    wire: str | None = "bits"
+    by_client: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a prior below 1, or no merge between resets."""
+        if not 1 <= self.prior < math.inf:
+            raise BadInput(f"prior is {self.prior}: give a number of 1 or more")
+        positive("reset", self.reset)
+        check_floor(self.floor)
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return non-finite where scores became so, not-a-mask where weights are anything but 0 and 1."""
+        if update.extra.get(DIVERGED):
+            return "non-finite"
+        for name in scales_of(state.submodels, update.tensors.layout):
+            mask = update.tensors[name]
+            if not bool(((mask == 0) | (mask == 1)).all()):
+                return "not-a-mask"
+        return None
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Count the masks."""
+        memory, plan = self._memory(state), state.submodels.plan(spec)
+        plan.add_(memory["ones"], update.tensors)
+        plan.cover_(memory["all"])
+
+    def apply(self, state: GlobalState) -> None:
+        """Set the probabilities to the posterior's mode."""
+        memory = self._memory(state)
+        ones, total = memory["ones"], memory["all"]
+        scales = scales_of(state.submodels, state.submodels.layout(part="trained"))
+        for name, values in state.values.prefix(state.submodels.layout(part="trained")).items():
+            if name in scales:
+                p = (ones[name] + (self.prior - 1)) / (total[name] + (2 * self.prior - 2)).clamp_min(1e-30)
+                new = torch.copysign(p.clamp_(self.floor, 1 - self.floor) * scales[name], values)
+            else:
+                new = ones[name] / total[name].clamp_min(1)
+            values.copy_(torch.where(total[name] > 0, new, values))
+            if name not in scales:
+                ones[name].zero_()
+                total[name].zero_()
+        memory["merges"] += 1
+        if memory["merges"] % self.reset == 0:
+            for flat in (ones, total):
+                for buffer in flat.buffers.values():
+                    buffer.zero_()
+
+    def _memory(self, state: GlobalState) -> dict[str, Any]:
+        memory: dict[str, Any] = state.memory.setdefault(MEMORY, {})
+        if not memory:
+            memory |= {"ones": zeros_like(state.values), "all": zeros_like(state.values), "merges": 0}
+        return memory
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "masks" how many weights there are, and the share that is kept on average."""
+        trained: FlatTensors = state.values.prefix(state.submodels.layout(part="trained"))
+        scales = scales_of(state.submodels, trained.layout)
+        num = sum(trained[name].numel() for name in scales)
+        kept = math.fsum(float(trained[name].abs().sum(dtype=torch.float64)) / sigma for name, sigma in scales.items())
+        return {"masks": {"weights": num, "kept": kept / max(num, 1)}}
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        every = "merge" if self.reset == 1 else f"{self.reset} merges"
+        return f"mode of Beta counts of masks, prior {self.prior:g}, reset every {every}"

@@ -1,0 +1,98 @@
+"""Disjoint submodels, dealt out at random anew in each round."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raafl.core.algorithm import Fleet, Select
+from raafl.core.types import ClientInfo, Work, derive_seed
+from raafl.errors import BadInput
+from raafl.parts.select import Axes, shared_fragments, spec_of
+from raafl.parts.select.fragments import uncut
+from raafl.submodel import Axis, Spec
+
+MEMORY = "dealt"
+"""Key of `GlobalState.memory` under which it is kept how far a round's shares are dealt, so that a checkpoint has it."""
+
+
+def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
+    """Deal the units of every axis out at random, alike in number, each to one of ``shares`` specs.
+
+    Of an axis with fewer units than shares, each spec has one unit, some the same.
+    """
+    parts: list[dict[str, Sequence[int]]] = [{} for _ in range(shares)]
+    for name, axis in axes.items():
+        if not isinstance(axis, Axis):
+            continue
+        order = random.Random(derive_seed(seed, round, name)).sample(range(axis.size), axis.size)
+        for part, places in zip(parts, shared_fragments({name: axis}, [1.0] * shares), strict=True):
+            part[name] = [order[i] for i in places.indices(name) or range(axis.size)]
+    return tuple(spec_of(axes, part) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt(Select):
+    """All units of the model, dealt out among the clients of a round (IST, Yuan et al. 2022, section 3.1).
+
+    Clients that start from one version of the model get one share after the other, and from the first again.
+
+    Attributes:
+        shares: in how many parts; None = one for each client that is there.
+        cohort: clients in a round, where that is less.
+    """
+
+    shares: int | None = None
+    cohort: int | None = None
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the next share, as region ``client.id``; raises `BadInput` where the client's memory is too small for it."""
+        version, round = fleet.state.version, fleet.state.memory.setdefault(MEMORY, {"version": -1})
+        if round["version"] != version:
+            round.update(version=version, shares=self._num_shares(fleet), next=0)
+        specs = self._specs(round["version"], round["shares"], fleet)
+        spec = specs[round["next"] % len(specs)]
+        if not fleet.fits(client, spec):
+            raise BadInput(self._problem(client, fleet, spec))
+        round["next"] += 1
+        return Work(spec, region=client.id)
+
+    def _specs(self, version: int, shares: int, fleet: Fleet) -> tuple[Spec, ...]:
+        if fleet.cache.get("dealt") != (version, shares):
+            seed = derive_seed(fleet.seed, "dealt")
+            fleet.cache["dealt"] = (version, shares)
+            fleet.cache["specs"] = deal(fleet.state.submodels.axes, shares, seed, version)
+        specs: tuple[Spec, ...] = fleet.cache["specs"]
+        return specs
+
+    def _num_shares(self, fleet: Fleet) -> int:
+        present = len(fleet.clients)
+        return self.shares or min(present, self.cohort or present)
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Change nothing: the round's shares stay as they were dealt."""
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Change nothing: nobody else trains the client's share in this round."""
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client whose memory the largest share exceeds."""
+        specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
+        largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
+        return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there is nothing to deal out."""
+        return uncut(fleet.state.submodels, "deal out")
+
+    def _problem(self, client: ClientInfo, fleet: Fleet, spec: Spec) -> str:
+        other = "more subnets" if fleet.state.submodels.axes else "a smaller model"
+        return (
+            f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, one of {self._num_shares(fleet)} equal shares "
+            f"needs {fleet.cost(spec).peak_bytes:.4g} to train: raise memory_bytes, use a smaller batch, or {other}"
+        )
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return "disjoint shares of all units, " + ("as many as clients" if self.shares is None else str(self.shares))

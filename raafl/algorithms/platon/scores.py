@@ -1,0 +1,348 @@
+"""PLATON's scores of units: clients measure them, the server keeps them for each client, which gets its best units.
+
+What a client measures are two numbers for each group of units of each axis: smoothed importance and smoothed uncertainty.
+They go up in `Update.extra` as ``{"importance": {axis: [...]}, "uncertainty": {axis: [...]}}``, one number for each group of
+which the client has a unit, in order, lie in ``GlobalState.memory["platon"]`` and come back in the same form in `Work.extra`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo, Update, Warn, Work
+from raafl.errors import BadInput, positive
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select import Budget, count, largest_rate, leading, spec_of, steps
+from raafl.parts.select.rated import Rated, Rates
+from raafl.submodel import FULL, Axis, Cost, Member, Spec, Submodels
+
+KINDS = ("importance", "uncertainty")
+
+Scores = dict[str, dict[str, list[float | None]]]
+"""Kind -> axis -> one number for each group; None = not measured yet."""
+
+_MOST = 1e150  # of a score; the product of two is finite
+_BYTES = 12  # of a number of six digits in JSON, with its comma
+
+
+def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> float:
+    """Return r(t), the share of units in use: ``initial``, then, after ``warm_up``, down to ``final`` in ``rounds`` more."""
+    if t < warm_up:
+        return initial
+    left = max(1.0 - (t - warm_up) / rounds, 0.0)
+    return final + (initial - final) * left**3
+
+
+def group_of(axis: Axis, groups: int) -> list[int]:
+    """Return the group of each unit: consecutive ones of equal size, each unit its own where there are no more than ``groups``."""
+    number = min(axis.size, groups)
+    return [unit * number // axis.size for unit in range(axis.size)]
+
+
+def _kept_groups(axis: Axis, spec: Spec, groups: int) -> list[int]:
+    """Return the group of each unit that is kept, in order."""
+    kept = spec.indices(axis.name)
+    of_all = group_of(axis, groups)
+    return of_all if kept is None else [of_all[unit] for unit in kept]
+
+
+def _wide(submodels: Submodels) -> Iterator[Axis]:
+    return (axis for axis in submodels.axes.values() if axis.size > 1)
+
+
+# ---- on the client ----
+
+
+@dataclass(frozen=True)
+class Sensitivity(Local):
+    """Plain training that measures what each unit is worth.
+
+    At each step, ``I_u = sum_{j in u} |theta_j g_j|`` of a unit u, over all parameters that are coupled in it;
+    ``Ibar <- beta1 Ibar + (1 - beta1) I``, ``Ubar <- beta2 Ubar + (1 - beta2) |I - Ibar|``.
+
+    Attributes:
+        beta1: of the importance.
+        beta2: of the uncertainty.
+        groups: the most numbers of an axis that go up; of an axis with more units, neighbours share one.
+    """
+
+    beta1: float = 0.85
+    beta2: float = 0.95
+    groups: int = 64
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a coefficient outside [0, 1), or fewer groups than one."""
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BadInput(f"{name} is {getattr(self, name)}: give a number from 0 to below 1")
+        positive("groups", self.groups)
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that measures."""
+        return Measured(task, self)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the cost of training, and of measuring: a product and a sum for each parameter on an axis in each step."""
+        plain, spec = submodels.cost(spec, batch_size), submodels.normal(spec)
+        layout, batch_size = submodels.layout(spec, "trained").by_name, max(batch_size, 1)
+        names = {member.name for axis in _wide(submodels) for member in axis.members} & submodels.parameter_names
+        sizes = [(layout[name].numel, layout[name].dtype.itemsize) for name in names if name in layout]
+        kept = [len(spec.indices(axis.name) or range(axis.size)) for axis in _wide(submodels)]
+        told_bytes = 2 * _BYTES * sum(min(number, self.groups) for number in kept)
+        return replace(
+            plain,
+            flops_per_sample=plain.flops_per_sample + 2 * sum(numel for numel, _ in sizes) / batch_size,
+            peak_bytes=plain.peak_bytes + max((numel * size for numel, size in sizes), default=0) + 8 * sum(kept),
+            down_bytes=plain.down_bytes + told_bytes,
+            up_bytes=plain.up_bytes + told_bytes,
+            moved_bytes_per_sample=plain.moved_bytes_per_sample
+            + 4 * sum(numel * size for numel, size in sizes) / batch_size,
+        )
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Say which axes are scored by groups, or that there are none."""
+        if not any(_wide(submodels)):
+            return [Warn(f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}")]
+        coarse = [axis for axis in _wide(submodels) if axis.size > self.groups]
+        if not coarse:
+            return []
+        return [f"platon scores {len(coarse)} axes of more than {self.groups} units by groups of neighbours"]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{super().__str__()}, units scored by |theta g| (beta1 {self.beta1:g}, beta2 {self.beta2:g})"
+
+
+def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
+    """Yield each axis of more than one unit, each of its members as it lies in the small tensors, and how many units are kept."""
+    kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
+    gone: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for axis in submodels.axes.values():
+        for one in axis.members:
+            lost = one.unit * (axis.size - kept[axis.name])
+            gone.setdefault((one.name, one.dim), []).append((one.offset, lost))
+    for axis in _wide(submodels):
+        for one in axis.members:
+            before = sum(lost for offset, lost in gone[one.name, one.dim] if offset < one.offset)
+            yield axis, replace(one, offset=one.offset - before), kept[axis.name]
+
+
+class Measured(Hook):
+    """Measures importance and uncertainty of the units kept, at each optimiser step, from the gradients before any clipping.
+
+    Attributes:
+        importance: Ibar of each unit kept, by axis.
+        uncertainty: Ubar.
+    """
+
+    def __init__(self, task: Task, local: Sensitivity) -> None:
+        """Go on from what the server knows, or from 0."""
+        super().__init__(task)
+        self.local = local
+        self.importance: dict[str, Tensor] = {}
+        self.uncertainty: dict[str, Tensor] = {}
+        spec = task.submodels.normal(task.assignment.spec)
+        parameters = dict(task.module.named_parameters())
+        self._places: dict[str, list[int]] = {}  # of each unit kept, its group's place among those touched
+        self._members: dict[str, tuple[nn.Parameter, list[tuple[str, Member, int]]]] = {}
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        for axis in _wide(task.submodels):
+            groups = _kept_groups(axis, spec, local.groups)
+            place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+            self._places[axis.name] = [place[group] for group in groups]
+            for kind in KINDS:
+                known = task.assignment.extra.get(kind, {}).get(axis.name, [0.0] * len(place))
+                start = torch.tensor([known[i] for i in self._places[axis.name]], device=device)
+                getattr(self, kind)[axis.name] = start
+        for axis, member, size in members_of(task.submodels, spec):
+            if member.name in parameters:
+                _, mine = self._members.setdefault(member.name, (parameters[member.name], []))
+                mine.append((axis.name, member, size))
+
+    def update(self) -> None:
+        """Measure, then step."""
+        self._measure()
+        super().update()
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        now = {name: torch.zeros_like(known) for name, known in self.importance.items()}
+        for parameter, members in self._members.values():
+            if parameter.grad is None:
+                continue
+            worth = (parameter * parameter.grad).abs_()
+            for name, member, size in members:
+                part = worth.narrow(member.dim, member.offset, member.unit * size)
+                now[name] += part.movedim(member.dim, 0).reshape(size, -1).sum(1).to(now[name].dtype)
+        beta1, beta2 = self.local.beta1, self.local.beta2
+        for name, measured in now.items():
+            smooth = self.importance[name].mul_(beta1).add_(measured, alpha=1 - beta1)
+            self.uncertainty[name].mul_(beta2).add_((measured - smooth).abs_(), alpha=1 - beta2)
+
+    def finish(self) -> dict[str, Any]:
+        """Return both, the mean of each group, to six digits."""
+        return {kind: {name: self._means(name, kind) for name in self._places} for kind in KINDS if self._places}
+
+    def _means(self, name: str, kind: str) -> list[float]:
+        places, values = self._places[name], getattr(self, kind)[name].tolist()
+        sums, counts = [0.0] * (places[-1] + 1), [0] * (places[-1] + 1)
+        for place, value in zip(places, values, strict=True):
+            sums[place] += value
+            counts[place] += 1
+        return [float(f"{total / number:.6g}") for total, number in zip(sums, counts, strict=True)]
+
+
+# ---- on the server ----
+
+
+@dataclass(frozen=True)
+class ScoredMean(Mean):
+    """`Mean`, which keeps what each client has measured, for `BestUnits`.
+
+    Attributes:
+        groups: as the clients'.
+    """
+
+    groups: int = 64
+    by_client: ClassVar[bool] = True
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Refuse scores that are not one finite number of 0 or more for each group that the client has a unit of."""
+        spec = state.submodels.normal(spec)
+        wanted = {axis.name: len(set(_kept_groups(axis, spec, self.groups))) for axis in _wide(state.submodels)}
+        if not wanted:
+            return None
+        for kind in KINDS:
+            told = update.extra.get(kind)
+            if not isinstance(told, Mapping) or told.keys() != wanted.keys():
+                return "bad-scores"
+            for name, number in wanted.items():
+                numbers = told[name]
+                if not isinstance(numbers, list) or len(numbers) != number or not all(map(_is_score, numbers)):
+                    return "bad-scores"
+        return None
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Take the update in, and its client's scores."""
+        super().receive(state, update, spec, staleness)
+        spec, of_all = state.submodels.normal(spec), state.memory.setdefault("platon", {})
+        mine: Scores = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
+        for kind in KINDS:
+            for axis in _wide(state.submodels):
+                known = mine[kind].setdefault(axis.name, [None] * min(axis.size, self.groups))
+                touched = dict.fromkeys(_kept_groups(axis, spec, self.groups))
+                for group, score in zip(touched, update.extra[kind][axis.name], strict=True):
+                    known[group] = float(score)
+
+
+def _is_score(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _MOST
+
+
+@dataclass(frozen=True)
+class BestUnits(Select):
+    """On each axis the units of the highest upper confidence bound, ``S = Ibar Ubar``, by the cubic schedule.
+
+    A unit whose score is not known yet counts as the highest: it is tried first. A client's time t is the number of its
+    own merged updates; its scores are its own.
+
+    Attributes:
+        rates: final share of each axis, r(T), by client (see `Rated.rates`).
+        warm_up: tasks at the initial share, the largest that fits the client's memory.
+        rounds: tasks in which it falls to the final share.
+        groups: as the clients'.
+    """
+
+    rates: Rates = 1.0
+    warm_up: int = 1
+    rounds: int = 20
+    groups: int = 64
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a rate that is not in (0, 1], a negative warm-up, or fewer rounds than one."""
+        self._limit()
+        if self.warm_up < 0:
+            raise BadInput(f"warm_up is {self.warm_up}: give 0 or more")
+        positive("rounds", self.rounds)
+
+    def _limit(self) -> Rated:
+        return Rated(rates=self.rates, rate_of="width")
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
+        submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
+        if not submodels.axes:
+            return Work(region=client.id)
+        fits = self._fits(client, fleet)
+        final = min(self._limit().rate(client), fits)
+        share = cubic(t, fits, final, self.warm_up, self.rounds)
+        scores: Scores | None = fleet.state.memory.get("platon", {}).get(client.id)
+        kept: dict[str, list[int] | range] = {}
+        for axis in submodels.axes.values():
+            kept[axis.name] = self._best(axis, count(axis.size, share), scores)
+        spec = submodels.normal(spec_of(submodels.axes, kept))
+        return Work(spec, region=client.id, extra={} if scores is None else self._told(submodels, spec, scores))
+
+    def _best(self, axis: Axis, number: int, scores: Scores | None) -> list[int] | range:
+        if scores is None or axis.size == 1 or number == axis.size:
+            return range(number)
+        bounds = [
+            math.inf if importance is None or uncertainty is None else importance * uncertainty
+            for importance, uncertainty in zip(*(scores[kind][axis.name] for kind in KINDS), strict=True)
+        ]
+        groups = group_of(axis, self.groups)
+        ranked = sorted(range(axis.size), key=lambda unit: (-bounds[groups[unit]], unit))
+        return ranked[:number]
+
+    def _told(self, submodels: Submodels, spec: Spec, scores: Scores) -> dict[str, dict[str, list[float]]]:
+        told: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
+        for axis in _wide(submodels):
+            touched = list(dict.fromkeys(_kept_groups(axis, spec, self.groups)))
+            for kind in KINDS:
+                known = scores[kind][axis.name]
+                told[kind][axis.name] = [known[group] or 0.0 for group in touched]
+        return told
+
+    def _fits(self, client: ClientInfo, fleet: Fleet) -> float:
+        """Return the largest share of each axis that fits the client's memory."""
+        if client.id not in fleet.cache:
+            axes, budget = fleet.state.submodels.axes, Budget(client.profile.memory_bytes)
+            fleet.cache[client.id] = largest_rate(
+                lambda rate: leading(axes, rate), fleet.cost, budget, rates=steps(axes), who=f"client {client.id}"
+            )
+        share: float = fleet.cache[client.id]
+        return share
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client that has no rate, or that nothing fits."""
+
+        def ask(client: ClientInfo) -> None:
+            self._limit().rate(client)
+            if fleet.state.submodels.axes:
+                self._fits(client, fleet)
+            else:
+                budget = Budget(client.profile.memory_bytes)
+                largest_rate(lambda _: FULL, fleet.cost, budget, rates=[1.0], who=f"client {client.id}")
+
+        return fleet.problems(ask)
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget what was known of the client's memory; its scores stay."""
+        fleet.cache.pop(client.id, None)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget what was known of the client's memory; its scores stay."""
+        fleet.cache.pop(client.id, None)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        limit = str(self._limit()).partition("at most ")[2]
+        return f"units by upper confidence bound, down to {limit} within {self.warm_up + self.rounds} tasks"

@@ -1,0 +1,194 @@
+"""One submodel for all clients, of the units that are worth their time (PruneFL, Jiang et al. 2022), by whole units.
+
+Every ``every`` rounds the clients train all of the model, and from what they learned the units of the next rounds are chosen.
+The choice lies in ``GlobalState.memory["pruned"]``: the version at which it was made, and the units in order of worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from raafl.core.algorithm import Fleet, Select
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo, Work
+from raafl.errors import BadInput, positive
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select import Budget, largest_rate, unit_scores
+from raafl.parts.select.fragments import uncut
+from raafl.parts.select.rated import Rated, Rates
+from raafl.submodel import FULL, Spec, Submodels
+
+Unit = tuple[str, int]
+"""Axis and index."""
+
+_BATCH = 2  # FLOPs per sample do not depend on it, but batch norm needs more than one sample
+
+
+def check_settings(every: int, prunable: float) -> None:
+    """Raise `BadInput` for an interval below 1, or a share that is not in (0, 1)."""
+    positive("every", every)
+    if not 0 < prunable < 1:
+        raise BadInput(f"prunable is {prunable}: give a number above 0 and below 1")
+
+
+@dataclass(frozen=True)
+class ChosenMean(Mean):
+    """`Mean`, which after each round of the whole model chooses the units of the next rounds.
+
+    Attributes:
+        every: rounds from one choice to the next.
+        prunable: share of the units in use, on each axis those of the smallest weights, that may be dropped.
+    """
+
+    every: int = 50
+    prunable: float = 0.3
+
+    def apply(self, state: GlobalState) -> None:
+        """Fold in what was received; after a round of the whole model choose."""
+        if state.version % self.every:
+            super().apply(state)
+            return
+        names = [name for name in state.submodels.parameter_names if name in state.values]
+        before = {name: state.values[name].clone() for name in names}
+        super().apply(state)
+        squares = {name: (state.values[name] - old).float().square() for name, old in before.items()}
+        values = {name: state.values[name] for name in names}
+        order = state.memory.get("pruned", {}).get("order")
+        chosen = choose(state.submodels, values, squares, self.prunable, order)
+        state.memory["pruned"] = {"version": state.version, "order": chosen}
+
+
+def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
+    """Return the time of one unit of each axis, and of the model with one unit on each: t_j and c, in FLOPs per sample."""
+
+    def flops(kept: Mapping[str, range]) -> float:
+        return submodels.cost(Spec.keep(kept), _BATCH).flops_per_sample
+
+    wide = {name: axis for name, axis in submodels.axes.items() if axis.size > 1}
+    whole = flops({})
+    times = {name: (whole - flops({name: range(1)})) / (axis.size - 1) for name, axis in wide.items()}
+    return times, flops({name: range(1) for name in wide})
+
+
+def choose(
+    submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
+    used: list[Unit] | None = None,
+) -> list[Unit]:  # fmt: skip
+    """Return the units to be used, first the best of each axis, then by squared gradient per time, descending.
+
+    Args:
+        submodels: of the model.
+        values: parameters, for the size of weights.
+        squares: squared gradient of each parameter; its scale does not matter.
+        prunable: share of the units in use, by axis, that may be dropped.
+        used: units in use; None = all.
+    """
+    times, fixed_time = unit_times(submodels)
+    in_use = None if used is None else set(used)
+    gains: dict[Unit, float] = {}
+    stay: set[Unit] = set()
+    for name in times:
+        axis = submodels.axes[name]
+        gains |= {(name, i): gain for i, gain in enumerate(unit_scores(axis, squares, squared=False).tolist())}
+        sizes = unit_scores(axis, values).tolist()
+        mine = sorted(
+            (i for i in range(axis.size) if in_use is None or (name, i) in in_use), key=lambda i: (sizes[i], i)
+        )
+        stay |= {(name, i) for i in mine[int(prunable * len(mine) + 1e-9) :]}
+
+    def worth(unit: Unit) -> float:
+        return gains[unit] / times[unit[0]]
+
+    on_axes = {member.name for axis in submodels.axes.values() for member in axis.members}
+    gain = sum(float(square.sum()) for name, square in squares.items() if name not in on_axes)
+    gain += sum(gains[unit] for unit in stay)
+    time = fixed_time + sum(times[name] for name, _ in stay)
+    # a stable sort: of equals the first
+    order = sorted(gains, key=worth, reverse=True)
+    for unit in order:
+        if unit not in stay:
+            if worth(unit) < gain / time:
+                break
+            stay.add(unit)
+            gain, time = gain + gains[unit], time + times[unit[0]]
+    ranked = [unit for unit in order if unit in stay]
+    best = [next(unit for unit in ranked if unit[0] == name) for name in times]
+    return best + [unit for unit in ranked if unit not in best]
+
+
+@dataclass(frozen=True)
+class Pruned(Select):
+    """The units that `ChosenMean` has chosen, or as many of the best of them as the client's memory and rate allow.
+
+    Attributes:
+        every: rounds from one choice to the next; at each multiple clients train the whole model, or the largest leading
+            part that fits.
+        rates: the most that a client gets of the model's parameters, in the other rounds.
+    """
+
+    every: int = 50
+    rates: Rates = 1.0
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
+        chosen: dict[str, Any] | None = fleet.state.memory.get("pruned")
+        if chosen is None or fleet.state.version % self.every == 0:
+            return Rated()(client, fleet)
+        known = fleet.cache.get(("pruned", client.id))
+        if known is None or known[0] != chosen["version"]:
+            known = (chosen["version"], self._spec(client, fleet, chosen["order"]))
+            fleet.cache["pruned", client.id] = known
+        return Work(known[1], region=client.id)
+
+    def _spec(self, client: ClientInfo, fleet: Fleet, order: list[Unit]) -> Spec:
+        submodels, num_axes = fleet.state.submodels, len({name for name, _ in order})
+        if not order:
+            return FULL
+        params = self._limit().rate(client) * fleet.cost(FULL).params
+        budget = Budget(client.profile.memory_bytes, params=params)
+
+        def best(number: float) -> Spec:
+            kept: dict[str, list[int]] = {}
+            for name, i in order[: int(number)]:
+                kept.setdefault(name, []).append(i)
+            whole = [name for name, mine in kept.items() if len(mine) == submodels.axes[name].size]
+            return Spec.keep({name: sorted(mine) for name, mine in kept.items() if name not in whole})
+
+        number = largest_rate(
+            best, fleet.cost, budget, rates=range(num_axes, len(order) + 1),
+            who=f"client {client.id}",
+        )  # fmt: skip
+        return best(number)
+
+    def _limit(self) -> Rated:
+        return Rated(rates=self.rates, rate_of="parameters")
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a rate that is not in (0, 1]."""
+        self._limit()
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client that has no rate, or that nothing fits."""
+        return self._limit().check(replace(fleet, cache={}))
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there is nothing to choose from."""
+        return uncut(fleet.state.submodels, "prune")
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget what was known of the client; what others get does not depend on it."""
+        self.lost(client, fleet)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget what was known of the client."""
+        fleet.cache.pop(client.id, None)  # `Rated` keeps it there
+        fleet.cache.pop(("pruned", client.id), None)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = f"units by squared gradient per time, chosen every {self.every} rounds"
+        return words if self.rates == 1.0 else f"{words}, at most {str(self._limit()).partition('at most ')[2]}"

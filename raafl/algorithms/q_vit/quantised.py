@@ -1,0 +1,282 @@
+"""Layers with quantised weights and inputs, whose step sizes and bit widths are learned (Q-ViT, Li et al. 2022).
+
+Fake quantisation: values are rounded to a few levels and kept as floating-point numbers. `Quantised.prepare` turns each linear
+and convolutional layer into one of the classes here, in place, with parameters of its own: ``weight_step``, ``input_step`` and,
+where bit widths are learned, ``weight_bits``, ``input_bits``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raafl.algorithms.ada_vit.adaptive import must_train
+from raafl.core.algorithm import Hook, Local, Task
+from raafl.errors import BadInput, positive
+from raafl.submodel import Submodels
+
+NONE = 32
+"""Bits of a value that is not quantised."""
+
+LEAST, MOST = 2, 8
+"""Bits that may be learned."""
+
+
+def _round(x: Tensor) -> Tensor:
+    """Return x rounded to whole numbers, with the gradient of x (straight-through)."""
+    return x.detach().round() + (x - x.detach())
+
+
+def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float = 1.0) -> Tensor:
+    """Return ``round(clip(x / s, low, high)) s`` with s the size of ``step``; x itself where ``step`` is 0.
+
+    Gradients are those of learned step sizes (LSQ, Esser et al. 2020): of x 1 within the bounds and 0 outside; of s
+    ``round(x/s) - x/s`` within and the bound outside, times ``factor``; of a bound s outside, times ``factor``.
+
+    Args:
+        x: any shape.
+        step: a scalar.
+        low: lowest level, a scalar.
+        high: highest level, a scalar.
+        factor: on the gradients of step and bounds.
+    """
+    unknown = step.detach() == 0
+    size = _damped(torch.where(unknown, 1.0, step.abs()), factor)
+    near = torch.maximum(x / size, _damped(low, factor).to(x.dtype))
+    near = torch.minimum(near, _damped(high, factor).to(x.dtype))
+    return torch.where(unknown, x, _round(near) * size)
+
+
+def _damped(x: Tensor, factor: float) -> Tensor:
+    """Return x, with its gradient times ``factor``."""
+    return x if factor == 1.0 else x.detach() + (x - x.detach()) * factor
+
+
+class _Layer:
+    """What the quantised layers share; goes before a layer of torch among the bases.
+
+    Attributes:
+        fixed_bits: of weight and input; None = they are learned.
+        sees_first: the next input in training sets step sizes that are not known.
+    """
+
+    fixed_bits: int | None
+    sees_first: bool
+    training: bool
+    weight: Any
+    weight_step: Tensor
+    weight_bits: Tensor
+    input_step: Tensor
+    input_bits: Tensor
+
+    def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return input and weight, quantised."""
+        if self.sees_first and self.training:
+            self.sees_first = False
+            for kind, seen in (("input", x), ("weight", self.weight)):  # a weight may have begun at 0, as LoRA's B does
+                if bool((getattr(self, f"{kind}_step") == 0).all()):
+                    self.set_steps(kind, seen.detach())
+        # what comes out of a ReLU, or pixels, needs no levels below 0
+        signed = (x.detach() < 0).any()
+        return self._quantised("input", x, signed), self._quantised("weight", self.weight, torch.ones_like(signed))
+
+    def _quantised(self, kind: str, x: Tensor, signed: Tensor) -> Tensor:
+        steps: Tensor = getattr(self, f"{kind}_step")
+        if self.fixed_bits is not None:
+            half, step = steps.new_tensor(2.0 ** (self.fixed_bits - 1)), steps[0]
+        else:
+            learned: Tensor = getattr(self, f"{kind}_bits")
+            bits = _round(learned.clamp(LEAST, MOST))
+            half, step = 2.0 ** (bits - 1), steps.index_select(0, (bits.detach() - LEAST).long().view(1)).view(())
+        low, high = torch.where(signed, -half, torch.zeros_like(half)), torch.where(signed, half - 1, 2 * half - 1)
+        most = 2 ** ((self.fixed_bits or (LEAST + MOST) // 2) - 1) - 1
+        return quantise(x, step, low, high, 1.0 / math.sqrt(max(x.numel() * most, 1)))
+
+    @torch.no_grad()
+    def set_steps(self, kind: str, x: Tensor) -> None:
+        """Set the step size for each width that there may be to ``2 mean |x| / sqrt(Q_p)``, of the weight or the input."""
+        widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
+        # all parameters lie in one storage: written past `.data`, the forward pass under way would count as overwritten
+        steps = getattr(self, f"{kind}_step").data
+        for place, bits in enumerate(widths):
+            steps[place] = 2 * x.abs().mean() / math.sqrt(2 ** (bits - 1) - 1)
+
+
+class QuantisedLinear(_Layer, nn.Linear):
+    """An `nn.Linear` with quantised weight and input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output, shape (..., out_features)."""
+        x, weight = self._values(input)
+        return F.linear(x, weight, self.bias)
+
+
+class QuantisedConv1d(_Layer, nn.Conv1d):
+    """An `nn.Conv1d` with quantised weight and input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output, shape (batch, out_channels, length)."""
+        x, weight = self._values(input)
+        output: Tensor = self._conv_forward(x, weight, self.bias)
+        return output
+
+
+class QuantisedConv2d(_Layer, nn.Conv2d):
+    """An `nn.Conv2d` with quantised weight and input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output, shape (batch, out_channels, height, width)."""
+        x, weight = self._values(input)
+        output: Tensor = self._conv_forward(x, weight, self.bias)
+        return output
+
+
+CLASSES: dict[type[nn.Module], Any] = {
+    nn.Linear: QuantisedLinear,
+    nn.Conv1d: QuantisedConv1d,
+    nn.Conv2d: QuantisedConv2d,
+}
+for _plain, _own in CLASSES.items():  # to whoever follows axes through them, they are the layers they were
+    _own.forward.__wrapped__ = _plain.forward
+
+
+def _keeps_to_layers(layer: nn.Module, args: Any) -> None:
+    """Be a hook: torch's encoder layer then calls its layers when it is measured, instead of one kernel with their weights."""
+
+
+# ---- the local part ----
+
+
+@dataclass(frozen=True)
+class Quantised(Local):
+    """Training with quantised weights and inputs of linear and convolutional layers.
+
+    Attributes:
+        bits: of a value; where bit widths are learned, the mean that is aimed at. 32 = nothing is quantised.
+        learn_bits: learn a bit width for each layer's weight and input, between 2 and 8, with the loss
+            ``weight * (mean bits / bits - 1)^2``, the mean over the weights of all layers.
+        edge_bits: of the first and the last layer.
+        weight: of that loss.
+    """
+
+    proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of what they serve
+
+    bits: int = 4
+    learn_bits: bool = True
+    edge_bits: int = 8
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for bits that there are not."""
+        for name in ("bits", "edge_bits"):
+            if getattr(self, name) not in (*range(LEAST, MOST + 1), NONE):
+                raise BadInput(f"{name} is {getattr(self, name)}: give {LEAST} to {MOST}, or {NONE} for none")
+        positive("weight", self.weight)
+
+    def prepare(self, module: Any) -> Any:
+        """Turn its layers into quantised ones; step sizes of weights follow from these, those of inputs from the first batch."""
+        found = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
+        for place, layer in enumerate(found):
+            is_edge = place in (0, len(found) - 1)
+            if is_edge and self.edge_bits == NONE:
+                continue
+            fixed = self.edge_bits if is_edge else None if self.learn_bits else self.bits
+            self._convert(layer, fixed)
+        for part in module.modules():
+            if isinstance(part, nn.TransformerEncoderLayer):
+                part.register_forward_pre_hook(_keeps_to_layers)
+        return module
+
+    def _convert(self, layer: Any, fixed: int | None) -> None:
+        layer.__class__ = CLASSES[type(layer)]
+        layer.fixed_bits, layer.sees_first = fixed, False
+        for kind in ("weight", "input"):
+            number = 1 if fixed is not None else MOST - LEAST + 1
+            layer.register_parameter(f"{kind}_step", nn.Parameter(torch.zeros(number)))
+            if fixed is None:
+                layer.register_parameter(f"{kind}_bits", nn.Parameter(torch.tensor(float(self.bits))))
+        if layer.weight.device.type != "meta":
+            layer.set_steps("weight", layer.weight.detach())
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that sets the step sizes of inputs and adds the loss on bits."""
+        return Quantising(task, self)
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Say what is quantised, and what it costs."""
+        layers = list(quantised(submodels.module))
+        if not layers:
+            return ["q_vit quantises nothing here: it is plain averaging"]
+        found = [
+            f"q_vit quantises weight and input of {len(layers)} layers in floating point: clients need more memory and time "
+            "than without, and send as many bytes"
+        ]
+        if len(layers) <= 2 and self.edge_bits not in (self.bits, NONE):
+            found.append(
+                f"q_vit has {self.edge_bits} bits for the first and the last layer (edge_bits), and there are no others: "
+                f"bits {self.bits} goes unused"
+            )
+        return found
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        if self.bits == NONE:
+            return f"{super().__str__()}, nothing quantised"
+        how = f"learned bits, {self.bits} on average" if self.learn_bits else f"{self.bits} bits"
+        return f"{super().__str__()}, weights and inputs quantised, {how}, learned step sizes"
+
+
+def quantised(module: nn.Module) -> Iterator[Any]:
+    """Yield the quantised layers of ``module``."""
+    return (part for part in module.modules() if isinstance(part, _Layer))
+
+
+def mean_bits(layers: list[Any]) -> Tensor | None:
+    """Return the mean of all learned bits, weighed by the number of weights of their layer; None where none is learned."""
+    learned = [layer for layer in layers if layer.fixed_bits is None]
+    if not learned:
+        return None
+    sizes = [layer.weight.numel() for layer in learned]
+    sums = [
+        (layer.weight_bits + layer.input_bits) * (size / (2 * sum(sizes)))
+        for layer, size in zip(learned, sizes, strict=True)
+    ]
+    return torch.stack(sums).sum()
+
+
+class Quantising(Hook):
+    """Sets unknown step sizes by the first batch, and adds the loss on bits."""
+
+    def __init__(self, task: Task, local: Quantised) -> None:
+        """Look up the layers; raises `BadInput` where the module's optimiser leaves their parameters out."""
+        super().__init__(task)
+        self.local, self.layers = local, list(quantised(task.module))
+        must_train(task, [layer.input_step for layer in self.layers], "q_vit", "input_step")
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return the module's loss, and that of the bits."""
+        for layer in self.layers if index == 0 else ():
+            layer.sees_first = True
+        loss = super().loss(batch, index)
+        mean = mean_bits(self.layers)
+        return loss if mean is None else loss + self.local.weight * (mean / self.local.bits - 1).square()
+
+    def update(self) -> None:
+        """Step; then bring learned bits back between their bounds, beyond which they have no gradient."""
+        super().update()
+        with torch.no_grad():
+            for layer in self.layers:
+                if layer.fixed_bits is None:
+                    layer.weight_bits.clamp_(LEAST, MOST)
+                    layer.input_bits.clamp_(LEAST, MOST)
+
+    def close(self) -> None:
+        """Leave the layers as they were."""
+        for layer in self.layers:
+            layer.sees_first = False

@@ -1,0 +1,230 @@
+"""Arbitrary regions of the neurons (RA-Fed): who trains which of them in which round, as a `select` part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raafl.core.algorithm import Fleet, Select
+from raafl.core.types import ClientInfo, Work, derive_seed
+from raafl.errors import BadInput, nearest, positive
+from raafl.parts.select.coverage import LEVELS, Coverage, Level, Taken, mask_level, of_regions, topped_up
+from raafl.parts.select.fragments import uncut
+from raafl.parts.select.rated import ROUNDS, Rounds
+from raafl.parts.select.units import shared_fragments, size_of, spec_of
+from raafl.submodel import Spec, Submodels
+
+
+# No slots: dataclass would make the class twice, and a config could not name it without its path.
+@dataclass(frozen=True)
+class Regions(Select):
+    """Each client trains ``m_n`` of K regions, others in each round (RA-Fed, Wang et al., section 6.2).
+
+    A region is an equal range of every axis; what is on no axis (the output's bias) goes with each. With ``trained``,
+    ``coverage`` and ``rest`` left out a client draws its regions by itself, so that some stay uncovered by chance. As soon as
+    one of them is given, the round is drawn for all clients present together (see `Coverage`), and the numbers
+    given hold in every round in which all of them work. MIX-Arb draws which half of the clients trains two regions anew in
+    each round ("the submodel structure within the same client could change due to the varying resources"): where it stays the
+    same, a class that only clients with one region have gets larger logits than the others, since fewer units make them, and
+    in the whole model it then wins. It has to stay where ``rest`` is given and the half's second regions are needed for
+    ``coverage``. A client whose memory is too small for ``m_n`` regions gets as
+    many as fit. A model without axes is trained whole.
+
+    Attributes:
+        mask: a level of the paper, or m_n as a list dealt to clients 1, 2, ... and again from its beginning.
+        regions: K.
+        trained: S*, regions trained in a round that leaves some out; None = all K.
+        every: of so many rounds, the last leaves regions out.
+        coverage: Gamma*, clients that train a trained region, at least; None = 1 where ``trained`` or ``rest`` is given.
+        rest: tau, rounds in a row for which a client may leave a region alone; None = any number.
+        full_first: the first round has every region on every client (Remark 5), as far as memory allows.
+        rounds: what q is: the versions of the server, or each client's own merged updates where clients do not wait.
+    """
+
+    mask: Level | list[int] = "L-Arb"
+    regions: int = 4
+    trained: int | None = None
+    every: int = 1
+    coverage: int | None = None
+    rest: int | None = None
+    full_first: bool = False
+    rounds: Rounds = "server"
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a number out of range, or one that would do nothing."""
+        positive("regions", self.regions)
+        positive("every", self.every)
+        positive("coverage", self.coverage, optional=True)
+        if self.rounds not in ROUNDS:
+            raise BadInput(f"rounds is '{self.rounds}': {nearest(str(self.rounds), ROUNDS)}")
+        if isinstance(self.mask, str):
+            if self.mask not in LEVELS:
+                raise BadInput(f"mask is '{self.mask}': {nearest(self.mask, LEVELS)}")
+            if self.regions != 4:
+                raise BadInput(
+                    f"regions is {self.regions}, but {self.mask} is of 4 regions: give mask as a list of numbers of regions"
+                )
+        elif not self.mask or not all(1 <= take <= self.regions for take in self.mask):
+            raise BadInput(
+                f"mask is {self.mask}: give numbers of regions from 1 to {self.regions}, or {', '.join(LEVELS)}"
+            )
+        if self.trained is not None and not 1 <= self.trained <= self.regions:
+            raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
+        if self.every != 1 and self.trained is None:
+            raise BadInput(
+                f"every is {self.every}, but no round leaves regions out: give trained, too, or leave out every"
+            )
+        if self.every != 1 and self.rest is not None:
+            raise BadInput(
+                f"every is {self.every} and rest is {self.rest}: how long a region rests is kept only where every round "
+                "trains as many regions: leave out the one or the other"
+            )
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether S*, Gamma* or tau is given."""
+        return any(number is not None for number in (self.trained, self.coverage, self.rest))
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the regions of ``client`` in this round; they count as region ``client.id``."""
+        round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
+        most = self._most(client, fleet)
+        if self.full_first and round == 0:
+            taken: Sequence[int] = range(most)
+        elif self.is_controlled:
+            taken = self._together(round, fleet)[self._place(client, fleet)]
+        else:
+            draw = random.Random(derive_seed(fleet.seed, "regions", round, client.id))
+            take = min(self.level(client, fleet, round), most)
+            taken = sorted(draw.sample(range(self.regions), take))
+        key = ("spec", tuple(taken))
+        if key not in fleet.cache:
+            fleet.cache[key] = of_regions(fleet.state.submodels.axes, taken, self.regions)
+        return Work(fleet.cache[key], region=client.id)
+
+    def level(self, client: ClientInfo, fleet: Fleet, round: int) -> int:
+        """Return m_n of a round as ``mask`` has it, where clients draw by themselves."""
+        if not isinstance(self.mask, str):
+            return self.mask[(client.id - 1) % len(self.mask)]
+        known: dict[int, tuple[int, ...]] = fleet.cache.setdefault("levels", {})
+        if round not in known:
+            if len(known) >= 64:  # clients that do not wait for each other are in different rounds
+                known.clear()
+            known[round] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
+        return known[round][client.id - 1]
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client whose memory not even one region fits, else what no schedule can keep."""
+        problems = []
+        for client in fleet.clients.values():
+            if not self._most(client, fleet):
+                need = fleet.cost(self._widest(fleet.state.submodels, 1)).peak_bytes
+                other = "more regions" if fleet.state.submodels.axes else "a smaller model"
+                problems.append(
+                    f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, too small for one of "
+                    f"{self.regions} regions (which needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or {other}"
+                )
+        if not problems and self.is_controlled:
+            try:
+                self._schedule(self._takes(0, fleet), leaves_out=True)
+                self._schedule(self._takes(0, fleet), leaves_out=False)
+            except BadInput as error:
+                problems.append(f"mask {self.mask}: {error}")
+        return problems
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there are no regions, and where MIX-Arb cannot draw its half anew."""
+        submodels = fleet.state.submodels
+        if not submodels.axes or not self._keeps_half(fleet):
+            return uncut(submodels, "cut into regions")
+        return [
+            f"MIX-Arb with rest {self.rest}: the same half of the clients trains two regions in all rounds, for one region each of "
+            f"{len(fleet.clients)} clients is too little to cover {self.trained or self.regions} {self.coverage or 1} times; "
+            "classes that only the other half has are then preferred: leave out rest, or give a smaller coverage or trained"
+        ]
+
+    # ---- who gets how many ----
+
+    def _most(self, client: ClientInfo, fleet: Fleet) -> int:
+        """Return how many regions fit the client's memory."""
+        key = ("most", client.profile.memory_bytes)
+        if key not in fleet.cache:
+            sizes = range(self.regions, 0, -1)
+            submodels = fleet.state.submodels
+            fleet.cache[key] = next((m for m in sizes if fleet.fits(client, self._widest(submodels, m))), 0)
+        return int(fleet.cache[key])
+
+    def _widest(self, submodels: Submodels, number: int) -> Spec:
+        """Return a submodel as large as ``number`` regions can be: their sizes differ by one unit of an axis."""
+        axes = submodels.axes
+        parts = shared_fragments(axes, [1.0] * self.regions)
+        kept = {}
+        for name, axis in axes.items():
+            found = [part.indices(name) for part in parts]
+            sizes = sorted(size_of(axis) if units is None else len(units) for units in found)
+            kept[name] = range(min(size_of(axis), sum(sizes[-number:])))
+        return spec_of(axes, kept)
+
+    # ---- who gets which, together ----
+
+    def _place(self, client: ClientInfo, fleet: Fleet) -> int:
+        if "places" not in fleet.cache:
+            fleet.cache["places"] = {n: place for place, n in enumerate(sorted(fleet.clients))}
+        return int(fleet.cache["places"][client.id])
+
+    def _takes(self, round: int, fleet: Fleet) -> list[int]:
+        """Return m_n of each client present, by id; in every round as many clients have as many regions."""
+        present = [fleet.clients[n] for n in sorted(fleet.clients)]
+        most = [self._most(client, fleet) for client in present]
+        if self.mask != "MIX-Arb":
+            return [min(self.level(client, fleet, 0), m) for client, m in zip(present, most, strict=True)]
+        roomy = [place for place, m in enumerate(most) if m > 1]
+        rng = random.Random(derive_seed(fleet.seed, "levels", round))
+        large = set(rng.sample(roomy, min(len(most) // 2, len(roomy))))
+        return [2 if place in large else 1 for place in range(len(most))]
+
+    def _schedule(self, takes: Sequence[int], leaves_out: bool) -> Coverage:
+        """Return the schedule of rounds which leave regions out, or of the others; raises `BadInput` where there is none."""
+        trained = self.regions if self.every > 1 and not leaves_out else self.trained
+        within = tuple(min(take, trained or self.regions) for take in takes)
+        return Coverage(within, self.regions, trained, self.coverage or 1, self.rest)
+
+    def _keeps_half(self, fleet: Fleet) -> bool:
+        """Whether MIX-Arb's half is the same in all rounds: where each client's turn counts on how many regions all have."""
+        if self.mask != "MIX-Arb" or self.rest is None or (self.trained or self.regions) == 1:
+            return False
+        if "keeps half" not in fleet.cache:
+            try:
+                self._schedule([1] * len(fleet.clients), leaves_out=True)
+                fleet.cache["keeps half"] = False
+            except BadInput:
+                fleet.cache["keeps half"] = True
+        return bool(fleet.cache["keeps half"])
+
+    def _together(self, round: int, fleet: Fleet) -> Taken:
+        known: dict[int, Taken] = fleet.cache.setdefault("taken", {})
+        if round not in known:
+            if len(known) >= 64:  # clients that do not wait for each other are in different rounds
+                known.clear()
+            known[round] = self._drawn(round, fleet)
+        return known[round]
+
+    def _drawn(self, round: int, fleet: Fleet) -> Taken:
+        leaves_out = (round + 1) % self.every == 0
+        takes = self._takes(0 if self._keeps_half(fleet) else round, fleet)
+        if self.mask != "MIX-Arb" or self.rest is None or self._keeps_half(fleet):
+            return self._schedule(takes, leaves_out).taken(round, fleet.seed)
+        # one region each keeps the numbers; the half's second ones come on top of it
+        single = self._schedule([1] * len(takes), leaves_out).taken(round, fleet.seed)
+        return topped_up(single, takes, random.Random(derive_seed(fleet.seed, "second", round)))
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        mask = self.mask if isinstance(self.mask, str) else "/".join(map(str, self.mask))
+        words = f"{mask} of {self.regions} arbitrary regions"
+        if self.trained is not None:
+            words += f", S* {self.trained}" + (f" every {self.every} rounds" if self.every > 1 else "")
+        words += f", Gamma* {self.coverage or 1}" if self.is_controlled else ""
+        words += f", tau {self.rest}" if self.rest is not None else ""
+        return words + (", all of them first" if self.full_first else "")

@@ -1,0 +1,255 @@
+"""RAM-Fed's merge: the server remembers each client's latest update of each region, and uses it where none is fresh."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+from raafl.algorithms.ram_fed.files import check_folder, check_room, is_in_files, is_in_ram, release, zeros_in
+from raafl.core.algorithm import Merge
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, fraction, positive
+from raafl.parts.merge.mean import chunks
+from raafl.parts.merge.staleness import Staleness
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.axes import table_within
+from raafl.submodel.extract import Plan
+
+
+@dataclass(frozen=True)
+class Remembered(Merge):
+    """RAM-Fed (Wang et al., Algorithm 2, lines 12 to 24; eq. 4), on deltas ``d = theta_T - theta_0 = -gamma Delta``.
+
+    With u_n^i client n's latest update of region i before this merge (0 before its first), for each element::
+
+        v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     second term absent where Gamma = 0
+        theta <- theta + a v,  a = server_lr * mean of s(staleness_n);  then u_n <- d_n for n in N_i
+
+    N counts the clients from which an update has come so far; in rounds of all clients, that is all of them.
+
+    A region owns the weights *into* its neurons: a weight between two neurons is covered by the clients that have the
+    second one, and where such a client has not the first, its delta is 0 (a masked neuron gives the weight no gradient). So a
+    weight between two regions that nobody holds together is refreshed, too, and not moved by its first update for
+    ever. Running statistics are mixed like the rest, but not remembered.
+
+    Memory: one float copy of what trains for each client that has reported, and two more for sums; it is part of every
+    checkpoint. With a folder, the clients' copies lie in files there (`raafl.algorithms.ram_fed.files`), with the same bits.
+    Time: one update costs a few passes over its submodel, one merge a few over the model; the sum of all
+    memories is taken anew after N updates, so that rounding errors do not add up.
+
+    Attributes:
+        server_lr: step a, in (0, 1]; None = 1/N, the step of one client among N that are merged one at a time.
+        staleness: s; a late update moves the model less, and is remembered whole.
+        max_age: merges after which a memory is forgotten, i.e. set to 0; None = never.
+        folder: where the clients' copies lie, in files without names; None = in memory, on the device of the model.
+    """
+
+    server_lr: float | None = 1.0
+    staleness: Staleness = field(default_factory=Staleness)
+    max_age: int | None = None
+    folder: str | None = None
+    sends: Literal["values", "delta"] = "delta"
+    by_client: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a step outside (0, 1], or an age below one."""
+        if self.server_lr is not None:
+            fraction("server_lr", self.server_lr)
+        positive("max_age", self.max_age, optional=True)
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return what is wrong with the folder."""
+        try:
+            if self.folder is not None:
+                check_folder(self.folder)
+        except BadInput as error:
+            return [str(error)]
+        return []
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Say what the memory will take, and where.
+
+        Raises:
+            BadInput: it will not go into the folder.
+        """
+        each = state.submodels.layout(part="trained").num_bytes
+        size = f"{num_clients} clients x {each:,} bytes"
+        where = f"in the server's memory ({state.values.device})"
+        if self.folder is not None:
+            check_room(self.folder, 2 * num_clients * each, f"{size}, and as much again while a checkpoint is written")
+            in_ram = ", which is in RAM itself: name a memory_folder on a disk" if is_in_ram(self.folder) else ""
+            where = f"in files in {self.folder}{in_ram}"
+        return [
+            f"each client's latest update is remembered: {size} = {num_clients * each:,} bytes {where}; and in each checkpoint"
+        ]
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Replace what is remembered of the client in the regions of ``spec``, and note by how much it changed."""
+        memory, owned = self._memory(state), _owned(state.submodels, spec)
+        mine = memory["latest"].get(update.client)
+        if mine is None:
+            mine = memory["latest"][update.client] = self._nothing(state)
+        fresh = owned.widened(update.tensors)
+        change = owned.plan.gather(mine).to(fresh.device)
+        for dtype, buffer in change.buffers.items():
+            buffer.neg_().add_(fresh.buffers[dtype])
+        owned.plan.add_(memory["change"], change)
+        owned.plan.add_(memory["sum"], change)
+        owned.plan.scatter_(mine, fresh)
+        _forget_statistics(state, mine)
+        release(mine)
+        memory["received"].append((spec, self.staleness(staleness)))
+        if self.max_age is not None:
+            log = memory["log"].setdefault(update.client, [])
+            log[:] = [*((version, other) for version, other in log if other != spec), (state.version, spec)]
+
+    def apply(self, state: GlobalState) -> None:
+        """Move the model by v; with the new sum U' = U + sum (d - u), ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``."""
+        memory = self._memory(state)
+        num_clients, received = len(memory["latest"]), memory["received"]
+        rate = math.fsum(factor for _, factor in received) / len(received)
+        rate *= 1.0 / num_clients if self.server_lr is None else self.server_lr
+        count = _zeros(state)
+        for spec, number in Counter(spec for spec, _ in received).items():
+            _owned(state.submodels, spec).plan.cover_(count, number)
+        for dtype, total in memory["sum"].buffers.items():
+            theta = state.values.buffers[dtype][: total.numel()]
+            for old, mean, change, on in chunks(theta, total, memory["change"].buffers[dtype], count.buffers[dtype]):
+                more = change * on.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
+                old.add_(more.add_(mean, alpha=1.0 / num_clients), alpha=rate)
+                change.zero_()
+        memory["since"] += len(received)
+        received.clear()
+        self._forget_old(state, memory, next_merge=state.version + 1)
+        _forget_statistics(state, memory["sum"])
+        if memory["since"] >= num_clients:
+            self._sum_anew(memory)
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "memory" of how many clients an update is remembered, and the bytes that takes."""
+        latest = self._memory(state)["latest"]
+        return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
+
+    def _memory(self, state: GlobalState) -> dict[str, Any]:
+        memory: dict[str, Any] = state.memory.setdefault("ram_fed", {})
+        if not memory:
+            memory |= {
+                "latest": {},
+                "sum": _zeros(state),
+                "change": _zeros(state),
+                "received": [],
+                "since": 0,
+                "log": {},
+            }
+        latest = memory["latest"]
+        if self.folder is not None and not all(map(is_in_files, [*latest.values()][:1])):  # all are from a checkpoint
+            for client, flat in latest.items():
+                latest[client] = self._nothing(state).copy_(flat)
+                release(latest[client])
+        return memory
+
+    def _nothing(self, state: GlobalState) -> FlatTensors:
+        """Return what is remembered of a client before its first update."""
+        return _zeros(state) if self.folder is None else zeros_in(self.folder, state.submodels.layout(part="trained"))
+
+    def _sum_anew(self, memory: dict[str, Any]) -> None:
+        memory["since"] = 0
+        for buffer in memory["sum"].buffers.values():
+            buffer.zero_()
+        for client in sorted(memory["latest"]):
+            mine = memory["latest"][client]
+            for dtype, buffer in memory["sum"].buffers.items():
+                buffer.add_(mine.buffers[dtype].to(buffer.device))
+            release(mine)
+
+    def _forget_old(self, state: GlobalState, memory: dict[str, Any], next_merge: int) -> None:
+        """Set to 0 what the next merge would find older than ``max_age`` merges."""
+        for client, log in memory["log"].items():
+            kept = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
+            if len(kept) == len(log):
+                continue
+            old, new = memory["latest"][client], _zeros(state)
+            for _, spec in kept:
+                plan = _owned(state.submodels, spec).plan
+                plan.scatter_(new, plan.gather(old).to(new.device))
+            for dtype, total in memory["sum"].buffers.items():
+                total.add_(new.buffers[dtype]).sub_(old.buffers[dtype].to(total.device))
+            release(old.copy_(new))
+            log[:] = kept
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = "mean of each client's latest update, corrected by the fresh ones"
+        words += ", step 1/N" if self.server_lr is None else f", step {self.server_lr:g}" if self.server_lr != 1 else ""
+        words += f" x {self.staleness}" if str(self.staleness) else ""
+        words += "" if self.folder is None else ", on disk"
+        return words + ("" if self.max_age is None else f", forgotten after {self.max_age} merges")
+
+
+def _zeros(state: GlobalState) -> FlatTensors:
+    return FlatTensors.zeros(state.submodels.layout(part="trained"), state.values.device)
+
+
+def _forget_statistics(state: GlobalState, flat: FlatTensors) -> None:
+    for name in _statistics(state.submodels, flat.layout):
+        flat[name].zero_()
+
+
+def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
+    return (entry.name for entry in layout.entries if entry.name not in submodels.parameter_names)
+
+
+# ---- what a submodel's regions own ----
+
+
+class _Owned:
+    """What the regions of one spec own of all that trains: of a tensor with several cut dimensions, the rows of the first.
+
+    Attributes:
+        plan: between all that trains and what is owned.
+    """
+
+    def __init__(self, submodels: Submodels, spec: Spec) -> None:
+        """Work out the plans; both spec and the whole model must train floating-point tensors only."""
+        everything, held = submodels.layout(part="trained"), submodels.layout(spec, "trained")
+        table = table_within(submodels.axes.values(), everything.shapes)
+        selections = table.selections(submodels.normal(spec)) if spec.kept else {}
+        first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}
+        others = {name: {d: runs for d, runs in dims.items() if d != min(dims)} for name, dims in selections.items()}
+        shapes = []
+        for entry in held.entries:
+            shape = list(everything.by_name[entry.name].shape)
+            for dim, runs in first.get(entry.name, {}).items():
+                shape[dim] = sum(stop - start for start, stop in runs)
+            shapes.append((entry.name, shape, entry.dtype))
+        owned = Layout.pack(shapes)
+        self.plan = Plan(spec, everything, owned, first)
+        self._inner = None if owned == held else Plan(spec, owned, held, others)
+
+    def widened(self, tensors: FlatTensors) -> FlatTensors:
+        """Return what a client sent as all that its regions own, 0 where it does not hold the weight."""
+        if self._inner is None:
+            return tensors
+        wide = FlatTensors.zeros(self.plan.layout, tensors.device)
+        self._inner.scatter_(wide, tensors)
+        return wide
+
+
+MAX_KNOWN = 64
+"""Specs of which it is remembered what they own, for each model; more are worked out anew."""
+
+_KNOWN: WeakKeyDictionary[Submodels, OrderedDict[Spec, _Owned]] = WeakKeyDictionary()
+
+
+def _owned(submodels: Submodels, spec: Spec) -> _Owned:
+    known = _KNOWN.setdefault(submodels, OrderedDict())
+    if spec not in known:
+        while len(known) >= MAX_KNOWN:
+            known.popitem(last=False)
+        known[spec] = _Owned(submodels, spec)
+    return known[spec]

@@ -1,0 +1,312 @@
+"""Workloads that fit one interval: local epochs and trained layers by each client's own time (TimelyFL)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, ClassVar, Literal
+
+from raafl.core.algorithm import Fleet, Local, Restart, Select, Trigger, Waiting
+from raafl.core.types import Assignment, ClientInfo, Warn, Work
+from raafl.errors import BadInput, fraction, nearest, refuse_unused
+from raafl.parts.select import leading, steps
+from raafl.parts.select.fragments import uncut
+from raafl.submodel import FULL, Spec, Submodels, last_fraction
+from raafl.submodel.cost import Cost
+
+MEMORY = "timely_fl"
+"""Key of `GlobalState.memory` under which a round's plan is kept, so that a checkpoint has it."""
+
+SLACK = 1 + 1e-9
+"""Tolerance on a sum of seconds."""
+
+Layers = Literal["time", "share"]
+LAYERS: tuple[Layers, ...] = ("time", "share")
+Cut = Literal["layers", "width"]
+CUTS: tuple[Cut, ...] = ("layers", "width")
+Clock = Literal["device", "share"]
+CLOCKS: tuple[Clock, ...] = ("device", "share")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeReport:
+    """What one unit of work takes a client: the full model, trained as the run says (Algorithm 2).
+
+    Attributes:
+        compute_s: t_cmp, seconds of training, and of measuring itself on its test part.
+        link_s: t_com, seconds of moving the model.
+    """
+
+    compute_s: float
+    link_s: float
+
+    @property
+    def total_s(self) -> float:
+        """t_total, the unit total time."""
+        return self.compute_s + self.link_s
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How much one client does in one interval (Algorithm 3).
+
+    Attributes:
+        num_units: E_c, how many times the unit of local work.
+        share: alpha_c, share of the parameters that train.
+        report_s: t_rpt, seconds after which the client must start to send.
+    """
+
+    num_units: int
+    share: float
+    report_s: float
+
+
+def interval(totals_s: Sequence[float], participation: float) -> float:
+    """Return T_k, the k-th smallest of the unit total times, with k = ``participation`` of their number, rounded up."""
+    k = max(1, math.ceil(participation * len(totals_s) - 1e-9))
+    return sorted(totals_s)[k - 1]
+
+
+def workload(interval_s: float, report: TimeReport) -> Workload:
+    """Return E_c, alpha_c and t_rpt for T_k = ``interval_s`` (Algorithm 3)."""
+    units = (interval_s - report.link_s) / report.compute_s if report.compute_s > 0 else 1.0
+    share = min(interval_s / report.total_s, 1.0) if report.total_s > 0 else 1.0
+    return Workload(max(math.floor(units * SLACK), 1), share, interval_s - report.link_s * share)
+
+
+def trained_share(submodels: Submodels, spec: Spec) -> float:
+    """Return the share of the parameters that train in ``spec``, of those that train in the whole model."""
+    return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
+
+
+def _num_trained(submodels: Submodels, spec: Spec) -> int:
+    names = submodels.parameter_names
+    return sum(entry.numel for entry in submodels.layout(spec, "trained").entries if entry.name in names)
+
+
+@dataclass(frozen=True)
+class ShareOfTime(Local):
+    """The user's own training, on the paper's clock: of what a task of the whole model costs, the share that trains (Eq. 1).
+
+    FLOPs, memory traffic and bytes each way are charged so; memory is what it is. The paper takes a partial model to cost as
+    little, so everybody is in time. Devices do not: frozen layers run forward and are received. So it is for a virtual clock.
+    """
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the whole model's cost times the share that trains."""
+        whole, share = submodels.cost(FULL, batch_size), trained_share(submodels, spec)
+        return replace(
+            submodels.cost(spec, batch_size),
+            flops_per_sample=whole.flops_per_sample * share,
+            moved_bytes_per_sample=whole.moved_bytes_per_sample * share,
+            padding_flops_per_sample=whole.padding_flops_per_sample * share,
+            down_bytes=round(whole.down_bytes * share),
+            up_bytes=round(whole.up_bytes * share),
+        )
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{super().__str__()}, charged by the share that trains"
+
+
+def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
+    """Return each submodel of which only the last layers train, with its share of all that trains, the largest first."""
+    names, full = submodels.parameter_names, last_fraction(submodels, 1.0)
+    sizes = [entry.numel for entry in submodels.layout(full).entries if entry.name in names]
+    ends = [held / sum(sizes) for held in accumulate(sizes[::-1])]
+    specs = dict.fromkeys(last_fraction(submodels, share) for share in reversed(ends))
+    return [(trained_share(submodels, spec), spec) for spec in specs if _num_trained(submodels, spec)]
+
+
+@dataclass(frozen=True)
+class Timely(Select):
+    """As many epochs, or else as many of the last layers, as a client manages within the round's interval T_k.
+
+    The round's clients report t_cmp and t_com (Algorithm 2): those that are drawn, and those of earlier rounds that are still
+    at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's
+    own, `train.num_epochs` or `train.num_steps`.
+
+    The report is the profile's prediction. Where the last task took longer or shorter than was predicted for it, both times
+    are scaled by that ratio: so a device that has slowed down gets less in its next round.
+
+    Attributes:
+        participation: k as a share of the round's clients.
+        adaptive: False = every client keeps the workload of its first round, and no time is measured (Fig. 7).
+        layers: share = the last layers that hold at most alpha_c of the parameters, as in the paper; time = of these
+            as many as are predicted to be trained and sent within T_k. The two differ because frozen layers still run
+            forward and are still received.
+        cut: what a client that is short of time does without: layers trains the last ones of the whole model (the paper's);
+            width trains all layers of a smaller model, of the first units of each axis, as wide as T_k allows.
+        slack: share of T_k by which a client may be predicted to be late and yet get all that alpha_c = 1 allows, to be given
+            with `Interval`'s.
+    """
+
+    participation: float = 0.5
+    adaptive: bool = True
+    layers: Layers = "time"
+    cut: Cut = "layers"
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a participation outside (0, 1], a slack below 0, or an unknown or unused choice."""
+        fraction("participation", self.participation)
+        if not 0 <= self.slack < math.inf:
+            raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
+        for name, known in (("layers", LAYERS), ("cut", CUTS)):
+            if getattr(self, name) not in known:
+                raise BadInput(f"{name} is '{getattr(self, name)}': {nearest(getattr(self, name), known)}")
+        if self.cut == "width":
+            refuse_unused("cut is 'width', and every layer trains", layers=(self.layers, "time"))
+
+    # ---- reports, and the interval they give ----
+
+    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
+        """Take the time reports of the round's clients, and set T_k by all of them, the late ones included."""
+        _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
+
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+        """Compare what a task took with what was predicted for it."""
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
+        predicted_s = fleet.cost_s(client, work)
+        if not self.adaptive or predicted_s <= 0 or seconds <= 0:
+            return
+        ratio = seconds / predicted_s
+        _plan(fleet)["ratio"][client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+
+    def report(self, client: ClientInfo, fleet: Fleet) -> TimeReport:
+        """Return the client's t_cmp and t_com, by its profile and its last task."""
+        time, ratio = fleet.task_time(client, Work()), self._ratio(client, fleet)
+        return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
+
+    def _ratio(self, client: ClientInfo, fleet: Fleet) -> float:
+        return float(_plan(fleet)["ratio"].get(client.id, 1.0))
+
+    # ---- the work ----
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` when none fit the client's memory."""
+        fixed: dict[int, tuple[int, Spec]] = _plan(fleet)["fixed"]
+        if client.id in fixed:
+            num_units, spec = fixed[client.id]
+            return self._work(num_units, spec, fleet)
+        given = workload(_plan(fleet)["T_k"], self.report(client, fleet))
+        work = self._trained(client, given, fleet)
+        if not self.adaptive:
+            fixed[client.id] = (given.num_units, work.spec)
+        return work
+
+    def _trained(self, client: ClientInfo, given: Workload, fleet: Fleet) -> Work:
+        """Return the work on the most layers that share, memory and, if asked, T_k allow; at least the last one."""
+        tolerance = SLACK + self.slack
+        limit_s = _plan(fleet)["T_k"] * tolerance / self._ratio(client, fleet)
+
+        def may(layers: tuple[float, Spec]) -> bool:
+            share, spec = layers
+            in_time = (
+                self.layers == "share" or fleet.cost_s(client, self._work(given.num_units, spec, fleet)) <= limit_s
+            )
+            return share <= given.share * tolerance and in_time and fleet.fits(client, spec)
+
+        every = self._submodels(fleet)
+        place = 0 if may(every[0]) else bisect_left(every, True, hi=len(every) - 1, key=may)
+        spec = every[place][1]
+        if not fleet.fits(client, spec):
+            raise BadInput(self._problem(client, fleet))
+        return self._work(given.num_units, spec, fleet)
+
+    def _submodels(self, fleet: Fleet) -> list[tuple[float, Spec]]:
+        """Return what a client may get, the largest first, with the share alpha_c that it takes, 0 for any."""
+        submodels = fleet.state.submodels
+        if "submodels" not in fleet.cache:
+            if self.cut == "layers":
+                found = last_layers(submodels)
+            else:
+                found = [(0.0, leading(submodels.axes, width)) for width in reversed(steps(submodels.axes))]
+            fleet.cache["submodels"] = found
+        every: list[tuple[float, Spec]] = fleet.cache["submodels"]
+        return every
+
+    def _work(self, num_units: int, spec: Spec, fleet: Fleet) -> Work:
+        training = fleet.training
+        if num_units == 1:
+            return Work(spec)
+        if training.num_steps is not None:
+            return Work(spec, num_steps=num_units * training.num_steps)
+        return Work(spec, num_epochs=num_units * (training.num_epochs or 1))
+
+    # ---- the fleet ----
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget how the client's tasks went: it may be another device."""
+        _plan(fleet)["ratio"].pop(client.id, None)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Do nothing: what others get does not depend on it."""
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client whose memory not even the training of the last layer fits."""
+        least = self._submodels(fleet)[-1][1]
+        return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where a client that is short of time has nothing to do without."""
+        if self.cut == "width":
+            return uncut(fleet.state.submodels, "narrow")
+        if len(self._submodels(fleet)) > 1:
+            return []
+        return [
+            Warn(
+                "every client trains all of the model, which has a single layer that trains: who is short of time is late"
+            )
+        ]
+
+    def _problem(self, client: ClientInfo, fleet: Fleet) -> str:
+        need = fleet.cost(self._submodels(fleet)[-1][1]).peak_bytes
+        what = "training the last layer alone" if self.cut == "layers" else "the narrowest submodel"
+        return (
+            f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, {what} needs "
+            f"{need:.4g}: raise memory_bytes, or use a smaller batch or model"
+        )
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        what = "last layers" if self.cut == "layers" else "width"
+        return f"epochs and {what} by {'time' if self.adaptive else 'the first time'}" + (
+            "" if self.layers == "time" else ", layers by share alone"
+        )
+
+
+def _plan(fleet: Fleet) -> dict[str, Any]:
+    """Return what is kept between rounds: T_k, and by client the ratio and the fixed workload."""
+    plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Interval(Trigger):
+    """Merge what has arrived T_k after the round opened, or earlier when nothing is out any more (TimelyFL's flexible buffer).
+
+    T_k is what `Timely` noted. If nothing has come by then, the first that comes is merged. A client that reports later
+    is in the next merge, and works again after that.
+
+    Attributes:
+        slack: share of T_k for which it is waited beyond T_k while somebody is out.
+    """
+
+    slack: float = 0.0
+    restart: ClassVar[Restart] = "merge"
+
+    def due(self, waiting: Waiting) -> bool:
+        """Return whether T_k has passed or everyone has reported."""
+        return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
+
+    def wake_at(self, waiting: Waiting) -> float:
+        """Return when T_k has passed, and the slack."""
+        return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * (SLACK + self.slack)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return "the interval T_k" + (f" and {self.slack:.3g} of it" if self.slack else "")

@@ -1,0 +1,348 @@
+"""The command line: raafl fit | simulate | serve | join | key | replay | watch | report | plan | algorithms."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+from raafl.config.argv import name_of, options_of, values, without
+from raafl.config.shipped import with_paths
+from raafl.errors import BadInput, RunFailed, nearest
+from raafl.lean_import import quick_imports
+from raafl.runfolder.outcome import summary_lines
+
+_WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
+_WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
+
+USAGE = """\
+raafl trains one model over many unequal machines.
+
+usage: raafl COMMAND [options]
+
+  simulate     train on a virtual clock, in this process:
+                 raafl simulate --config configs/quickstart.yaml
+  fit          train on real ranks: a server and N clients on this machine, or what torchrun starts:
+                 raafl fit --config configs/quickstart.yaml --local 4
+                 torchrun --standalone --nproc-per-node 5 -m raafl fit --config configs/quickstart.yaml
+  serve        coordinate clients on other machines, which come and go:
+                 raafl serve --config C --address HOST:PORT --secret_file FILE [--min_clients N]
+  join         be such a client:
+                 raafl join --address HOST:PORT --client ID --secret_file FILE [--config C] [--data ...]
+  key          make a run's secret, or the key of one client, which is handed to it instead; files that only you can read:
+                 raafl key --output raafl.secret
+                 raafl key --client ID --secret_file raafl.secret --output client-ID.key
+  replay       re-execute a recorded run from its journal, to the last bit:
+                 raafl replay RUN [--until EVENT] [--workers N] [--json]
+  watch        show a run that goes on, or has ended, from its folder:
+                 raafl watch RUN [--once [--json]] [--progress live|plain|verbose]
+  report       write one HTML page about a run, or about several compared:
+                 raafl report RUN [RUN ...] --output PAGE.html
+  plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
+                 raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
+  algorithms   list the algorithms and what each does; raafl algorithms NAME says what one takes
+
+Every field of a config is an option too: raafl simulate --config C --algorithm fed_avg --seed 1
+raafl COMMAND --help lists them, --print_config prints a config whole, --json prints the summary alone.
+--config quickstart, and the like, names a config that comes with raafl; raafl --print_completion bash completes all this.
+Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
+        "watch": _watch, "report": _page, "plan": _plan, "algorithms": _algorithms,
+    }  # fmt: skip
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from raafl import __version__
+
+        print(f"raafl {__version__}")
+        return 0
+    try:
+        if name_of(argv[0]) == "--print_completion":
+            from raafl.commands.completion import completion
+
+            print(completion(argv, commands, USAGE))
+            return 0
+        if argv[0] not in commands:
+            raise BadInput(f"unknown command '{argv[0]}': {nearest(argv[0], commands)}")
+        from raafl.runtime.interrupt import ends_process
+
+        with ends_process():
+            return commands[argv[0]](with_paths(argv[1:]))
+    except (BadInput, FileNotFoundError) as error:
+        from raafl.config.messages import place_of_field
+
+        _complain(str(error) + place_of_field(getattr(error, "field", None), with_paths(argv)), known_to_all=True)
+        return 2
+    except RunFailed as error:
+        _complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _complain(text: str, *, known_to_all: bool = False) -> None:
+    """Say on standard error what is wrong; of what every rank finds, only rank 0 speaks, unless it has not found it."""
+    rank = os.environ.get("RANK", "0")
+    if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    for line in text.splitlines():
+        print(f"raafl: {line}" if rank == "0" else f"raafl, rank {rank}: {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _fit(argv: list[str]) -> int:
+    if values(argv, "--local"):
+        from raafl.commands.fit_local import fit_local
+
+        if not any(option in argv for option in ("--help", "-h", "--print_config")):
+            return fit_local(argv, lambda text: print(textwrap.indent(text, "raafl: "), file=sys.stderr, flush=True))
+        argv = without(argv, "--local", "--max_restarts")
+    with quick_imports():
+        from raafl.commands.run import fit
+        from raafl.config.parse import parse
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # before libraries read them too
+        value = os.environ.get(name, "0")
+        if not value.isdecimal() or int(value) > 65535:
+            raise BadInput(f"{name} is '{value}': give a whole number up to 65535, or let torchrun set it")
+    with _json_alone(argv) as progress:
+        with quick_imports():
+            parsed = parse("fit", argv)
+        result = fit(parsed.experiment, parsed.config_yaml, progress)
+    return 0 if result is None else _report(*result, as_json=parsed.as_json)
+
+
+def _simulate(argv: list[str]) -> int:
+    from raafl.local.heap import keep_freed
+
+    keep_freed()  # it trains here or in forks of it; and before torch starts threads
+    with quick_imports():
+        from raafl.commands.run import simulate
+        from raafl.config.parse import parse
+
+    with _json_alone(argv) as progress:
+        with quick_imports():
+            parsed = parse("simulate", argv)
+        result = simulate(parsed.experiment, parsed.config_yaml, progress)
+    return _report(*result, as_json=parsed.as_json)
+
+
+def _serve(argv: list[str]) -> int:
+    from raafl.config.remote_options import split
+
+    own, rest = split("serve", argv)
+    with _json_alone(rest) as progress:
+        with quick_imports():
+            from raafl.commands.serve import serve
+            from raafl.config.parse import parse
+            from raafl.runtime.transport.handshake import load_secret
+
+            parsed = parse("serve", rest)
+            secret = load_secret(own.secret_file)
+        result = serve(
+            parsed.experiment, parsed.config_yaml, own.address, secret,
+            min_clients=own.min_clients, encrypt=own.encrypt, progress_file=progress,
+        )  # fmt: skip
+    return _report(*result, as_json=parsed.as_json)
+
+
+def _join(argv: list[str]) -> int:
+    """Be a client until the server lets it go."""
+    from raafl.commands.join_command import command
+
+    def tell(text: str) -> None:
+        print(f"raafl, {text}", file=sys.stderr, flush=True)
+
+    return command(argv, tell)
+
+
+def _key(argv: list[str]) -> int:
+    """Make a run's secret, or the key of one client: in a file for its owner alone, or printed."""
+    from raafl.config.remote_options import split
+    from raafl.runtime.transport.handshake import load_secret
+    from raafl.runtime.transport.keys import new_secret, write_new
+
+    own, rest = split("key", argv)
+    if rest:
+        raise BadInput(f"unknown option '{rest[0]}': raafl key takes --client, --secret_file and --output")
+    if own.client is None and own.secret_file is not None:
+        raise BadInput("key takes --secret_file with --client ID, and makes a new secret without both")
+    text = new_secret() if own.client is None else load_secret(own.secret_file).for_client(own.client).text()
+    if own.output is None:
+        print(text)
+    else:
+        write_new(own.output, text)
+    return 0
+
+
+def _replay(argv: list[str]) -> int:
+    """Replay a run folder; exit code 0 when the same model came out, 1 when not."""
+    from argparse import ArgumentParser
+
+    from raafl.commands.replay import replay
+
+    parser = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
+    parser.add_argument("--workers", type=int, default=1, help="processes that train")
+    parser.add_argument(
+        "--client_data", action="append", default=[], metavar="ID=FILE",
+        help="YAML file with the data section of a client that trained on data of its own; once for each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
+    )
+    options = options_of(parser, argv, "RUN, --until, --workers, --client_data, --trust_config and --json")
+    if options.workers < 1:
+        raise BadInput(f"workers is {options.workers}: give 1 or more")
+    with _json_alone(argv):
+        files = {number: Path(file) for number, file in map(_client_file, options.client_data)}
+        result = replay(
+            options.run,
+            until=options.until,
+            workers=options.workers,
+            client_data=files,
+            trust_config=options.trust_config,
+        )
+    print(json.dumps(result) if options.json else "\n".join(_replay_lines(result)))
+    return 1 if result["equal"] is False else 0
+
+
+def _watch(argv: list[str]) -> int:
+    """Show a run from its folder; 130 when the watching is broken off."""
+    from raafl.commands.watch import watch
+
+    watch(argv)
+    return 0
+
+
+def _page(argv: list[str]) -> int:
+    """Write a page about runs."""
+    from raafl.commands.report import report
+
+    print(report(argv))
+    return 0
+
+
+def _client_file(text: str) -> tuple[int, str]:
+    number, sign, file = text.partition("=")
+    if not sign or not number.isdecimal() or not Path(file).is_file():
+        raise BadInput(
+            f"client_data is '{text}': give ID=FILE, a client's number and a YAML file with its data section"
+        )
+    return int(number), file
+
+
+def _replay_lines(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
+    ]
+    lines += [f"warning: {line}; the same bits are not promised" for line in result["differences"]]
+    if result["equal"]:
+        lines.append("equal to the recorded run, to the last bit")
+    elif result["equal"] is False:
+        lines.append(f"NOT equal: the run recorded {result['recorded_digest']}")
+    if parted := result["parted_at"]:
+        lines.append(
+            f"they part at event {parted['event']}, {parted['what']}: recorded {parted['recorded']}, now {parted['replayed']}"
+        )
+    if distance := result.get("distance"):
+        lines.append(
+            f"from the checkpoint of version {distance['version']}: largest difference {distance['max']:.3g}, "
+            f"root mean square {distance['rms']:.3g}"
+        )
+    if "checkpoint" in result:
+        lines.append(f"state after event {result['events']} written to {result['checkpoint']}")
+    return lines
+
+
+@contextmanager
+def _json_alone(argv: list[str]) -> Iterator[TextIO | None]:
+    """With `--json`, send to standard error whatever a run or a user's module prints; yield where progress goes."""
+    if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
+        yield None
+        return
+    with redirect_stdout(sys.stderr):
+        yield sys.stderr
+
+
+def _plan(argv: list[str]) -> int:
+    from raafl.local.heap import keep_freed
+
+    keep_freed()  # so that what it measures of this machine is what a client would find
+    from raafl.commands.plan import command
+
+    def say(text: str) -> None:
+        print(f"raafl: {text}", file=sys.stderr, flush=True)
+
+    width, terminal = shutil.get_terminal_size((_WIDE, 24)).columns, sys.stdout.isatty()
+    with _json_alone(argv):
+        found = command(argv, say, width, terminal=terminal)
+    print(found, end="\n" if found else "")
+    return 0
+
+
+def _algorithms(argv: list[str]) -> int:
+    from raafl.algorithms import ALGORITHMS
+    from raafl.commands import listing
+
+    if argv in (["--help"], ["-h"]):
+        print(
+            "usage: raafl algorithms [NAME ...] [--json]\n\nThe algorithms and their five answers; of one named, all it takes."
+        )
+        return 0
+    names = [arg for arg in argv if arg != "--json"]
+    for name in names:
+        if name.startswith("-"):
+            raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
+        if name not in ALGORITHMS:
+            raise BadInput(f"algorithm is '{name}': {nearest(name, ALGORITHMS)}")
+    rows = [ALGORITHMS[name]().describe() for name in names or ALGORITHMS]
+    if "--json" in argv:
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = shutil.get_terminal_size((_WIDE, 24)).columns
+    if names:
+        print("\n\n".join(listing.whole(ALGORITHMS[row["name"]], row, width) for row in rows))
+        return 0
+    print(listing.table(rows, width) if width >= _TABLE_FROM else listing.paragraphs(rows, width))
+    return 0
+
+
+def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
+    """Print the end of a run; return its exit code."""
+    from raafl.runfolder.journal import to_json
+
+    try:
+        print(to_json(summary) if as_json else "\n".join(summary_lines(summary, folder)), flush=True)
+    except OSError as error:  # whoever read the output has gone, or its disk is full; the run ended as it ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            _complain(f"the summary cannot be printed: {error.strerror}; see {folder}")
+    if summary["finished"] == "interrupted":
+        return 130
+    if not summary["finished"].startswith("failed"):
+        return 0
+    at = f"; the traceback is in {folder / summary['traceback']}" if summary.get("traceback") else ""
+    _complain(summary["finished"].removeprefix("failed: ") + at)
+    return 1

@@ -1,0 +1,128 @@
+"""`raafl --print_completion SHELL`: a script that completes commands, options and their values, made from the parsers by shtab."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from raafl.config.argv import values
+from raafl.errors import BadInput
+
+SHELLS = ("bash", "zsh", "tcsh")
+_CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan")
+_OWN = {
+    "fit": ("--local", "--max_restarts", "--trust_config"),
+    "simulate": ("--trust_config",),
+    "serve": ("--address", "--min_clients", "--secret_file", "--encrypt", "--trust_config"),
+    "join": ("--address", "--client", "--secret_file", "--encrypt", "--share_of_data", "--trust_config"),
+    "key": ("--client", "--secret_file", "--output"),
+    "replay": ("--until", "--workers", "--client_data", "--trust_config", "--json"),
+    "report": ("--output", "--labels", "--trust_config"),
+    "plan": ("--algorithms", "--updates", "--measure", "--address", "--device", "--answer", "--profiles"),
+    "algorithms": ("--json",),
+}
+_FLAGS = ("--json", "--trust_config", "--labels", "--profiles", "--help", "--print_config")
+_FILES = ("--config", "--devices", "--secret_file", "--measure", "--client_data")
+_FOLDERS = ("--output", "--resume")
+_TAKE_FOLDERS = ("replay", "report", "watch")
+
+
+def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
+    """Return what `raafl --print_completion SHELL` prints; ``usage`` says what each command does."""
+    texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
+    shell = (values(argv, "--print_completion") or [""])[0]
+    return script(shell, {name: texts.get(name, "") for name in commands})
+
+
+def script(shell: str, commands: Mapping[str, str]) -> str:
+    """Return the completion script for ``shell``.
+
+    Args:
+        shell: bash, zsh or tcsh.
+        commands: what each command does in a line, by name.
+
+    Raises:
+        BadInput: another shell, or shtab is not installed.
+    """
+    if shell not in SHELLS:
+        raise BadInput(f"print_completion is '{shell}': give {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")
+    try:
+        import shtab
+    except ImportError:
+        raise BadInput("print_completion needs shtab: pip install shtab") from None
+    text: str = shtab.complete(_parser(commands, shtab), shell=shell)
+    return text
+
+
+def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
+    """Return a parser with the names of everything, which parses nothing."""
+    from raafl.algorithms import ALGORITHMS
+
+    parser = argparse.ArgumentParser(prog="raafl")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--print_completion", choices=SHELLS, help="print a completion script")
+    added = parser.add_subparsers()
+    for command, text in commands.items():
+        one = added.add_parser(command, help=text, description=text)
+        options: dict[str, tuple[str, list[str]]] = {name: ("", []) for name in _OWN.get(command, ())}
+        if command in _CONFIG_COMMANDS:
+            options |= {name: (text, known) for name, text, known in _fields(command)}
+        for name, (text, known) in options.items():
+            _add(one, name, text, known, shtab)
+        if command == "algorithms":
+            one.add_argument("names", nargs="*", choices=list(ALGORITHMS))
+        elif command in _TAKE_FOLDERS:
+            vars(one.add_argument("run", nargs="*"))["complete"] = shtab.DIRECTORY
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str], shtab: Any) -> None:
+    if name in ("--help", "-h"):
+        return
+    text = text.replace("%", "%%")
+    if name in _FLAGS:
+        parser.add_argument(name, action="store_true", help=text)
+        return
+    action = parser.add_argument(name, help=text, choices=known or None)
+    if name in _FILES:
+        vars(action)["complete"] = shtab.FILE
+    elif name in _FOLDERS:
+        vars(action)["complete"] = shtab.DIRECTORY
+
+
+def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each option of a command that takes a config: its name, what it is, and its values where they are few."""
+    from raafl.algorithms import ALGORITHMS
+    from raafl.config.parse import make_parser
+
+    for action in make_parser(command)._actions:
+        for name in action.option_strings:
+            if not name.startswith("--") or name.endswith((".help", "+")):
+                continue
+            known = list(ALGORITHMS) if name == "--algorithm" else _values(getattr(action, "_typehint", None))
+            text = action.help if isinstance(action.help, str) and action.help != argparse.SUPPRESS else ""
+            yield name, text, known
+    seen = set()
+    for factory in ALGORITHMS.values():
+        doc = inspect.getdoc(factory) or ""
+        texts = dict(re.findall(r"^ {4}(\w+): (.*)$", doc, re.M))
+        for argument in inspect.signature(factory).parameters:
+            if argument not in seen:
+                seen.add(argument)
+                yield f"--algorithm.{argument}", texts.get(argument, ""), []
+
+
+def _values(hint: Any) -> list[str]:
+    """Return the values of a type hint that has few: those of a Literal, true and false; null where it may be None."""
+    if hint is bool:
+        return ["true", "false"]
+    if get_origin(hint) is Literal:
+        return [str(value) for value in get_args(hint)]
+    parts = get_args(hint)
+    if parts and type(None) in parts:
+        found = [_values(part) for part in parts if part is not type(None)]
+        return [*found[0], "null"] if len(found) == 1 and found[0] else []
+    return []

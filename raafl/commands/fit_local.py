@@ -1,0 +1,195 @@
+"""`raafl fit --local N`: one command for a run of N clients on this machine, without torchrun.
+
+It starts `raafl serve` on a loopback socket of its own and N times `raafl join`, with a secret made for this run, and leaves
+the rest to `raafl.commands.supervise`. No torch here: what is wrong with the config is for the server to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from raafl.commands.supervise import Child, Policy, Supervisor
+from raafl.config.argv import names_section, values, without
+from raafl.errors import BadInput
+
+NOTE: Final = "RAAFL_FOLDER_NOTE"
+"""Environment variable: the file in which a server is to leave the path of its run folder; `raafl.commands.serve` does."""
+
+_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TAKEN: Final = ("address", "client", "secret_file")  # options of serve and join that are decided here
+_SERVER_ONLY: Final = ("--output", "--resume", "--progress", "--name")
+_RAAFL: Final = (sys.executable, "-m", "raafl")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        clients: how many.
+        policy: of the supervisor.
+        options: the rest, `--clients` added.
+    """
+
+    clients: int
+    policy: Policy
+    options: tuple[str, ...]
+
+
+def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run ``raafl fit ARGV`` with `--local N` in it; return its exit code.
+
+    Args:
+        argv: the options of `raafl fit`.
+        say: tells the user something beside what the server says.
+
+    Raises:
+        BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or this process was started by torchrun.
+    """
+    asked = read(argv)
+    with tempfile.TemporaryDirectory(prefix="raafl-") as scratch, _loopback() as listener:
+        note, logs = Path(scratch) / "folder", Path(scratch) / "logs"
+        logs.mkdir()
+        environment = child_environment(os.environ, secrets.token_hex(32))
+        port = listener.getsockname()[1]
+        server = Server(asked.options, listener, note)
+        supervisor = Supervisor(
+            Child("the server", server.command, {**environment, NOTE: str(note)}, fds=(listener.fileno(),)),
+            {
+                number: Child(
+                    f"client {number}",
+                    partial(client_command, asked.options, port, number),
+                    {
+                        **environment,
+                        "LOCAL_RANK": str(number),  # its GPU, as under torchrun
+                        "LOCAL_WORLD_SIZE": str(asked.clients + 1),  # with whom it shares the memory
+                    },
+                    logs / f"client-{number}.log",
+                )
+                for number in range(1, asked.clients + 1)
+            },
+            asked.policy,
+            say,
+            begun=note.is_file,
+            listener=listener,
+        )
+        try:
+            return supervisor.run()
+        finally:
+            _keep(logs, server.folder())
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[socket.socket]:
+    """Yield a socket that listens on a free port of this machine's own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        yield listener
+
+
+class Server:
+    """The command line of each of the server's lives."""
+
+    def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
+        """Serve at ``listener``; ``note`` is where the server leaves the path of its run folder."""
+        self._options, self._note = tuple(options), note
+        self._address = ("--address", f"fd:{listener.fileno()}")
+        self._num_aside = 0
+
+    def folder(self) -> Path | None:
+        """Return the run folder, once there is one."""
+        path = self._note.read_text(encoding="utf-8") if self._note.is_file() else ""
+        return Path(path.strip()) if path.strip() else None
+
+    def command(self) -> list[str]:
+        """Return how to start it: for a new run, or to go on with the one there is."""
+        folder = self.folder()
+        if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
+            options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
+            if values(self._options, "--config") or not values(self._options, "--resume"):
+                # the folder's is made of what the user gave
+                options.append("--trust_config")
+            # it does not wait for clients that have been given up meanwhile
+            return [*_RAAFL, "serve", *options, "--min_clients", "1", *self._address]
+        if folder is not None and folder.is_dir():  # nothing to go on from: it begins anew, under the same name
+            self._num_aside += 1
+            folder.rename(folder.with_name(f"{folder.name}-attempt-{self._num_aside}"))
+            self._note.unlink()
+        return [*_RAAFL, "serve", *self._options, *self._address]
+
+
+def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
+    """Return how to start a client."""
+    mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
+    if (resumed := values(options, "--resume")) and not values(options, "--config"):
+        mine += ["--resume", resumed[-1]]
+    if names_section(mine, "--data"):  # the run's data, not the client's own
+        mine += ["--share_of_data", "true"]
+    return [*_RAAFL, "join", *mine, "--address", f"127.0.0.1:{port}", "--client", str(number)]
+
+
+def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, str]:
+    """Return what the ranks get: one thread each unless set, as torchrun does, and the secret, which no command line shows."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in (*_TORCHRUN, "RAAFL_SECRET_FILE") and not name.startswith("TORCHELASTIC_")
+    }
+    return {"OMP_NUM_THREADS": "1", **kept, "RAAFL_SECRET": secret}
+
+
+def read(argv: Sequence[str]) -> Asked:
+    """Return what ``argv`` asks for.
+
+    Raises:
+        BadInput: see `fit_local`.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise BadInput(
+            "--local starts its own ranks, but torchrun has started this one: leave --local or torchrun away"
+        )
+    for name in _TAKEN:
+        if values(argv, f"--{name}"):
+            raise BadInput(f"--{name} is not for fit --local, which sees to it: use `raafl serve` and `raafl join`")
+    num_clients = _count(argv, "--local", least=1)
+    if num_clients is None:
+        raise BadInput("--local needs a number of clients, for example --local 4")
+    explicit = _count(argv, "--clients", least=1)
+    if explicit not in (None, num_clients):
+        raise BadInput(f"--clients is {explicit}, but --local {num_clients} starts {num_clients}: leave --clients away")
+    policy = Policy()
+    if (most := _count(argv, "--max_restarts", least=0)) is not None:
+        policy = replace(policy, max_restarts=most)
+    options = without(argv, "--local", "--max_restarts", "--clients")
+    return Asked(num_clients, policy, (*options, "--clients", str(num_clients)))
+
+
+def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:
+    given = values(argv, option)
+    if not given:
+        return None
+    if not given[-1].isdecimal() or int(given[-1]) < least:
+        raise BadInput(f"{option} is '{given[-1]}': give a whole number from {least}")
+    return int(given[-1])
+
+
+def _keep(logs: Path, folder: Path | None) -> None:
+    """Move the clients' logs into the run folder, if there is one and they hold anything."""
+    written = [file for file in sorted(logs.iterdir()) if file.stat().st_size]
+    if folder is not None and folder.is_dir() and written:
+        kept = folder / "logs"
+        kept.mkdir(exist_ok=True)
+        for file in written:
+            with (kept / file.name).open("ab") as target:
+                target.write(file.read_bytes())

@@ -1,0 +1,57 @@
+"""The command line of `raafl join`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raafl.config.argv import name_of, names_section
+from raafl.config.remote_options import split
+from raafl.lean_import import quick_imports
+from raafl.runfolder.outcome import REASONS
+
+
+def command(argv: list[str], tell: Callable[[str], None]) -> int:
+    """Be a client until the server lets it go; return 0 then.
+
+    Args:
+        argv: the options.
+        tell: tells the user what happens, in one line.
+
+    Raises:
+        BadInput: an option, the config, or the secret.
+        RunFailed: refused, or the server stayed away.
+    """
+    own, rest = split("join", argv)
+    with quick_imports():
+        from raafl.commands.join import join
+        from raafl.config.parse import parse
+        from raafl.runtime.client_setup import ClientSetup
+        from raafl.runtime.spanning import together
+        from raafl.runtime.transport.handshake import load_secret
+
+        has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
+        parsed = parse("join", rest) if has_config else None
+
+    def make_site(config_yaml: str | None) -> ClientSetup:
+        found = parsed
+        if found is None:
+            with quick_imports():
+                found = parse("join", rest, config_yaml=config_yaml)
+        named = names_section(rest, "--data")
+        own_data = named and not own.share_of_data
+        return ClientSetup.build(found.experiment, found.config_yaml, own.client, own_data=own_data, data_named=named)
+
+    alone_s = parsed.experiment.waits.alone_s if parsed is not None else None
+
+    def say(text: str) -> None:
+        tell(f"client {own.client}: {text}")
+
+    def work(make: Callable[[str | None], ClientSetup]) -> int:
+        reason = join(
+            own.address, own.client, load_secret(own.secret_file), make,
+            needs_config=parsed is None, encrypt=own.encrypt, alone_s=alone_s, say=say,
+        )  # fmt: skip
+        say(f"the run has ended: {REASONS.get(reason, reason)}")
+        return 0
+
+    return together(make_site, work, own.client, say)

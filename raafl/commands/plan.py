@@ -1,0 +1,157 @@
+"""`raafl plan`: what it takes, and what it says."""
+
+from __future__ import annotations
+
+import json
+import platform
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raafl.errors import BadInput
+from raafl.lean_import import quick_imports
+
+if TYPE_CHECKING:
+    from raafl.devices.profiles import Profile
+
+HELP = """\
+usage: raafl plan --config FILE [--FIELD VALUE ...] [--json]
+       raafl plan --measure [FILE] [--address HOST:PORT]
+       raafl plan --answer HOST:PORT
+       raafl plan --profiles
+
+Says what a run will take, before it is run: parameters, memory, bytes and seconds of a task by submodel and device, who the
+stragglers are, which fragments, buffer or deadline to choose, and time per version and utilisation with each algorithm. The
+data is loaded and shared out; nothing is trained. Every field of a config is an option, as in `raafl simulate --help`.
+
+  --algorithms A,B      predict these beside the config's own (default: all; "" = none)
+  --updates N           merged updates to go through (default: the config's max_updates, at most 2000 or 20 a client)
+  --measure [FILE]      measure this machine: compute, memory, memory traffic; write it as a device file (measured.yaml), which
+                        `devices: FILE` reads; with --config it is in the table of devices as well
+  --address HOST:PORT   with --measure: measure the link to the server, where `raafl plan --answer` runs
+  --device DEVICE       with --measure: cpu or cuda (default cpu); --threads N of it (default 1, as in a run)
+  --answer HOST:PORT    answer those who measure their link to this machine, until interrupted
+  --profiles            list the devices that a config may name, with the source of each figure
+  --json                print JSON and nothing else"""
+
+
+def command(argv: Sequence[str], say: Callable[[str], None], width: int, *, terminal: bool) -> str:
+    """Do what ``argv`` asks and return what is to be printed.
+
+    Args:
+        argv: after `raafl plan`.
+        say: is told what happens meanwhile, such as where the answering side listens.
+        width: columns of the terminal.
+        terminal: whether the text is for one.
+
+    Raises:
+        BadInput: an option or the config makes no sense.
+    """
+    if any(option in argv for option in ("--help", "-h")):
+        return HELP
+    own, rest = _split(argv)
+    if own.answer is not None:
+        return _answer(own.answer, say)
+    if own.profiles:
+        return _profiles(width, terminal, as_json="--json" in rest)
+    here: list[Profile] = []
+    if own.measure is not None:
+        here.append(_measure(own, rest, say))
+    if not any(item == "--config" or item.startswith("--config=") for item in rest):
+        if here:
+            return (
+                json.dumps(asdict(here[0])) if "--json" in rest else f"written to {own.measure}: devices: {own.measure}"
+            )
+        raise BadInput("plan needs a config: give --config FILE, or --measure, --answer or --profiles (see --help)")
+    with quick_imports():
+        from raafl.config.parse import parse
+        from raafl.plan.plan import make_plan
+        from raafl.plan.show import text
+
+        parsed = parse("plan", rest)
+    names = None if own.algorithms is None else [name for name in own.algorithms.split(",") if name]
+    plan = make_plan(parsed.experiment, names, own.updates, here)
+    if parsed.as_json:
+        return json.dumps(plan.to_json(), allow_nan=False)
+    return text(plan, width, terminal=terminal)
+
+
+def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    parser = ArgumentParser(prog="raafl plan", exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser.add_argument("--algorithms")
+    parser.add_argument("--updates", type=int)
+    parser.add_argument("--measure", nargs="?", const="measured.yaml")
+    parser.add_argument("--address")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--answer")
+    parser.add_argument("--profiles", action="store_true")
+    try:
+        own, rest = parser.parse_known_args(list(argv))
+    except ArgumentError as error:
+        raise BadInput(f"{error.argument_name}: {error.message}: raafl plan --help lists the options") from None
+    if own.updates is not None and own.updates < 1:
+        raise BadInput(f"updates is {own.updates}: give 1 or more")
+    if own.address is not None and own.measure is None:
+        raise BadInput("address is for --measure: give both, or neither")
+    if own.measure is not None and Path(own.measure).suffix not in (".yaml", ".yml"):
+        raise BadInput(f"measure is '{own.measure}': give a file that ends in .yaml")
+    return own, rest
+
+
+def _answer(address: str, say: Callable[[str], None]) -> str:
+    from raafl.devices.link import Answerer, host_and_port
+
+    answerer = Answerer(address)
+    say(f"answering on {host_and_port(address)[0]}:{answerer.port}, until interrupted")
+    try:
+        answerer.serve()
+    finally:
+        answerer.close()
+    return ""
+
+
+def _measure(own: Namespace, rest: Sequence[str], say: Callable[[str], None]) -> Profile:
+    import torch
+
+    from raafl.config.argv import values
+    from raafl.devices.files import write_rows
+    from raafl.devices.measure import measure_machine
+
+    threads = (values(rest, "--threads") or ["1"])[-1]
+    if not threads.isdecimal() or int(threads) < 1:
+        raise BadInput(f"threads is '{threads}': give a whole number from 1")
+    if own.device != "cpu" and not (own.device.startswith("cuda") and torch.cuda.is_available()):
+        raise BadInput(f"device is '{own.device}': give cpu, or cuda where torch sees a GPU")
+    file = Path(own.measure)
+    say(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(threads))
+    try:
+        profile = measure_machine(file.stem, own.device, address=own.address)
+    finally:
+        torch.set_num_threads(before)
+    given = {key: value for key, value in asdict(profile).items() if value is not None}
+    where = f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {own.device}, {threads} threads"
+    link = f"link to {own.address}" if own.address else "link not measured: free"
+    try:
+        write_rows(file, [given], f"Measured by `raafl plan --measure` on {where}; {link}.")
+    except OSError as error:
+        raise BadInput(f"measure is '{file}', which cannot be written: {error.strerror}") from error
+    return profile
+
+
+def _profiles(width: int, terminal: bool, *, as_json: bool) -> str:
+    from raafl.devices.shipped import catalogue, rows
+    from raafl.plan.show import table
+
+    if as_json:
+        return json.dumps(rows())
+    found = [[row["device"], row["field"], f"{row['value']:.4g}", row["source"]] for row in rows()]
+    shown = table(
+        "Devices that a config may name", ["device", "field", "value", "source"], found, width, terminal=terminal
+    )
+    for name, one in catalogue()["generators"].items():
+        shown += f"\n\n{name}: {one['what']}, drawn anew for each client by seed\n  {one['source']}"
+    return shown + "".join(f"\n\n{name}: {what}" for name, what in catalogue()["shares"].items())

@@ -1,0 +1,118 @@
+"""Going over a run folder again: replaying its journal bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raafl.config.experiment import Experiment
+from raafl.config.parse import UNUSED, load_run
+from raafl.data.federated import ClientData
+from raafl.errors import BadInput
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.conditions import conditions, differences
+from raafl.runtime.replay import Replay, check_whole, read_run
+from raafl.runtime.saver import with_ties
+from raafl.runtime.setup import Parts, build, make_executor
+from raafl.submodel import FlatTensors
+
+
+def replay(
+    folder: Path,
+    *,
+    until: int | None = None,
+    workers: int = 1,
+    client_data: Mapping[int, Path] | None = None,
+    trust_config: bool = False,
+) -> dict[str, Any]:
+    """Re-execute a run's journal and return what came of it.
+
+    Args:
+        folder: the run's.
+        until: stop after so many events and write the state as a checkpoint in ``folder/replay``.
+        workers: processes that train.
+        client_data: for clients that trained on data of their own: a YAML file with the ``data`` section each had.
+        trust_config: import what the run's config names, whatever that is; else raafl's own alone.
+
+    Returns:
+        ``equal``: whether the same model came out (None when there is nothing to compare with); ``model_digest``,
+        ``recorded_digest``; ``parted_at``: None, or the first event at which the two differ; ``distance``: to the run's
+        last checkpoint, when they differ; ``events``; ``differences``: conditions that are not those of the run.
+
+    Raises:
+        BadInput: the folder is not a run's, its config names more than raafl's own, or data are missing.
+    """
+    if until is not None and until < 1:
+        raise BadInput(f"until is {until}: give the number of an event, from 1")
+    rows, recorded, summary = read_run(folder)
+    check_whole(rows, summary, until)
+    experiment = load_run(folder, trusted=trust_config, without=UNUSED)
+    found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
+    own = _own_data(folder, rows, client_data or {}, trust_config)
+    start: dict[str, Any] = next((row.get("start", {}) for row in rows if row.get("event") == "run"), {})
+    parts = build(experiment, pace=False, **start)
+    executor = make_executor(parts, workers, own)
+    try:
+        played = Replay(parts.coordinator, executor)
+        played.run(rows, until)
+    finally:
+        executor.close()
+    digest = parts.coordinator.state.values.model_digest()
+    wanted = summary["model_digest"] if summary is not None and until is None else None
+    result: dict[str, Any] = {
+        "equal": None if wanted is None else digest == wanted,
+        "model_digest": digest,
+        "recorded_digest": wanted,
+        "parted_at": None if played.parting is None else played.parting.to_json(),
+        "events": played.num_events,
+        "versions": parts.coordinator.state.version,
+        "differences": differences(recorded, found),
+    }
+    if result["equal"] is False:
+        result["distance"] = _distance(folder, parts)
+    if until is not None:
+        result["checkpoint"] = str(_save(folder / "replay", parts, experiment))
+    return result
+
+
+def _own_data(
+    folder: Path, rows: list[dict[str, Any]], files: Mapping[int, Path], trusted: bool
+) -> dict[int, ClientData]:
+    """Return the data of the clients that did not train on their share of the run's."""
+    from raafl.runtime.client_setup import whole
+
+    wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
+    for client in sorted(wanted - set(files)):
+        raise BadInput(
+            f"client {client} trained on data of its own: give --client_data {client}=FILE, "
+            "a YAML file with the data section that it had"
+        )
+    loaded = {
+        client: load_run(folder, f"--config={files[client]}", trusted=trusted, without=UNUSED) for client in wanted
+    }
+    return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
+
+
+def _save(folder: Path, parts: Parts, experiment: Experiment) -> Path:
+    state = parts.coordinator.state
+    return checkpoint.save(folder, state.version, with_ties(parts.module, state.values), module=parts.module)
+
+
+def _distance(folder: Path, parts: Parts) -> dict[str, Any] | None:
+    """Return how far the replayed values are from the run's last checkpoint: largest and root mean square difference."""
+    with contextlib.suppress(BadInput):
+        saved = checkpoint.load(folder)
+        values = parts.coordinator.state.values
+        theirs = FlatTensors.from_named({name: saved.state_dict[name] for name, _ in values.items()}, values.layout)
+        gaps = torch.cat(
+            [
+                (a.double() - b.double()).flatten()
+                for a, b in zip(values.buffers.values(), theirs.buffers.values(), strict=True)
+            ]
+        )
+        return {"version": saved.version, "max": gaps.abs().max().item(), "rms": gaps.square().mean().sqrt().item()}
+    return None

@@ -1,0 +1,154 @@
+"""`raafl report RUN [RUN ...] --output PAGE.html`: from run folders to the page."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from raafl.config.argv import options_of
+from raafl.errors import BadInput
+from raafl.report import overview
+from raafl.report.clients import Classes, participation, partition
+from raafl.report.curves import curves
+from raafl.report.figure import fitting
+from raafl.report.groups import Group, algorithm_of, grouped, names_of
+from raafl.report.page import escaped, folded, page, shown, table_html
+from raafl.report.submodels import regions, specs, staleness
+from raafl.report.timeline import time_spent, timeline
+from raafl.runfolder.reading import Run, read
+from raafl.runfolder.rows import atomic_file
+
+_MAX_APART = 8
+"""Runs that have a timeline and the like of their own: the first of each group, of so many groups at most."""
+_MAX_CONFIG = 100_000
+
+
+def report(argv: Sequence[str]) -> str:
+    """Write the page that the command line asks for; return a line that says where it is.
+
+    Raises:
+        BadInput: a path is no run folder, an option is unknown, plotly is missing, or the page cannot be written.
+    """
+    parser = ArgumentParser(
+        prog="raafl report", exit_on_error=False, description="Write one HTML page about one run or several."
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="PAGE.html", help="default: report.html"
+    )
+    parser.add_argument(
+        "--labels", action="store_true", help="read the data that the configs name, to show each client's classes"
+    )
+    parser.add_argument(
+        "--trust_config",
+        action="store_true",
+        help="with --labels: import what the configs name, though it is not raafl's",
+    )
+    if not argv:
+        raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
+    options = options_of(parser, argv, "RUN [RUN ...], --output, --labels and --trust_config")
+    output: Path = options.output
+    if output.is_dir():
+        raise BadInput(f"output is '{output}', which is a folder: name a file, such as {output / 'report.html'}")
+    folders = list({folder.resolve(): folder for folder in options.runs}.values())
+    text = build([read(folder) for folder in folders], labels=options.labels, trusted=options.trust_config)
+    try:
+        with atomic_file(output) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise BadInput(f"output is '{output}', which cannot be written: {error.strerror or error}") from None
+    return f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {len(text.encode()) / 1e6:.1f} MB"
+
+
+def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -> str:
+    """Return the page about these runs.
+
+    Args:
+        runs: one or more.
+        labels: read the data that their configs name, to show the classes of each client's samples.
+        trusted: for that, import what they name, whatever it is.
+    """
+    groups = grouped(runs)
+    names = names_of(groups)
+    apart = [(names[id(group.runs[0])], group.runs[0]) for group in groups[:_MAX_APART]]
+    left_out = len(runs) - len(apart)
+    classes: dict[int, Classes | str] = {}
+    if labels:
+        from raafl.report.labels import classes_of
+
+        classes = {id(run): classes_of(run, trusted=trusted) for _, run in apart}
+    charts = [
+        curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation(groups),
+        staleness(groups), regions(groups), specs(groups), partition(apart, classes, left_out),
+    ]  # fmt: skip
+    only = runs[0] if len(runs) == 1 else None
+    algorithms = ", ".join(list(dict.fromkeys(map(algorithm_of, runs)))[:_MAX_APART])
+    title = f"{only.name}: {groups[0].label}" if only is not None else f"{len(runs)} runs of {algorithms}"
+    made = time.strftime("%Y-%m-%d %H:%M")
+    subtitle = f"raafl report, made {made}. Times called virtual are those of simulated devices."
+    bottom = _configs(groups, runs)
+    links = {"config": "Config"}
+    return page(title, subtitle, _top(groups, runs), charts, bottom, links)
+
+
+def _top(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+    parts = []
+    noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in overview.notes_of(run)]
+    if noted:
+        parts.append(f'<div class="notes"><ul>{"".join(noted[:60])}</ul></div>')
+    if len(runs) == 1:
+        parts.append(_cards(groups, runs[0]))
+    colours = {run.name: group.colour for group in groups for run in group.runs} if len(groups) > 1 else {}
+    table = overview.runs_table(groups)
+    outcomes = folded("How tasks ended", table_html(overview.outcomes_table(groups), colours))
+    spread = overview.groups_table(groups)
+    if spread is not None:
+        by_label = {group.label: group.colour for group in groups}
+        parts.append(table_html(fitting(spread), by_label))
+        parts.append(folded("Each run", table_html(fitting(table), colours)))
+    else:
+        shown_table = table_html(fitting(table), colours)
+        parts.append(folded("All figures", shown_table) if len(runs) == 1 else shown_table)
+    return f'<section id="overview">{"".join(parts)}{outcomes}</section>'
+
+
+def _cards(groups: Sequence[Group], run: Run) -> str:
+    metrics = overview.model_metrics(groups)
+    figures = overview.figures(run)
+    values = dict(zip(metrics[:3], overview.final(run, metrics[:3]), strict=True))
+    wanted = (
+        "merged updates",
+        "versions",
+        "seconds",
+        "MB down",
+        "MB up",
+        "utilisation",
+        "mean staleness",
+        "lost",
+        "ended",
+    )
+    cards = [(name, f"{value:.4g}") for name, value in values.items()]
+    cards += [(name, shown(figures[name])) for name in wanted]
+    inner = "".join(
+        f"<div><dt>{escaped(name)}</dt><dd{' class=text' if name == 'ended' else ''}>{escaped(value)}</dd></div>"
+        for name, value in cards
+    )
+    return f'<dl class="cards">{inner}</dl>'
+
+
+def _configs(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+    parts = ['<section id="config"><h2>Config</h2>']
+    differing = overview.differences_table(groups)
+    if differing is not None:
+        parts.append('<p class="soft">Where the groups of runs differ; each config is below, whole.</p>')
+        parts.append(table_html(differing))
+    for run in runs:
+        if run.config_text:
+            text = run.config_text
+            cut = "\n… cut here; the rest is in config.yaml" if len(text) > _MAX_CONFIG else ""
+            parts.append(folded(run.name, f"<pre>{escaped(text[:_MAX_CONFIG] + cut)}</pre>"))
+    if not any(run.config_text for run in runs):
+        parts.append('<p class="soft">No run has a config.yaml.</p>')
+    return "\n".join([*parts, "</section>"])

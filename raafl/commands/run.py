@@ -1,0 +1,376 @@
+"""From an experiment to a finished run folder: hands its parts to one of the two runtimes."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raafl.config.experiment import Experiment, seconds
+from raafl.core import saving
+from raafl.core.hooks import Watcher
+from raafl.core.types import Warn
+from raafl.errors import BadInput, CodeFailed, RunFailed
+from raafl.local.evaluate import Evaluator
+from raafl.local.failure import leave_traceback
+from raafl.local.trial import explained, try_training
+from raafl.loggers.loggers import Loggers, hyper_parameters
+from raafl.parts.select.fragments import Full
+from raafl.parts.select.leaves import leaves, sentence_of
+from raafl.runfolder.journal import default_run_folder
+from raafl.runfolder.record import RunRecord
+from raafl.runfolder.statistics import CLIENT, Coverage, Figures
+from raafl.runtime import resume
+from raafl.runtime.batch_norm import Filled, StaticStatistics
+from raafl.runtime.conditions import conditions
+from raafl.runtime.divergence import Divergence
+from raafl.runtime.export import save_model
+from raafl.runtime.interrupt import Interrupt
+from raafl.runtime.memory import settle_heap, with_memory
+from raafl.runtime.saver import Saver
+from raafl.runtime.setup import Parts, build, client_infos, client_parts, data_notes, load_data, make_executor
+from raafl.submodel import FULL
+from raafl.watch.feed import ShownFolder
+from raafl.watch.folder import Watched
+from raafl.watch.pace import Aim, Goals
+from raafl.watch.progress import Progress
+from raafl.watch.state import RunState
+
+if TYPE_CHECKING:
+    from raafl.runtime.distributed import Server
+    from raafl.runtime.inbox import Inbox
+    from raafl.runtime.rendezvous import Rendezvous
+    from raafl.runtime.session import Session
+
+
+class Run:
+    """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
+
+    def __init__(
+        self, parts: Parts, config_yaml: str, runtime: str, progress_file: Any = None,
+        saved: resume.SavedRun | None = None, watcher: Watcher | None = None,
+    ) -> None:  # fmt: skip
+        """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
+        experiment = parts.experiment
+        self.parts, self.runtime, self.watcher = parts, runtime, watcher or Watcher()
+        submodels, data, device = parts.submodels, parts.data, experiment.server_device
+        num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
+        self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
+        self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
+        self.progress = Progress(experiment.progress, file=progress_file)  # type: ignore[arg-type]
+        self._resumed = saved is not None
+        self.folder = self._name_folder(saved)
+        metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
+        self._notes = self._said_before()
+        if saved is not None:
+            self._go_on(saved)
+        else:
+            self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
+            try:
+                self._writer = ShownFolder(self.folder, config_yaml, self.progress.warn)
+            except OSError as error:
+                raise BadInput(
+                    f"output is '{self.folder}', which cannot be made: {error}: name another folder"
+                ) from error
+            self._show(RunState())
+            self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
+            self.record.evaluated(0, 0.0, metrics)
+        self.saver = Saver(
+            self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
+            every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
+        )  # fmt: skip
+        self.loggers = Loggers(
+            experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
+            share=Coverage(submodels).share if experiment.logger else None,
+        )  # fmt: skip
+        self.divergence = Divergence(self.progress.warn, strict=experiment.strict)
+        self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
+        self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.loggers)
+        self._config_yaml = config_yaml
+        self._interrupt = Interrupt(on_insist=self.progress.abandon)
+
+    def _name_folder(self, saved: resume.SavedRun | None) -> Path:
+        if saved is not None:
+            return saved.folder
+        experiment = self.parts.experiment
+        return Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
+
+    def _figures(self) -> Figures:
+        fleet = self.parts.coordinator.fleet
+        return Figures(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
+
+    def _go_on(self, saved: resume.SavedRun) -> None:
+        """Put everything back to where the checkpoint was; what came after it is marked lost."""
+        coordinator, section = self.parts.coordinator, saved.section
+        resume.check_limits(saved, coordinator.limits)
+        try:
+            mended = resume.mend(saved)
+            self._writer = ShownFolder.reopen(self.folder, self.progress.warn)
+        except OSError as error:
+            raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
+        self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
+        self.record.restore(section["record"])
+        with self.statistics.untouched(coordinator.state.values):
+            coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
+        saving.restore(coordinator, section["coordinator"])
+        restarted = self.runtime != "simulated"
+        if restarted:  # ids are never used twice, also for tasks that were lost
+            coordinator.roster.last_id = max(coordinator.roster.last_id, mended.last_id)
+            for client, num in mended.joins.items():  # nor are incarnations
+                coordinator.roster.joins[client] = max(coordinator.roster.joins[client], num)
+            coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
+            self.record.lose(mended.num_lost)
+            coordinator.restart()
+        if mended.num_missing:
+            self._writer.gap(mended.num_missing)
+            self.progress.warn(resume.missing(self.folder, mended.num_missing))
+        row = {
+            "kept": self.record.num_events,
+            "last_id": coordinator.roster.last_id,
+            "version": coordinator.state.version,
+            "goals": self._goals().to_json(),
+            "restarted": restarted,
+            "start": self._start(),
+        }
+        self._writer.event({"time_s": section["clock"]["now"], "event": "resumed", **row})
+        watched = Watched(self.folder)
+        watched.look()
+        self._show(watched.state)
+        self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
+
+    def _show(self, state: RunState) -> None:
+        """Let the view show ``state``, which is told of each row from now on."""
+        state.say = self.progress.note if self.progress.verbose else None
+        self._writer.state, self.progress.source = state, state.snapshot
+
+    def _start(self) -> dict[str, Any]:
+        limits = self.parts.coordinator.limits
+        return {"min_clients": limits.min_clients, "count_lost": limits.count_lost}
+
+    def _goals(self) -> Goals:
+        limits = self.parts.coordinator.limits
+        targets = self.parts.experiment.targets()
+        aims = [Aim(one.metric, one.value, at_most=one.met({one.metric: -math.inf})) for one in targets]
+        return Goals(limits.max_updates, limits.max_time_s, tuple(aims))
+
+    def _first_metrics(self, saved: resume.SavedRun | None) -> dict[str, float]:
+        """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
+        module, data = self.evaluator.module, self.parts.data
+        self.watcher.begin(self, saved)
+        try_training(module, data.example_batch(2), self.parts.experiment.server_device)
+        with explained(module, "validation_step", next(iter(data.test_batches()))):
+            metrics = self.evaluator(self.parts.coordinator.state.values)
+        if not metrics:
+            raise BadInput(
+                f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
+            )
+        kept = {} if saved is None else saved.section["record"]["metrics"]
+        metrics = {**metrics, **kept} if kept else self.watcher.on_measured(0, 0.0, metrics)
+        for target in self.parts.experiment.targets():
+            known = [*metrics, *(CLIENT + name for name in metrics if any(data.test_sizes))]
+            if target.metric not in known:
+                raise BadInput(
+                    f"target is '{target}', but validation_step gives no '{target.metric}': use one of {', '.join(known)}"
+                )
+        return metrics
+
+    def _said_before(self) -> list[str]:
+        """Return what is to be said at the start; raises `BadInput` for warnings where the run is strict."""
+        fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
+        notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
+        refuted = self.parts.submodels.refuted
+        notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
+        notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
+        self._leaves = {} if isinstance(self.parts.coordinator.algorithm.select, Full) else leaves(fleet)
+        notes += [sentence_of(self._leaves)] if self._leaves else []
+        warnings = [note for note in notes if isinstance(note, Warn)]
+        if warnings and self.parts.experiment.strict:
+            raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
+        return notes
+
+    def start(self) -> None:
+        """Start the clock and the view."""
+        experiment, coordinator = self.parts.experiment, self.parts.coordinator
+        described = coordinator.algorithm.describe()
+        title = (
+            f"{experiment.name}: {described['name']} on {len(self.parts.clients)} clients, "
+            f"select {described['select']}, merge {described['merge']}, "
+            f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
+        )
+        self.progress.start(title)
+        for note in self._notes:
+            (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
+        self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
+        self.loggers.start(hyper_parameters(self._config_yaml))
+        if self._resumed:
+            return
+        found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
+        row = {
+            "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found, "start": self._start(),
+            "title": title, "goals": self._goals().to_json(),
+        }  # fmt: skip
+        self._writer.event(row)
+        self.record.restart_clock()
+        self.loggers.on_evaluate(0, 0.0, self.record.metrics)
+
+    def finish(self, reason: str, time_s: float, error: CodeFailed | None = None) -> dict[str, Any]:
+        """Write the summary and return it; ``error`` is what has failed of the user's."""
+        self.watcher.error = self.watcher.error or error
+        coordinator, reason = self.parts.coordinator, self.watcher.failure or reason
+        summary = self.record.summary(
+            algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
+            version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
+        )  # fmt: skip
+        summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
+        summary |= coordinator.algorithm.merge.report(coordinator.state)
+        summary["rates_leave"] = self._leaves
+        summary["kept_whole"] = self.parts.submodels.reasons
+        self.saver.close()
+        with self.statistics.filled(coordinator.state.values, anew=False):
+            summary["model"] = save_model(
+                self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
+            )
+        self.watcher.end(summary)
+        summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason
+        outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
+        summary["loggers"] = self.loggers.finish(outcome, summary)
+        if self.watcher.error is not None:
+            summary["traceback"] = leave_traceback(self.folder, reason, self.watcher.error)
+        self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
+        return summary
+
+    def close(self) -> None:
+        """Give the terminal back, end the saver and flush the folder, however the run ended."""
+        self.progress.stop()
+        self._writer.close()
+        self.saver.close()
+        self.loggers.close()
+        self._interrupt.__exit__(None, None, None)
+
+
+def simulate(
+    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None
+) -> tuple[dict[str, Any], Path]:
+    """Run on a virtual clock; return the summary and the run folder."""
+    from raafl.runtime.simulated import Simulation
+
+    experiment.check()
+    saved = resume.load(Path(experiment.resume), "simulated") if experiment.resume else None
+    parts = build(experiment, pace=False)
+    with ExitStack() as stack:
+        executor = make_executor(parts, experiment.workers)
+        stack.callback(executor.close)
+        run = Run(parts, config_yaml, "simulated", progress_file, saved, watcher)
+        stack.callback(run.close)
+        run.start()
+        simulation = Simulation(
+            parts.coordinator, parts.clients, executor, run.record, run.evaluator,
+            hooks=run.hooks, progress=run.progress,
+        )  # fmt: skip
+        if saved is not None:
+            simulation.restore(saved.section["clock"])
+        reason = simulation.run()
+        return run.finish(reason, simulation.now, simulation.error), run.folder
+
+
+def fit(
+    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None
+) -> tuple[dict[str, Any], Path] | None:
+    """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
+    from raafl.runtime.rendezvous import Rendezvous
+
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
+        experiment = resume.after_restart(experiment)
+        experiment.check()
+    rendezvous = Rendezvous.from_environment(experiment)
+    if rendezvous.rank == 0:
+        return _serve(experiment, rendezvous, config_yaml, progress_file, watcher=watcher)
+    _join(experiment, rendezvous)
+    return None
+
+
+def _serve(
+    experiment: Experiment, rendezvous: Rendezvous, config_yaml: str, progress_file: Any, inbox: Inbox | None = None,
+    *, watcher: Watcher | None = None,
+) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    """Coordinate real ranks; ``inbox`` may impose an order on what happens."""
+    from raafl.runtime.inbox import Inbox
+    from raafl.runtime.session import Session
+
+    with rendezvous.preparing():
+        saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+        parts = build(experiment, pace=experiment.emulate and experiment.devices is not None)
+        run = Run(parts, config_yaml, "distributed", progress_file, saved, watcher)
+        resume.leave_note(run.folder)
+    inbox = inbox or Inbox()
+    device = experiment.server_device
+    sessions = [
+        Session(
+            client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
+            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=parts.coordinator.fleet.wires,
+            share=client.num_samples,
+        )
+        for client in parts.clients
+    ]  # fmt: skip
+    return coordinate(run, make_server(run, sessions, inbox, announce=rendezvous.announce, bears=0), saved)
+
+
+def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any) -> Server:
+    """Return what drives ``run`` on real clients; ``more`` is for `Server`."""
+    from raafl.runtime.distributed import Server
+
+    return Server(
+        run.parts.coordinator, sessions, inbox, run.record, run.evaluator,
+        waits=run.parts.experiment.waits, hooks=run.hooks, progress=run.progress,
+        **more,
+    )  # fmt: skip
+
+
+def coordinate(run: Run, server: Server, saved: resume.SavedRun | None) -> tuple[dict[str, Any], Path]:
+    """Drive a run on real clients to its end; return the summary and the run folder."""
+    try:
+        if saved is not None:
+            server.restore(saved.section["clock"])
+        run.start()
+        reason = server.run()
+        return run.finish(reason, server.now, server.error), run.folder
+    finally:
+        server.close()
+        run.close()
+
+
+def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
+    from raafl.runtime.client import Client
+    from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
+
+    torch.set_num_threads(experiment.threads)
+    data = load_data(experiment)
+    info = client_infos(experiment, data)[rendezvous.rank - 1]
+    submodels, trainer = client_parts(experiment, data, rendezvous.fabric_options())
+    info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+    settle_heap(experiment, info, submodels, data, trainer.fabric.device)
+    for note in notes:
+        Progress("plain", sys.stderr).note(f"raafl, client {info.id}: {note}")
+    try:
+        rendezvous.await_server()
+        with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
+            client = Client(
+                info,
+                pair,
+                submodels,
+                trainer,
+                data.client(info.id),
+                experiment.waits,
+                wires=experiment.wires(submodels),
+            )
+            reason = client.run()
+    except (PeerLost, PeerTimeout, Refused) as error:
+        reason = rendezvous.let_go() or f"failed: the server is gone: {error}"
+    if reason.startswith(("refused", "failed")):
+        raise RunFailed(f"client {info.id}: {reason}")

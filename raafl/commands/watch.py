@@ -1,0 +1,111 @@
+"""`raafl watch RUN`: the view of a run, from its folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from raafl.config.argv import options_of
+from raafl.config.options import MODES
+from raafl.errors import BadInput
+from raafl.watch.folder import SILENT_S, Watched
+from raafl.watch.progress import Progress
+from raafl.watch.show import briefly, plain
+
+LOOK_S = 0.25
+"""Seconds between two looks."""
+
+
+def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show the run that ``argv`` names, until it has ended; with `--once` as it stands now.
+
+    Args:
+        argv: the command line after `raafl watch`.
+        file: where to; standard output when None.
+        sleep: waits so many seconds between two looks.
+
+    Raises:
+        BadInput: an option is wrong, or the run is not there and `--once` does not wait for it.
+    """
+    options = _options(argv)
+    path: Path = options.run
+    if path.exists() and not path.is_dir():
+        raise BadInput(f"'{path}' is a file: give the folder of a run")
+    if options.json and not options.once:
+        raise BadInput("--json goes with --once: give both, or leave --json out")
+    if options.once:
+        _once(path, file or sys.stdout, as_json=options.json, mode=options.progress)
+    else:
+        _follow(path, Progress(options.progress, file), sleep)
+
+
+def _options(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="raafl watch", exit_on_error=False,
+        description="Show a run that goes on, or has ended, from its folder. Nothing is written there.",
+    )  # fmt: skip
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run's folder, which may appear later")
+    parser.add_argument("--once", action="store_true", help="show how the run stands now, and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON, with every client")
+    parser.add_argument(
+        "--progress", choices=[mode for mode in MODES if mode != "quiet"], default="auto", metavar="MODE",
+        help="live (a table), plain (lines), verbose (a line for each task too), auto: live on a terminal, else plain",
+    )  # fmt: skip
+    options = options_of(parser, argv, "RUN, --once, --json and --progress")
+    if options.run is None:
+        raise BadInput("RUN is missing: give the folder of a run")
+    return options
+
+
+def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
+    watched = Watched(path)
+    watched.look()
+    if not watched.begun:
+        raise BadInput(f"'{path}' is not a run folder: there is no run in it yet, and --once does not wait")
+    if as_json:
+        silent_s = watched.silent_s
+        found = {"run": str(path), **plain(watched.state.snapshot(None)), "silent_s": silent_s}
+        if found["state"] == "running" and silent_s > SILENT_S:
+            found["state"] = "silent"
+        file.write(json.dumps(found | {"damaged_lines": watched.num_damaged}) + "\n")
+        return
+    progress = Progress(mode, file)
+    progress.start(watched.state.title or str(path))
+    progress.update(watched.state.snapshot, evaluated=True)
+    if (silent := _silence(watched)) is not None:
+        progress.note(silent)
+    progress.stop()
+
+
+def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> None:
+    watched = Watched(path, say=progress.note if progress.verbose else None)
+    said: str | None = None
+    progress.start(str(path))
+    try:
+        while True:
+            news = watched.look()
+            if watched.begun:
+                progress.update(watched.state.snapshot, evaluated=watched.state.summary is not None)
+            to_say = None if news else _silence(watched)
+            if to_say is not None and said is None:
+                progress.note(to_say)
+            said = to_say
+            if watched.state.summary is not None:
+                return
+            sleep(LOOK_S)
+    finally:
+        progress.stop()
+
+
+def _silence(watched: Watched) -> str | None:
+    if not watched.begun:
+        return "waiting: there is no run in it yet"
+    silent_s = watched.silent_s
+    if watched.state.summary is not None or silent_s <= SILENT_S:
+        return None
+    return f"nothing has been written for {briefly(silent_s)}: the run may be dead, or busy with long tasks"

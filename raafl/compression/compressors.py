@@ -1,0 +1,325 @@
+"""What travels in the place of tensors: bf16, int8 with stochastic rounding, the largest elements, bits.
+
+A compressor says from a layout alone in which layout the compressed tensors travel, so both ends know every length before
+anything is sent. It works on tensors and knows nothing of clients or directions; residuals of what top_k leaves out are kept
+by `raafl.compression.streams`. Only floating-point tensors are compressed, and of those only the ones named by
+``only``; all others travel as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from raafl.errors import BadInput, fraction, nearest
+from raafl.submodel.flat import Entry, FlatTensors, Layout
+
+Name = Literal["none", "bf16", "int8", "top_k"]
+NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
+
+ROW = 32
+"""Elements that a row of a tensor must have to get an int8 scale of its own."""
+
+
+class Unsound(ValueError):
+    """What was received cannot be decompressed.
+
+    Attributes:
+        reason: a short kebab-case name, fit for counting: non-finite, bad-scale, bad-indices, bad-bits.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        """Name the reason, and say what was found."""
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """How tensors are compressed on the wire; they travel as they are unless it is asked for.
+
+    Attributes:
+        down: of what clients are sent: none, bf16, int8 or top_k (changes since what the client was last sent).
+        up: of what they send back, as differences from what they were sent: none, bf16, int8 or top_k.
+        top_k: share of the elements that top_k sends, above 0, at most 1.
+    """
+
+    down: Name = "none"
+    up: Name = "none"
+    top_k: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a value out of range."""
+        for field, name in (("down", self.down), ("up", self.up)):
+            if name not in NAMES:
+                raise BadInput(f"compress.{field} is '{name}': {nearest(str(name), NAMES)}")
+        fraction("compress.top_k", self.top_k)
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Turns tensors of one layout into tensors of another and back.
+
+    Attributes:
+        only: names of the tensors to compress where they are floating-point; None = all that are.
+        draws: whether it draws random numbers from its seed.
+        feeds_back: whether what it leaves out is to be added to what is sent next.
+        differences: whether, going up, it is for differences from what the client received; else for what the merge asks.
+    """
+
+    only: frozenset[str] | None = None
+    draws: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
+    differences: ClassVar[bool] = True
+
+    def takes(self, entry: Entry) -> bool:
+        """Return whether a tensor is compressed."""
+        return entry.dtype.is_floating_point and entry.numel > 0 and (self.only is None or entry.name in self.only)
+
+    def taken(self, layout: Layout) -> tuple[Entry, ...]:
+        """Return the tensors of ``layout`` that are compressed."""
+        return _split(self, layout)[0]
+
+    def layout(self, layout: Layout) -> Layout:
+        """Return the layout of what travels for tensors in ``layout``: what is compressed, then the others as they are."""
+        return _wire(self, layout)
+
+    def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:
+        """Compress ``values`` into ``out``, in place; what is not finite makes ``out`` so as well.
+
+        Args:
+            values: left as they are.
+            out: in ``layout(values.layout)``, on the same device.
+            seed: decides every draw.
+        """
+        taken, others = _split(self, values.layout)
+        for entry in others:
+            out[entry.name].copy_(values.view(entry))
+        self._encode(taken, values, out, seed)
+
+    def decode(self, wire: FlatTensors, out: FlatTensors, *, finite: bool = True) -> None:
+        """Decompress ``wire``, in ``layout(out.layout)``, into ``out``, in place; ``finite`` refuses what is not.
+
+        Raises:
+            Unsound: no `encode` of finite tensors can have made it; ``out`` may have been written to.
+        """
+        if finite and not wire.is_finite():
+            raise Unsound("non-finite")
+        taken, others = _split(self, out.layout)
+        for entry in others:
+            out.view(entry).copy_(wire[entry.name])
+        self._decode(taken, wire, out)
+
+    @abstractmethod
+    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Yield name, shape and dtype of what travels for ``taken``."""
+
+    @abstractmethod
+    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...
+
+    @abstractmethod
+    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None: ...
+
+
+@lru_cache(maxsize=1024)
+def _split(compressor: Compressor, layout: Layout) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    taken = tuple(entry for entry in layout.entries if compressor.takes(entry))
+    return taken, tuple(entry for entry in layout.entries if not compressor.takes(entry))
+
+
+@lru_cache(maxsize=1024)
+def _wire(compressor: Compressor, layout: Layout) -> Layout:
+    taken, others = _split(compressor, layout)
+    return Layout.pack([*compressor._packed(taken), *((e.name, e.shape, e.dtype) for e in others)])
+
+
+@dataclass(frozen=True)
+class BFloat16(Compressor):
+    """Rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
+
+    def takes(self, entry: Entry) -> bool:
+        """Return whether a tensor is compressed: not one of 16 bits or fewer."""
+        return super().takes(entry) and entry.dtype.itemsize > 2
+
+    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        return ((entry.name, entry.shape, torch.bfloat16) for entry in taken)
+
+    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        for entry in taken:
+            out[entry.name].copy_(values.view(entry))
+
+    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+        for entry in taken:
+            out.view(entry).copy_(wire[entry.name])
+
+
+@dataclass(frozen=True)
+class Int8(Compressor):
+    """``x ~ s q``, ``s = max|x| / 127``, ``q = floor(x / s + u)`` with u uniform in [0, 1): unbiased, E[s q] = x.
+
+    QSGD's stochastic rounding (Alistarh et al. 2017, section 3.1) with 127 levels and the maximum as the norm. There is a
+    float32 scale for each row (an output neuron or channel) of a matrix or kernel with at least `ROW` elements to a row,
+    else one for the tensor.
+    """
+
+    draws: ClassVar[bool] = True
+
+    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        for entry in taken:
+            yield entry.name, entry.shape, torch.int8
+        for entry in taken:
+            yield _scales(entry), (num_rows(entry.shape),), torch.float32
+
+    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        generator = torch.Generator().manual_seed(
+            seed
+        )  # the CPU's wherever the tensors are: the same bits on every device
+        for entry in taken:
+            rows = values.view(entry).reshape(num_rows(entry.shape), -1)
+            rows = rows.float() if entry.dtype.itemsize < 4 else rows
+            scales = (rows.abs().amax(dim=1) / 127).float()
+            out[_scales(entry)].copy_(scales)
+            step = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).to(rows.dtype).unsqueeze(1)
+            drawn = torch.rand(rows.shape, generator=generator).to(rows)
+            levels = drawn.add_(rows / step).floor_().clamp_(-127, 127).nan_to_num_(0.0)
+            out[entry.name].copy_(levels.view(entry.shape))
+
+    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+        for entry in taken:
+            scales = wire[_scales(entry)]
+            if bool((scales < 0).any()):
+                raise Unsound("bad-scale", f"a scale of '{entry.name}' is below 0")
+            levels = wire[entry.name].reshape(len(scales), -1).to(torch.promote_types(entry.dtype, torch.float32))
+            out.view(entry).copy_((levels * scales.unsqueeze(1)).view(entry.shape))
+
+
+def num_rows(shape: tuple[int, ...]) -> int:
+    """Return how many int8 scales a tensor of this shape has."""
+    return shape[0] if len(shape) > 1 and math.prod(shape[1:]) >= ROW else 1
+
+
+def _scales(entry: Entry) -> str:
+    return f"{entry.name} scales"
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The elements of largest magnitude, of all tensors of one dtype together, with their places.
+
+    Of n elements ``max(1, round(share n))`` travel (Stich et al. 2018, definition 2.1), the rest is 0 at the other end and is to
+    be added to what is sent next (error feedback, algorithm 1). Places travel as int32, in ascending order; as int64
+    from 2^31 elements on.
+
+    Attributes:
+        share: of the elements that travel.
+    """
+
+    share: float = 0.1
+    feeds_back: ClassVar[bool] = True
+
+    def count(self, numel: int) -> int:
+        """Return how many of ``numel`` elements travel."""
+        return min(numel, max(1, round(self.share * numel)))
+
+    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        for dtype, entries in _by_dtype(taken).items():
+            numel = sum(entry.numel for entry in entries)
+            count = self.count(numel)
+            yield f"{dtype} places", (count,), torch.int32 if numel < 2**31 else torch.int64
+            yield f"{dtype} elements", (count,), dtype
+
+    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        for dtype, entries in _by_dtype(taken).items():
+            flat = torch.cat([values.view(entry).reshape(-1) for entry in entries])
+            count = self.count(flat.numel())
+            # NaN counts as the largest, so that it travels and is found at the other end
+            chosen = flat.abs().topk(count, sorted=False).indices.sort().values
+            out[f"{dtype} places"].copy_(chosen)
+            out[f"{dtype} elements"].copy_(flat[chosen])
+
+    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+        for dtype, entries in _by_dtype(taken).items():
+            chosen, numel = wire[f"{dtype} places"].long(), sum(entry.numel for entry in entries)
+            if int(chosen[0]) < 0 or int(chosen[-1]) >= numel or not bool((chosen[1:] > chosen[:-1]).all()):
+                raise Unsound("bad-indices", f"not {len(chosen)} ascending places below {numel}")
+            flat = torch.zeros(numel, dtype=dtype, device=chosen.device)
+            flat[chosen] = wire[f"{dtype} elements"]
+            for entry, part in zip(entries, torch.split(flat, [entry.numel for entry in entries]), strict=True):
+                out.view(entry).copy_(part.view(entry.shape))
+
+
+def _by_dtype(entries: Sequence[Entry]) -> dict[torch.dtype, list[Entry]]:
+    found: dict[torch.dtype, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.dtype, []).append(entry)
+    return found
+
+
+@dataclass(frozen=True)
+class Bits(Compressor):
+    """Tensors of zeros and ones, eight elements to the byte, the first in the lowest bit; exact. Bits left over are 0."""
+
+    differences: ClassVar[bool] = False
+
+    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        return ((entry.name, (-(-entry.numel // 8),), torch.uint8) for entry in taken)
+
+    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        for entry in taken:
+            flat, wire = values.view(entry).reshape(-1), out[entry.name]
+            ones = flat == 1
+            if not bool((ones | (flat == 0)).all()):
+                raise BadInput(f"tensor '{entry.name}' has other elements than 0 and 1: send it as it is, not as bits")
+            bits = torch.zeros(8 * len(wire), dtype=torch.uint8, device=wire.device)
+            bits[: entry.numel] = ones
+            torch.sum(bits.view(-1, 8) << _places(wire), dim=1, dtype=torch.uint8, out=wire)
+
+    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+        for entry in taken:
+            packed = wire[entry.name]
+            bits = ((packed.unsqueeze(1) >> _places(packed)) & 1).view(-1)
+            if bool(bits[entry.numel :].any()):
+                raise Unsound("bad-bits", f"'{entry.name}' has more than {entry.numel}")
+            out.view(entry).copy_(bits[: entry.numel].view(entry.shape))
+
+
+def _places(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+
+def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
+    """Return the compressor of a name; ``share`` is top_k's. None for none, and for scalars, which are no tensors.
+
+    Raises:
+        BadInput: there is none of that name.
+    """
+    match name:
+        case "none" | "scalars":
+            return None
+        case "bf16":
+            return BFloat16(only)
+        case "int8":
+            return Int8(only)
+        case "top_k":
+            return TopK(only, share)
+        case "bits":
+            return Bits(only)
+    raise BadInput(f"compressor is '{name}': {nearest(name, (*NAMES, 'bits'))}")
+
+
+def up_name(compress: Compress, fixed: str | None) -> str:
+    """Return what updates travel by: what the merge has ``fixed`` (`Merge.wire`), else ``compress.up``.
+
+    Raises:
+        BadInput: both are given, and differ.
+    """
+    if fixed is not None and compress.up not in ("none", fixed):
+        raise BadInput(f"compress.up is '{compress.up}', but this algorithm's updates travel as {fixed}: leave it out")
+    return compress.up if fixed is None else fixed

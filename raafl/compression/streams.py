@@ -1,0 +1,341 @@
+"""Both ends of what is compressed on its way to a client and back, and both of all clients' in one process.
+
+Down, top_k sends what has changed since: both ends hold a copy of what the client has, which the first tasks fill with whole
+tensors. What was left out is in the next difference; that is the error feedback. Up, the client adds to each update what it
+has left out of earlier ones, its residual. Copy and residual live as long as an incarnation of the client: one that comes
+back starts with neither, so both ends agree whatever was lost between.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raafl.compression.compressors import Unsound
+from raafl.compression.plan import Way, Wires
+from raafl.compression.snapshots import Snapshots
+from raafl.core.coordinator import Coordinator
+from raafl.core.saving import from_plain, to_plain
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
+from raafl.parts.split_half import Half
+from raafl.submodel import FULL, FlatTensors, Layout, Spec
+
+_MAX_KEPT = 2
+
+
+class _Scratch:
+    """Storage for what lies between two steps, used again for the same layout; only the last few are kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[Layout, FlatTensors]] = {}
+
+    def __call__(self, purpose: str, layout: Layout, device: torch.device) -> FlatTensors:
+        """Return storage for ``layout``, with anything in it."""
+        kept = self._kept.setdefault(purpose, {})
+        found = kept.get(layout)
+        if found is None or found.device != device:
+            while len(kept) >= _MAX_KEPT:
+                kept.pop(next(iter(kept)))
+            found = kept[layout] = FlatTensors.empty(layout, device)
+        return found
+
+
+class Down:
+    """What one client is sent, at either end. Without a compressor tensors pass through as they are.
+
+    Attributes:
+        copy: what the client has of the whole model, NaN where it has nothing; None = nothing at all, or none is kept.
+    """
+
+    def __init__(self, wires: Wires, scratch: _Scratch | None = None) -> None:
+        """Start a life of the client; ``scratch`` may be shared by those of one thread."""
+        self._wires, self._scratch = wires, scratch or _Scratch()
+        self.copy: FlatTensors | None = None
+        self._next: tuple[Spec, FlatTensors | None] | None = None
+
+    def layout(self, spec: Spec) -> Layout:
+        """Return the layout of what travels for the next task, of ``spec``."""
+        if self._is_whole(spec):
+            return self._wires.submodels.layout(spec, "sent")
+        return self._wires.layout(spec, "sent")
+
+    def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
+        """Return what travels for ``snapshot``, good until the next call; nothing is noted before `unpack`."""
+        one, spec = self._wires.down, assignment.spec
+        if one is None or self._is_whole(spec):
+            return snapshot
+        known, values = self._known(spec), snapshot
+        if known is not None:
+            values = self._scratch("change", snapshot.layout, snapshot.device).copy_(snapshot)
+            for entry in one.taken(values.layout):
+                values.view(entry).sub_(known.view(entry))
+        wire = self._scratch("down", one.layout(values.layout), values.device)
+        one.encode(values, wire, derive_seed(assignment.seed, "down"))
+        return wire
+
+    def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
+        """Return what the client has received, in ``out`` or in storage that is good until the next call; note that it has.
+
+        Raises:
+            Unsound: it is none of `pack`'s.
+        """
+        one, layout = self._wires.down, self._wires.submodels.layout(spec, "sent")
+        if one is None:
+            return wire
+        known, whole = self._known(spec), self._is_whole(spec)
+        out = out if out is not None else self._scratch("received", layout, wire.device)
+        if whole:
+            out.copy_(wire)
+        else:
+            one.decode(wire, out, finite=False)  # as without a compressor: what is trained from it is refused
+        if known is not None:
+            for entry in one.taken(layout):
+                out.view(entry).add_(known.view(entry))
+        if one.feeds_back:
+            if self.copy is None:
+                self.copy = _unknown(self._wires.submodels.layout(part="sent"), wire.device)
+            self._wires.plan(spec, "sent").scatter_(self.copy, out)
+        self._next = None
+        return out
+
+    def _is_whole(self, spec: Spec) -> bool:
+        one = self._wires.down
+        return one is not None and one.feeds_back and self._known(spec) is None
+
+    def _known(self, spec: Spec) -> FlatTensors | None:
+        """Return what the client has of ``spec`` where it has all of it and it matters."""
+        one = self._wires.down
+        if one is None or not one.feeds_back or self.copy is None:
+            return None
+        if self._next is None or self._next[0] != spec:
+            plan = self._wires.plan(spec, "sent")
+            known = plan.gather(self.copy, self._scratch("known", plan.layout, self.copy.device))
+            has = all(not bool(known.view(entry).isnan().any()) for entry in one.taken(known.layout))
+            self._next = (spec, known if has else None)
+        return self._next[1]
+
+
+class Up:
+    """What one client sends back, at either end. Without a compressor tensors pass through as they are.
+
+    Attributes:
+        residual: what the client has left out so far, over all that trains; None = nothing.
+    """
+
+    def __init__(self, wires: Wires, scratch: _Scratch | None = None) -> None:
+        """Start a life of the client; ``scratch`` may be shared by those of one thread."""
+        self._wires, self._scratch = wires, scratch or _Scratch()
+        self.residual: FlatTensors | None = None
+
+    def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
+        """Return what travels for what the trainer returned, good until the next call; keep what is left out of it."""
+        one = self._wires.up
+        if one is None:
+            return trained
+        change, taken = trained, one.taken(trained.layout)
+        if self._wires.adds_back or one.feeds_back:
+            change = self._scratch("difference", trained.layout, trained.device).copy_(trained)
+        for entry in taken if self._wires.adds_back else ():
+            change.view(entry).sub_(received[entry.name].to(change.device))
+        if self.residual is not None:
+            plan = self._wires.plan(assignment.spec, "trained")
+            held = plan.gather(self.residual, self._scratch("held", plan.layout, change.device))
+            for entry in taken:
+                change.view(entry).add_(held.view(entry))
+        wire = self._scratch("up", one.layout(change.layout), change.device)
+        one.encode(change, wire, derive_seed(assignment.seed, "up"))
+        if one.feeds_back:
+            self._leave(assignment.spec, change, wire)
+        return wire
+
+    def _leave(self, spec: Spec, change: FlatTensors, wire: FlatTensors) -> None:
+        """Keep what ``wire`` does not have of ``change``, which is overwritten; start anew where that would be nonsense."""
+        one, plan = self._wires.up, self._wires.plan(spec, "trained")
+        if one is None or not wire.is_finite():  # it will be refused
+            self.residual = None
+            return
+        sent = self._scratch("sent", change.layout, change.device)
+        one.decode(wire, sent)
+        taken = {entry.name for entry in one.taken(change.layout)}
+        for name, tensor in change.items():
+            tensor.sub_(sent[name]) if name in taken else tensor.zero_()
+        if self.residual is None:
+            if not any(bool(buffer.any()) for buffer in change.buffers.values()):
+                return
+            self.residual = FlatTensors.zeros(plan.full_layout, change.device)
+        plan.scatter_(self.residual, change)
+
+    def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
+        """Return the update's tensors as the merge asks for them, good until the next call.
+
+        Args:
+            spec: the submodel.
+            wire: as received.
+            received: what the client was sent, which it has trained; only where `Wires.adds_back`.
+
+        Raises:
+            Unsound: the update may not be merged.
+        """
+        one = self._wires.up
+        if one is None:
+            return wire
+        out = self._scratch("update", self._wires.submodels.layout(spec, "trained"), wire.device)
+        one.decode(wire, out)
+        if self._wires.adds_back and received is not None:
+            for entry in one.taken(out.layout):
+                out.view(entry).add_(received[entry.name].to(out.device))
+        if not out.is_finite():
+            raise Unsound("non-finite")
+        return out
+
+    def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
+        """Return zeros in the place of an update that is refused for what it is."""
+        out = self._scratch("update", self._wires.submodels.layout(spec, "trained"), device)
+        for buffer in out.buffers.values():
+            buffer.zero_()
+        return out
+
+
+def _unknown(layout: Layout, device: torch.device) -> FlatTensors:
+    """Return storage whose floating-point elements are NaN."""
+    flat = FlatTensors.zeros(layout, device)
+    for dtype, buffer in flat.buffers.items():
+        if dtype.is_floating_point:
+            buffer.fill_(math.nan)
+    return flat
+
+
+def _put(part: FlatTensors, whole: FlatTensors) -> FlatTensors:
+    """Copy a part into the whole, in place; return it."""
+    for name, tensor in part.items():
+        whole[name].copy_(tensor)
+    return whole
+
+
+@dataclass(slots=True)
+class _Life:
+    """Both ends of one client's wire.
+
+    Attributes:
+        down_bytes: what travelled for its last task.
+    """
+
+    incarnation: int
+    down: Down
+    up: Up
+    down_bytes: int = 0
+
+
+class Carried(Snapshots):
+    """Snapshots as clients receive them and updates as the server does, all in one process: for simulations and replays.
+
+    Updates are packed and unpacked when they are taken from the executor, in the order of the events, whoever has trained
+    them and when. Of a model that is trained in two halves the client's is packed, the server's stays as it is.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        """Cut from the coordinator's state as it goes on."""
+        super().__init__(coordinator.state)
+        self._wires = coordinator.fleet.wires or Wires(coordinator.state.submodels)
+        self._half = self._wires.submodels if isinstance(self._wires.submodels, Half) else None
+        self._scratch = _Scratch()
+        self._lives: dict[int, _Life] = {}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether every update that a client has sent matters to its next."""
+        return self._wires.remembers
+
+    def _life(self, assignment: Assignment) -> _Life:
+        key, incarnation = (assignment.client, assignment.incarnation) if self.remembers else (0, 0)
+        life = self._lives.get(key)
+        if life is None or life.incarnation != incarnation:
+            ends = Down(self._wires, self._scratch), Up(self._wires, self._scratch)
+            life = self._lives[key] = _Life(incarnation, *ends)
+        return life
+
+    def cut(self, assignment: Assignment) -> FlatTensors:
+        """Return the values that the client receives; they stay as they are, however the state goes on, until given back."""
+        one = self._wires.down
+        if one is None:
+            return super().cut(assignment)
+        is_new = assignment.version != self._version or assignment.spec not in self._current
+        snapshot, life = super().cut(assignment), self._life(assignment)
+        if one.draws or one.feeds_back:
+            free = self._free.get(snapshot.layout)
+            out = free.pop() if free else FlatTensors.empty(snapshot.layout, snapshot.device)
+            self._users[id(out)] = 1
+            life.down_bytes = self._carry_down(life, assignment, snapshot, out)
+            self.give_back(snapshot)
+            return out
+        if is_new:  # all that get it get the same
+            self._carry_down(life, assignment, snapshot, snapshot)
+        return snapshot
+
+    def _carry_down(self, life: _Life, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
+        """Write to ``out``, which may be ``snapshot``, the values that the client trains from; return the bytes that travel."""
+        wire = life.down.pack(assignment, self._part(snapshot, "sent"))
+        if self._half is None:
+            life.down.unpack(assignment.spec, wire, out)
+        else:
+            if out is not snapshot:
+                out.copy_(snapshot)
+            _put(life.down.unpack(assignment.spec, wire), out)
+        return wire.num_bytes
+
+    def _part(self, values: FlatTensors, way: Way) -> FlatTensors:
+        """Return what travels of ``values`` one way, good until the next call: the client's half, or all of it."""
+        if self._half is None:
+            return values
+        return self._half.take_(self._scratch(f"part {way}", self._half.layout(FULL, way), values.device), values)
+
+    def more_bytes(self, assignment: Assignment) -> int:
+        """Return how many bytes more than predicted went down for a client's newest task: whole tensors, at first."""
+        if self._wires.down is None or not self._wires.down.feeds_back:
+            return 0
+        return self._life(assignment).down_bytes - self._wires.layout(assignment.spec, "sent").num_bytes
+
+    def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
+        """Turn what the trainer returned into what the server receives, in place."""
+        if update.refusal == OUT_OF_MEMORY:  # nothing was sent
+            if self._half is not None:
+                self.refused(assignment)
+            return
+        if self._wires.up is None:
+            return
+        up, trained = self._life(assignment).up, update.tensors
+        part, received = self._part(trained, "trained"), self._part(received, "sent")
+        try:
+            wire = up.pack(assignment, part, received)
+            update.tensors = up.unpack(assignment.spec, wire, received)
+            if self._half is not None:
+                whole = self._scratch("whole", trained.layout, trained.device).copy_(trained)
+                update.tensors = _put(update.tensors, whole)
+        except Unsound as unsound:
+            update.tensors, update.refusal = up.nothing(assignment.spec, trained.device), unsound.reason
+        if self._half is not None and update.refusal is not None:
+            self.refused(assignment)
+
+    def refused(self, assignment: Assignment) -> None:
+        """Note that a task in two halves was refused, in the middle or at its end: the client forgets its residual."""
+        self._life(assignment).up.residual = None
+
+    # ---- interrupted and resumed ----
+
+    def save(self) -> list[Any]:
+        """Return what is remembered of each client, as plain data and tensors."""
+        return [
+            [client, life.incarnation, to_plain(life.down.copy), to_plain(life.up.residual), life.down_bytes]
+            for client, life in self._lives.items()
+            if self.remembers
+        ]
+
+    def restore(self, data: list[Any]) -> None:
+        """Go on from what `save` returned."""
+        for client, incarnation, copy, residual, down_bytes in data:
+            down, up = Down(self._wires, self._scratch), Up(self._wires, self._scratch)
+            down.copy, up.residual = from_plain(copy), from_plain(residual)
+            self._lives[client] = _Life(incarnation, down, up, down_bytes)

@@ -1,0 +1,324 @@
+"""The typed config of a run: what a YAML file or the command line says, validated once."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from raafl.compression.compressors import Compress, up_name
+from raafl.compression.plan import Wires
+from raafl.config.loggers import specs
+from raafl.config.options import MODES, Target, Waits
+from raafl.core.algorithm import Algorithm, Select, Training
+from raafl.core.types import Limits
+from raafl.data.partition import Iid, Partition
+from raafl.devices.profiles import Device, Profile, assign, load_devices
+from raafl.errors import BadInput, nearest, positive
+from raafl.local.prepare import prepare
+from raafl.local.train import FabricOptions
+from raafl.parts.protect.privacy import Privacy, noise_key, private
+from raafl.parts.protect.robust import Guard, guarded
+from raafl.parts.select.fragments import Full
+from raafl.submodel import Submodels
+from raafl.submodel.batch_norm import BatchNorm
+from raafl.submodel.exits import give_exits
+from raafl.submodel.proof import refuted
+
+if TYPE_CHECKING:
+    from lightning import LightningDataModule, LightningModule
+
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(field_name: str, value: float | str | None) -> float | None:
+    """Return a duration in seconds from a number, or from text such as 90s, 5m, 2h or 1d.
+
+    Raises:
+        BadInput: not a duration above 0.
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9+-]+)?)\s*([smhd]?)\s*", str(value).lower())
+    number = float(match[1]) * _UNITS_S[match[2] or "s"] if match and match[1].count(".") < 2 else math.nan
+    if not 0 < number < math.inf:
+        raise BadInput(f"{field_name} is {value}: give seconds above 0, or text such as 90s, 5m, 2h")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class SubmodelOptions:
+    """How the model is cut and what becomes of its running statistics; what is null is as the model says.
+
+    Attributes:
+        residual_width: whether widths that norms take statistics across may shrink, too.
+        batch_norm: merged sends running statistics up and pools them exactly; static sends none, and collects them on the
+            server whenever the model is measured or saved at the end.
+        static_batches: training batches from which static statistics are collected.
+        exits: numbers of blocks after each of which a transformer gets an exit head of its own; see `add_exits`.
+    """
+
+    residual_width: bool | None = None
+    batch_norm: BatchNorm | None = None
+    static_batches: int = 20
+    exits: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a value out of range."""
+        if self.residual_width not in (True, False, None):
+            raise BadInput(f"submodels.residual_width is {self.residual_width!r}: give true, false or null")
+        if self.batch_norm not in ("merged", "static", None):
+            raise BadInput(f"submodels.batch_norm is '{self.batch_norm}': give merged, static or null")
+        positive("submodels.static_batches", self.static_batches)
+        if not all(type(depth) is int and depth > 0 for depth in self.exits or ()):
+            raise BadInput(f"submodels.exits is {self.exits}: give numbers of blocks from 1, such as [2, 4]")
+
+    def of(self, module: nn.Module, example_batch: Any = None) -> Submodels:
+        """Return the submodels of ``module``, as server and clients must have them alike."""
+        return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
+
+    def proven(
+        self, module: nn.Module, batch: Any, select: Select, plain: Callable[[], nn.Module] | None = None
+    ) -> Submodels:
+        """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server.
+
+        Where ``select`` gives everyone the whole model there is nothing to prove.
+
+        Args:
+            module: as it is trained.
+            batch: a real one.
+            select: the algorithm's.
+            plain: makes the model as the user has it, to be proven in its place; None = ``module`` itself is.
+        """
+        submodels = self.of(module, batch)
+        if type(select) is not Full:
+            made = module if plain is None else plain()
+            found = refuted(submodels if plain is None else self.of(made, batch), made, batch)
+            submodels.keep_whole({name: reason for name, reason in found.items() if name in submodels.axes})
+        return submodels
+
+
+@dataclass
+class Experiment:
+    """One federated run, whole.
+
+    Attributes:
+        model: the model to train: makes a LightningModule.
+        data: the data: makes a LightningDataModule, whose training set is shared out among the clients.
+        algorithm: how it is trained: the five parts, from a factory in `raafl.algorithms`.
+        partition: how the training set is shared out; evenly at random (raafl.data.Iid) unless given.
+        clients: number of clients N; under torchrun one fewer than its ranks.
+        name: name of the run, for its folder.
+        seed: seed of everything that is drawn.
+        devices: what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike.
+        memory: of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients
+            have no limit), none (no limit), or a number of bytes.
+        train: how much a task trains.
+        submodels: how the model is cut, and what becomes of batch norm's running statistics.
+        fabric: how local steps run (accelerator, precision, clipping).
+        guard: how the merge is protected from bad updates: clipping, refusing, trimmed mean, median.
+        privacy: client-level differential privacy of the global model.
+        compress: how what travels is compressed, down and up: none, bf16, int8, top_k.
+        max_updates: end after so many merged updates (a round that is begun is merged whole).
+        max_time: end after so many seconds of the run's own clock (or 90s, 5m, 2h).
+        target: a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached.
+        eval_every: versions between evaluations; null = about one for each N updates.
+        checkpoint_every: versions between checkpoints; null = by time only.
+        checkpoint_s: seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at
+            the end in any case.
+        keep_checkpoints: how many checkpoints to keep.
+        logger: Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments;
+            one or a list.
+        emulate: in a wall-clock run, make each rank take as long as its device would.
+        server_device: where the global model lies and is merged and measured: cpu, or cuda:0.
+        workers: processes that train in a simulated run, this one included.
+        threads: threads that compute a task; the same everywhere, since results depend on it.
+        resume: folder of an interrupted run to go on with, from its last checkpoint; its config is taken too.
+        output: the run's folder, new or empty; null = runs/NAME-TIME.
+        progress: how the run is shown: auto, live, plain, verbose or quiet.
+        waits: deadlines of a wall-clock run.
+        strict: a warning said before the run starts is an error, and so is a run that diverges.
+    """
+
+    model: Callable[[], LightningModule]
+    data: Callable[[], LightningDataModule]
+    algorithm: Algorithm
+    partition: Partition = field(default_factory=Iid)
+    clients: int = 10
+    name: str = "run"
+    seed: int = 0
+    devices: list[Device] | str | None = None
+    memory: float | str = "measure"
+    train: Training = field(default_factory=Training)
+    submodels: SubmodelOptions = field(default_factory=SubmodelOptions)
+    fabric: FabricOptions = field(default_factory=FabricOptions)
+    guard: Guard = field(default_factory=Guard)
+    privacy: Privacy = field(default_factory=Privacy)
+    compress: Compress = field(default_factory=Compress)
+    max_updates: int | None = None
+    max_time: float | str | None = None
+    target: str | list[str] | None = None
+    eval_every: int | None = None
+    checkpoint_every: int | None = None
+    checkpoint_s: float | str | None = 60.0
+    keep_checkpoints: int = 3
+    emulate: bool = True
+    server_device: str = "cpu"
+    workers: int = 1
+    threads: int = 1
+    output: str | None = None
+    resume: str | None = None
+    progress: str = "auto"
+    logger: Any = None
+    waits: Waits = field(default_factory=Waits)
+    strict: bool = False
+
+    def make(self) -> LightningModule:
+        """Return a new model, ready to be trained, with the exits that ``submodels`` asks for.
+
+        Raises:
+            BadInput: it cannot have them, or be trained; see `raafl.local.prepare`.
+        """
+        module: LightningModule = prepare(self.model())
+        give_exits(module, self.submodels.exits or ())
+        return module
+
+    def check(self) -> None:
+        """Raise `BadInput` that names every field out of range, one line each."""
+        problems = list(dict.fromkeys(self._problems()))
+        if problems:
+            raise BadInput("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        own = ("clients", "max_updates", "eval_every", "checkpoint_every", "keep_checkpoints", "workers", "threads")
+        counts = {name: getattr(self, name) for name in own}
+        counts |= {f"train.{n}": getattr(self.train, n) for n in ("num_epochs", "num_steps", "batch_size")}
+        counts["fabric.accumulate_grad_batches"] = self.fabric.accumulate_grad_batches
+        yield from (f"{name} is {n}: give 1 or more" for name, n in counts.items() if n is not None and n < 1)
+        if self.seed < 0:
+            yield f"seed is {self.seed}: give 0 or more"
+        if self.train.num_epochs is None and self.train.num_steps is None:
+            yield "train.num_epochs and train.num_steps are both null: give one of them"
+        if self.max_updates is None and self.max_time is None and self.target is None:
+            yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
+        if self.progress not in MODES:
+            yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
+        for name in ("join_s", "task_s", "idle_s", "stop_s", "eval_s", "alone_s"):
+            if not getattr(self.waits, name) > 0:
+                yield f"waits.{name} is {getattr(self.waits, name)}: give seconds above 0"
+        cohort = getattr(self.algorithm.sample, "cohort", None)
+        if cohort is not None and cohort > self.clients > 0:
+            yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
+        if self.guard.is_on and self.privacy.is_on:
+            yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
+        yield from self._machine_problems()
+        yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
+        checks = (
+            lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
+            lambda: specs(self.logger), self.targets, self.profiles, self._output, self._memory_bytes,
+        )  # fmt: skip
+        fixed = self.algorithm.merge.wire
+        for check in (*checks, lambda: self._protected(b""), lambda: up_name(self.compress, fixed)):
+            try:
+                check()
+            except (ValueError, OSError) as error:
+                yield from str(error).splitlines()
+
+    def _machine_problems(self) -> Iterator[str]:
+        clip, accelerator = self.fabric.gradient_clip_val, self.fabric.accelerator
+        if clip is not None and not clip > 0:
+            yield f"fabric.gradient_clip_val is {clip}: give a number above 0, or null for no clipping"
+        if accelerator not in ACCELERATORS:
+            yield f"fabric.accelerator is '{accelerator}': {nearest(accelerator, ACCELERATORS)}"
+        if self.workers > 1 and accelerator in ("cuda", "gpu"):
+            yield f"workers is {self.workers}, which is for the CPU: use 1 with fabric.accelerator {accelerator}"
+        try:
+            device = torch.device(self.server_device)
+        except RuntimeError:
+            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
+            return
+        num_gpus = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= num_gpus:
+            seen = f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
+            yield f"server_device is '{self.server_device}', but torch sees {seen} here: give cpu, or one that is there"
+        elif device.type not in ("cpu", "cuda"):
+            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
+
+    def targets(self) -> list[Target]:
+        """Return the targets."""
+        texts = [self.target] if isinstance(self.target, str) else self.target or []
+        return [Target.parse(text) for text in texts]
+
+    def profiles(self) -> list[Profile]:
+        """Return each client's device profile; entry i - 1 is client i's."""
+        most = self._memory_bytes()
+        if self.devices is None or self.clients < 1:
+            return [Profile(memory_bytes=most)] * max(self.clients, 0)
+        devices = load_devices(self.devices) if isinstance(self.devices, str) else self.devices
+        profiles = [d.profile if isinstance(d, Device) else d for d in assign(devices, self.clients)]
+        return [replace(one, memory_bytes=most) if one.memory_bytes == math.inf else one for one in profiles]
+
+    @property
+    def measures_memory(self) -> bool:
+        """Whether a client's process is to find out its own memory, where its device declares none."""
+        return self.memory == "measure"
+
+    def _memory_bytes(self) -> float:
+        if self.memory in ("measure", "none"):
+            return math.inf
+        try:
+            positive("memory", float(self.memory))
+        except ValueError:
+            raise BadInput(f"memory is '{self.memory}': give measure, none, or a number of bytes above 0") from None
+        return float(self.memory)
+
+    def _output(self) -> None:
+        if self.output is None or self.resume is not None:
+            return
+        path = Path(self.output)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadInput(
+                f"output is '{self.output}', which is not an empty folder: name a new folder, or remove that one"
+            )
+        parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise BadInput(f"output is '{self.output}', but nothing may be written in {parent}: name another folder")
+
+    def protected(self) -> Algorithm:
+        """Return the algorithm with its merge as `guard` and `privacy` ask; for the server, which has the noise's seed."""
+        return self._protected(noise_key(self.privacy, self.seed) if self.privacy.is_on else b"")
+
+    def _protected(self, key: bytes) -> Algorithm:
+        return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
+
+    def wires(self, submodels: Submodels) -> Wires | None:
+        """Return how what travels of ``submodels`` is compressed, alike on server and clients; None = it is not."""
+        return Wires.of(submodels, self.compress, self.algorithm.merge, self.algorithm.local)
+
+    def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
+        """Return what the coordinator needs to know of beginning and end."""
+        return Limits(
+            min_clients=min_clients,
+            count_lost=count_lost,
+            num_clients=self.clients,
+            max_weight=self.guard.max_weight,
+            max_updates=self.max_updates,
+            max_time_s=seconds("max_time", self.max_time),
+            eval_every=self.eval_every or self._round(),
+            checkpoint_every=self.checkpoint_every,
+        )
+
+    def _round(self) -> int:
+        """Return how many versions there are to about N updates."""
+        trigger: Any = self.algorithm.trigger
+        if trigger.restart == "merge":
+            return 1
+        return max(1, self.clients // int(getattr(trigger, "size", 1)))

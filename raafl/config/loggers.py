@@ -1,0 +1,264 @@
+"""Which Lightning loggers a config asks for, and how they are made: W&B, TensorBoard, CSV, MLflow, or one's own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import netrc
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from raafl.errors import BadInput, nearest
+
+SHORT_NAMES = {
+    "csv": "lightning.pytorch.loggers.CSVLogger",
+    "mlflow": "lightning.pytorch.loggers.MLFlowLogger",
+    "tensorboard": "lightning.pytorch.loggers.TensorBoardLogger",
+    "wandb": "lightning.pytorch.loggers.WandbLogger",
+}
+
+_PACKAGES = {
+    "MLFlowLogger": ("mlflow",),
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+}
+FOLDER = "loggers"
+"""Where in a run folder loggers write that are not told where to."""
+_WANDB_INIT_S = 20
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True)
+class LoggerSpec:
+    """Which logger, as a config says it.
+
+    Attributes:
+        class_path: of a class of Lightning's, or one's own.
+        init_args: what it is made with, as given.
+        made: a logger that is there already (Python API).
+    """
+
+    class_path: str
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    made: Any = None
+
+    @property
+    def name(self) -> str:
+        """The class's name."""
+        return self.class_path.rpartition(".")[2]
+
+
+def specs(logger: Any) -> list[LoggerSpec]:
+    """Return what the field `logger` asks for: a name, a `class_path` with `init_args`, a logger, or a list of these.
+
+    Raises:
+        BadInput: it is none of these, or names a logger that cannot be made here; all problems at once.
+    """
+    entries = logger if isinstance(logger, list | tuple) else [] if logger is None else [logger]
+    found, problems = [], []
+    for entry in entries:
+        try:
+            spec = _spec(entry)
+            _check(spec)
+            found.append(spec)
+        except BadInput as error:
+            problems.append(str(error))
+    if problems:
+        raise BadInput("\n".join(problems))
+    return found
+
+
+def _spec(entry: Any) -> LoggerSpec:
+    if isinstance(entry, str):
+        entry = {"class_path": entry}
+    if hasattr(entry, "log_metrics"):
+        return LoggerSpec(type(entry).__name__, made=entry)
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_path"), str):
+        raise BadInput(f"logger is {entry!r:.80}: give {', '.join(SHORT_NAMES)}, or a class_path with init_args")
+    unknown = [name for name in entry if name not in ("class_path", "init_args")]
+    if unknown:
+        raise BadInput(f"unknown field logger.{unknown[0]}: {nearest(unknown[0], ('class_path', 'init_args'))}")
+    init_args = entry.get("init_args") or {}
+    if not isinstance(init_args, dict):
+        raise BadInput(f"logger.init_args is {init_args!r:.80}: give a table of the logger's arguments")
+    path: str = entry["class_path"]
+    if "." not in path and path not in SHORT_NAMES:
+        if f"lightning.pytorch.loggers.{path}" not in SHORT_NAMES.values():
+            raise BadInput(f"logger is '{path}': {nearest(path, SHORT_NAMES)}")
+        path = f"lightning.pytorch.loggers.{path}"
+    return LoggerSpec(SHORT_NAMES.get(path, path), init_args)
+
+
+def _check(spec: LoggerSpec) -> None:
+    """Raise `BadInput` for a logger that is not there or does not take its arguments; nothing is built."""
+    if spec.made is not None:
+        return
+    cls = _find(spec)
+    packages = _PACKAGES.get(spec.name, ())
+    if packages and not any(importlib.util.find_spec(package) for package in packages):
+        raise BadInput(f"logger is {spec.class_path}, which needs the package {packages[0]}: pip install {packages[0]}")
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in spec.init_args:
+        if name not in parameters:
+            raise BadInput(f"unknown field logger.init_args.{name} of {spec.class_path}: {nearest(name, parameters)}")
+    for name, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and name not in (*spec.init_args, "save_dir"):
+            raise BadInput(f"logger.init_args.{name} is missing: {spec.class_path} needs it")
+
+
+def _find(spec: LoggerSpec) -> type[Any]:
+    from raafl.lean_import import import_lightning
+
+    import_lightning()
+    from lightning.fabric.loggers.logger import Logger
+
+    module_name, _, name = spec.class_path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(
+            f"logger is {spec.class_path}, which cannot be imported ({error}): give {', '.join(SHORT_NAMES)}, "
+            "or the path of a Lightning logger's class"
+        ) from None
+    if not (isinstance(cls, type) and issubclass(cls, Logger)):
+        raise BadInput(f"logger is {spec.class_path}, which is no Lightning logger: give a subclass of Logger")
+    return cls
+
+
+def maker(
+    spec: LoggerSpec, folder: Path, warn: Callable[[str], None], note: Callable[[str], None],
+    before: Mapping[str, Any] | None = None, version: int = 0,
+) -> Callable[[], Any]:  # fmt: skip
+    """Return what makes the logger, for its own thread: imports and connections may take long.
+
+    Args:
+        spec: which logger.
+        folder: the run's.
+        warn: told of what goes wrong.
+        note: told where it logs, when that is not what one would expect.
+        before: the arguments that name the run of an earlier attempt, with which it goes on.
+        version: the last that is not to be logged again.
+    """
+
+    def make() -> Any:
+        ranks: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero")
+        ranks.rank_zero_only.rank = 0  # this process coordinates, whatever number a cluster has given it
+        if spec.made is not None:
+            return _opened(spec.made, before or {}, warn, note)
+        cls = _find(spec)
+        args = {**_defaults(spec, cls, folder), **(before or {}), **spec.init_args}
+        if spec.name == "TensorBoardLogger" and before:
+            args = {"purge_step": version + 1, **args}
+        if args.get("save_dir") == str(folder / FOLDER):
+            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        if spec.name == "WandbLogger":
+            args.pop("log_model", None)  # Lightning's, which has no checkpoints here: see raafl.loggers.tracking
+            return _make_wandb(cls, args, warn, note)
+        if spec.name == "MLFlowLogger":  # which calls plain files unmaintained, and would refuse to write them
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        return cls(**args)
+
+    return make
+
+
+def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> Any:
+    """Return a logger that was made elsewhere, W&B's with its run open: the same as before, and offline if need be."""
+    init = getattr(logger, "_wandb_init", None)
+    if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:
+        return logger
+    if init.get("id") is None and before:
+        init["id"] = before.get("id")
+    chosen = getattr(logger, "_offline", False) or init.get("mode") or os.environ.get("WANDB_MODE")
+    _choose_mode(init, chosen, init.get("dir") or ".", warn, note)
+    return logger
+
+
+def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
+    """Return arguments that follow from the run, where the config gives none."""
+    takes = inspect.signature(cls).parameters
+    args: dict[str, Any] = {"save_dir": str(folder / FOLDER)} if "save_dir" in takes else {}
+    if spec.name in ("CSVLogger", "TensorBoardLogger"):
+        args["name"] = spec.name.removesuffix("Logger").lower()
+    elif spec.name == "WandbLogger":
+        args |= {"name": folder.name, "project": os.environ.get("WANDB_PROJECT", "raafl")}
+    elif spec.name == "MLFlowLogger":
+        args |= {"run_name": folder.name, "experiment_name": "raafl"}
+    return args
+
+
+def _make_wandb(cls: type[Any], args: dict[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> Any:
+    """Return a `WandbLogger` whose run is open: offline without an API key, and where the server cannot be reached."""
+    chosen = args.get("offline") or args.get("mode") or os.environ.get("WANDB_MODE")
+    sync = _sync(args.get("save_dir", "."))
+    chosen = _choose_mode(args, chosen, args.get("save_dir", "."), warn, note)
+    if "settings" not in args:
+        import wandb
+
+        args["settings"] = wandb.Settings(init_timeout=_WANDB_INIT_S, console="off")
+    logger = cls(**args)
+    try:
+        _ = logger.experiment
+    except Exception as error:
+        if chosen in ("offline", "dryrun", "disabled", True):
+            raise
+        warn(f"logger WandbLogger cannot log online ({in_words(error)[:200]}), so it logs offline; later: {sync}")
+        logger = cls(**{**args, "mode": "offline"})
+        _ = logger.experiment
+    return logger
+
+
+def _choose_mode(
+    args: dict[str, Any], chosen: Any, save_dir: Any, warn: Callable[[str], None], note: Callable[[str], None]
+) -> Any:
+    """Put `mode` offline into ``args`` where no mode was chosen and W&B cannot be reached; return the mode."""
+    sync = _sync(save_dir)
+    if not chosen and not _has_wandb_key():
+        note(f"wandb: there is no API key, so it logs offline; to send it later: wandb login; {sync}")
+        args["mode"] = chosen = "offline"
+    elif not chosen and not _answers(_wandb_url()):
+        warn(f"logger WandbLogger: {_wandb_url()} does not answer, so it logs offline; to send it later: {sync}")
+        args["mode"] = chosen = "offline"
+    return chosen
+
+
+def _sync(save_dir: Any) -> str:
+    return f"wandb sync {save_dir}/wandb/offline-run-*"
+
+
+def _wandb_url() -> str:
+    return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+
+
+def _answers(url: str) -> bool:
+    """Return whether a web server answers at ``url``, whatever it says; the library itself would try for very long."""
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(_wandb_url()).hostname or ""
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    return False
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error on one line, not too long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,72 @@
+"""Options of a run that the experiment and the packages which follow them share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from raafl.errors import BadInput
+
+Mode = Literal["auto", "live", "plain", "verbose", "quiet"]
+MODES: tuple[Mode, ...] = ("auto", "live", "plain", "verbose", "quiet")
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A metric value at which the run may end, e.g. accuracy=0.93; for a loss, perplexity or error, from above."""
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Return the target that ``METRIC=VALUE`` says.
+
+        Raises:
+            BadInput: the text is not of that form.
+        """
+        metric, sign, value = text.partition("=")
+        try:
+            if not sign or not metric.strip():
+                raise ValueError
+            number = float(value)
+            if not math.isfinite(number):
+                raise ValueError
+        except ValueError:
+            raise BadInput(f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93") from None
+        return cls(metric.strip(), number)
+
+    def met(self, metrics: dict[str, float]) -> bool:
+        """Return whether ``metrics`` reach the target."""
+        if self.metric not in metrics:
+            return False
+        if self.metric.endswith(_LOWER_IS_BETTER):
+            return metrics[self.metric] <= self.value
+        return metrics[self.metric] >= self.value
+
+    def __str__(self) -> str:
+        """Return METRIC=VALUE."""
+        return f"{self.metric}={self.value:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Deadlines, in seconds.
+
+    Attributes:
+        join_s: for a client to be there.
+        task_s: for the answer to an assignment.
+        idle_s: for a client to hear anything at all; the server says it is alive three times as often.
+        stop_s: for threads and clients to end.
+        eval_s: for the last evaluation, once the run has ended.
+        alone_s: how long `raafl serve` goes on without clients, or too few to start, and `raafl join` without a server.
+    """
+
+    join_s: float = 120.0
+    task_s: float = 600.0
+    idle_s: float = 60.0
+    stop_s: float = 10.0
+    eval_s: float = 600.0
+    alone_s: float = 600.0

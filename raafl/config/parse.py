@@ -1,0 +1,390 @@
+"""Reading an experiment from a YAML file and the command line, with jsonargparse; a problem becomes one clear line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from raafl.config import remote_options
+from raafl.config.argv import names_section, values
+from raafl.config.messages import explain, relative
+from raafl.errors import BadInput, nearest
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from raafl.config.experiment import Experiment
+
+_GROUPS = {
+    "who trains what": ("model", "data", "partition", "clients", "devices", "algorithm"),
+    "when it ends (the first that comes)": ("max_updates", "max_time", "target"),
+    "what is measured, kept and shown": (
+        "eval_every", "checkpoint_every", "checkpoint_s", "keep_checkpoints", "name", "output", "resume", "progress",
+        "logger", "strict",
+    ),
+    "how it is computed": ("seed", "threads", "workers", "server_device", "emulate"),
+}  # fmt: skip
+_METAVARS = {
+    "model": "CLASS", "data": "CLASS", "partition": "CLASS", "algorithm": "NAME", "clients": "N", "devices": "FILE",
+    "max_updates": "N", "max_time": "SECONDS", "target": "METRIC=VALUE", "eval_every": "N", "checkpoint_every": "N",
+    "checkpoint_s": "SECONDS", "keep_checkpoints": "N", "name": "NAME", "output": "DIR", "resume": "RUN", "progress": "HOW",
+    "logger": "NAME", "seed": "N", "threads": "N", "workers": "N", "server_device": "DEVICE", "strict": "[BOOL]",
+}  # fmt: skip
+_EPILOG = """\
+Options win over the file. CLASS is the path of a class, such as model_zoo.MLP or my_module.MyModel; NAME is one that
+`raafl algorithms` lists. The arguments of the parts are options too: --model.lr 0.1 --algorithm.alpha 0.5
+--partition.alpha 1. Another --algorithm than the file's keeps the arguments that both take and drops the others.
+What a part takes is said by --model.help CLASS, --data.help CLASS, --partition.help CLASS, --devices.help and
+`raafl algorithms NAME`. --resume RUN takes the config of that run; where that names classes that are not raafl's own, add
+--trust_config if you trust who made the folder: they choose what code runs."""
+TRUST = "--trust_config"
+_LOCAL = """
+--local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
+started again, --max_restarts times in all (100)."""
+
+UNUSED = ("output", "resume", "logger")
+"""Sections of a run's config that are of no use to who goes over the run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a command line asks for.
+
+    Attributes:
+        experiment: the run, not yet checked.
+        config_yaml: its whole config.
+        as_json: whether `--json` was given.
+    """
+
+    experiment: Experiment
+    config_yaml: str
+    as_json: bool
+
+
+def make_parser(command: str) -> ArgumentParser:
+    """Return the parser of `raafl COMMAND`: `--config FILE`, and every field of an `Experiment` as an option."""
+    from raafl.lean_import import import_lightning
+
+    import_lightning()
+    import jsonargparse
+    from lightning import LightningDataModule, LightningModule
+
+    from raafl.config.experiment import Experiment
+    from raafl.core.algorithm import Algorithm
+    from raafl.data.partition import Partition
+
+    jsonargparse.set_parsing_settings(
+        subclasses_enabled=[Algorithm, Partition],
+        instantiate_subclass_spec_in_any=False,  # what has no declared type stays plain data
+        import_path_denylist=[],  # enforce its own: no config, whoever's, names os.system, subprocess, pickle and the like
+    )
+    parser = jsonargparse.ArgumentParser(
+        prog=f"raafl {command}",
+        usage=f"raafl {command} --config FILE [--FIELD VALUE ...] [--json]",
+        epilog=_EPILOG + {"fit": _LOCAL, "serve": remote_options.SERVE, "join": remote_options.JOIN}.get(command, ""),
+        formatter_class=_formatter(),
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", metavar="FILE", help="a YAML file with any of the fields below")
+    parser.add_argument("--json", action="store_true", help="print the summary, and nothing else, on standard output")
+    special: dict[str, Any] = {
+        "model": Callable[[], LightningModule],
+        "data": Callable[[], LightningDataModule],
+        "algorithm": Algorithm,
+        "logger": str
+        | dict[str, Any]
+        | list[str | dict[str, Any]]
+        | None,  # built by the server alone, in its own time
+    }
+    texts = _attribute_texts(Experiment.__doc__ or "")
+    hints = _hints(Experiment, special)
+    groups = {name: parser.add_argument_group(title) for title, names in _GROUPS.items() for name in names[:1]}
+    group_of = {name: groups[names[0]] for names in _GROUPS.values() for name in names}
+    parameters = inspect.signature(Experiment).parameters
+    for name in sorted(parameters, key=_order):
+        options: dict[str, Any] = {"type": hints[name], "help": texts.get(name, "")}
+        if name in _METAVARS:
+            options["metavar"] = _METAVARS[name]
+        if parameters[name].default is inspect.Parameter.empty:
+            options["required"] = True
+        elif name == "partition" or not is_dataclass(
+            hints[name]
+        ):  # a dataclass that is meant itself brings its own defaults
+            options["default"] = _default(Experiment, name)
+        group_of.get(name, parser).add_argument(f"--{name}", **options)
+    return parser
+
+
+def _order(name: str) -> int:
+    names = [name for names in _GROUPS.values() for name in names]
+    return names.index(name) if name in names else len(names)
+
+
+def _formatter() -> type[Any]:
+    """Return jsonargparse's help formatter without types and class paths, in so far as the text says them."""
+    import argparse
+
+    import jsonargparse
+
+    class Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        def _get_help_string(self, action: argparse.Action) -> str:
+            text = (action.help or "").rstrip(".")
+            if "Print the configuration" in text:
+                return "print the whole config and stop"
+            if isinstance(action, argparse._HelpAction):
+                return "print this and stop"
+            hidden = action.default is None or action.default is False or action.default == argparse.SUPPRESS
+            shown = not hidden and not isinstance(action.default, dict)
+            return f"{text} (default: %(default)s)" if shown else text
+
+        def add_argument(self, action: argparse.Action) -> None:
+            names = action.option_strings
+            if not any(n.endswith(".help") for n in names) and "configuration file" not in (action.help or ""):
+                super().add_argument(action)
+
+        def _format_action_invocation(self, action: argparse.Action) -> str:
+            if "--print_config" in action.option_strings:
+                return "--print_config"
+            return re.sub(r", --[\w.]+\+.*", "", super()._format_action_invocation(action))
+
+    return Formatter
+
+
+def _hints(cls: type, special: dict[str, Any]) -> dict[str, Any]:
+    module = sys.modules[cls.__module__]
+    names = {**vars(module), "LightningModule": object, "LightningDataModule": object}
+    return {name: special.get(name) or eval_hint(text, names) for name, text in cls.__annotations__.items()}
+
+
+def eval_hint(text: str, names: dict[str, Any]) -> Any:
+    """Return the type that an annotation of raafl's own source stands for (never text from a config or the wire)."""
+    import typing
+
+    reference = typing.ForwardRef(text)
+    holder = type("Holder", (), {"__annotations__": {"hint": reference}})
+    return typing.get_type_hints(holder, globalns=names)["hint"]
+
+
+def _default(cls: type, name: str) -> Any:
+    found = next(f for f in fields(cls) if f.name == name)
+    if name == "partition":
+        return {"class_path": "raafl.data.Iid"}
+    return found.default_factory() if found.default_factory is not MISSING else found.default
+
+
+def _attribute_texts(doc: str) -> dict[str, str]:
+    return {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {8}(\w+): (.*?)(?=^ {8}\w+: |\Z)", doc, re.M | re.S)}
+
+
+def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
+    """Return what ``argv`` asks for.
+
+    Args:
+        command: whose options they are.
+        argv: the options. Of a run that is resumed without a config of one's own, its folder's is taken.
+        config_yaml: a config that was checked by `raafl.config.trust`, before all that ``argv`` says.
+
+    Raises:
+        BadInput: anything jsonargparse refuses, as one line naming field, value and remedy; or the config of the run to
+            resume names more than raafl's own, without `--trust_config`.
+        SystemExit: after `--help` or `--print_config`.
+    """
+    from raafl.config.experiment import Experiment
+    from raafl.config.registry import paths
+    from raafl.config.trust import imports_only
+
+    trusted = TRUST in argv
+    argv = expand_algorithm(_expand_strict([item for item in argv if item != TRUST]))
+    if config_yaml is None:
+        config_yaml = _resumed(argv, trusted)
+    if not argv and config_yaml is None:
+        raise BadInput(f"{command} needs a config: give --config FILE (raafl {command} --help lists every field)")
+    _find_project_modules()
+    with ExitStack() as stack:
+        if config_yaml is not None:
+            if not trusted and not _names_own(argv):
+                stack.enter_context(imports_only(paths()))
+            file = Path(stack.enter_context(TemporaryDirectory(prefix="raafl-"))) / "config.yaml"
+            file.write_text(config_yaml, encoding="utf-8")
+            argv = ["--config", str(file), *argv]
+        namespace, text, made = _read(make_parser(command), config_first(argv))
+    made_fields = {name: made[name] for name in inspect.signature(Experiment).parameters}
+    return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def _read(parser: ArgumentParser, argv: list[str]) -> tuple[Namespace, str, Namespace]:
+    """Return what the parser makes of ``argv``: as plain values, as text, and with the objects that it names."""
+    from argparse import ArgumentError
+
+    try:
+        namespace = parser.parse_args(argv)
+        _check_groups(namespace)
+        text = str(parser.dump(namespace, skip_unset=False))  # nulls included
+        return namespace, text, parser.instantiate(namespace)
+    except BadInput:
+        raise
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise BadInput(explain(str(error), parser, argv)) from error
+
+
+def load_run(folder: Path, *overrides: str, trusted: bool, without: Sequence[str] = ()) -> Experiment:
+    """Return the experiment of a run folder, which somebody else may have made.
+
+    Args:
+        folder: the run's.
+        overrides: options as on the command line.
+        trusted: import what its config names, whatever that is.
+        without: sections of the config that are left out.
+
+    Raises:
+        BadInput: as `parse`; or the config names more than raafl's own, and is not ``trusted``.
+    """
+    from raafl.config.trust import of_folder
+
+    text = of_folder(folder, trusted=trusted, without=without)
+    return parse("simulate", [*overrides, *([TRUST] if trusted else [])], config_yaml=text).experiment
+
+
+def _names_own(argv: Sequence[str]) -> bool:
+    """Return whether the user's own options name a class that is not raafl's, or a config that may."""
+    from raafl.config.registry import paths
+
+    known = set(paths())
+    sections = ("--model", "--data", "--partition", "--algorithm")
+    said = [
+        item + " " + after
+        for item, after in pairwise([*argv, ""])
+        if any(names_section([item], one) for one in sections)
+    ]
+    named = {path for text in said for path in re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", text)}
+    return bool(values(argv, "--config") or named - known)
+
+
+def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment:
+    """Return the experiment of a YAML file; ``overrides`` are options as on the command line.
+
+    Raises:
+        BadInput: as `parse`.
+    """
+    return parse("simulate", ["--config", str(path), *overrides]).experiment
+
+
+def _check_groups(namespace: Namespace) -> None:
+    """Raise `BadInput` for a single value where a group of fields is wanted, as in `train: 5`."""
+    for name in ("train", "submodels", "fabric", "guard", "privacy", "compress", "waits"):
+        if not hasattr(namespace[name], "as_dict"):
+            raise BadInput(f"{name} is {namespace[name]!r}: give its fields, as in --{name}.FIELD VALUE (see --help)")
+
+
+def _find_project_modules() -> None:
+    """Let class paths name modules of the folder the command is run in, as `python -m` does."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _expand_strict(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with `--strict` alone as `--strict=true`."""
+    alone = [item == "--strict" and after.startswith("--") for item, after in pairwise([*argv, "--"])]
+    return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
+
+
+def _resumed(argv: Sequence[str], trusted: bool) -> str | None:
+    """Return the config of the run that `--resume RUN` names, unless another is given."""
+    named = values(argv, "--resume")
+    if not named or values(argv, "--config"):
+        return None
+    folder = Path(named[-1])
+    if not (folder / "config.yaml").is_file():
+        raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
+    from raafl.config.trust import of_folder
+
+    return of_folder(folder, trusted=trusted)
+
+
+def config_first(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with every `--config FILE` moved to the front: options win over files wherever they stand.
+
+    Raises:
+        BadInput: a file is missing, a folder, or not a table of fields.
+    """
+    files, rest = [], []
+    items = iter(argv)
+    for item in items:
+        if item == "--config":
+            file = next(items, None)
+            if file is None:
+                raise BadInput("--config needs a file, for example --config configs/quickstart.yaml")
+            files.append(file)
+        elif item.startswith("--config="):
+            files.append(item.partition("=")[2])
+        else:
+            rest.append(item)
+    for file in files:
+        _check_config(file)
+    return [*(f"--config={file}" for file in files), *rest]
+
+
+def _check_config(file: str) -> None:
+    """Raise `BadInput` unless ``file`` is YAML with a table of fields."""
+    import yaml
+
+    path = Path(file)
+    if path.is_dir():
+        raise BadInput(f"config is '{file}', which is a folder: {_other_configs(path / 'x')}")
+    if not path.is_file():
+        raise BadInput(f"config is '{file}', which does not exist: {_other_configs(path)}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise BadInput(f"config {file} is not valid YAML: {where}{getattr(error, 'problem', error)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"config {file} cannot be read as text: {error}") from None
+    if not isinstance(content, dict):
+        held = "nothing" if content is None else f"{content!r:.40}"
+        raise BadInput(f"config {file} holds {held}: write a table of fields, with lines such as `clients: 4`")
+
+
+def _other_configs(path: Path) -> str:
+    folders = [path.parent, Path("configs")]
+    known = {relative(str(file)) for folder in folders for file in folder.glob("[!.]*.y*ml") if folder.is_dir()}
+    return nearest(relative(str(path)), known) if known else "give the path of a YAML file"
+
+
+def expand_algorithm(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with `--algorithm NAME` turned into the class path of that name's factory.
+
+    Raises:
+        BadInput: no algorithm has that name.
+    """
+    from raafl.algorithms import ALGORITHMS
+
+    expanded: list[str] = []
+    items = iter(argv)
+    for item in items:
+        option, sign, name = item.partition("=")
+        if option == "--algorithm.help":
+            raise BadInput("--algorithm.help is not there: `raafl algorithms NAME` says what an algorithm takes")
+        if option == "--algorithm":
+            name = name if sign else next(items, "")
+            if not name or name.startswith("--"):
+                raise BadInput(f"{option} needs a name: {', '.join(sorted(ALGORITHMS))}")
+            if "." not in name and not name.startswith("{"):
+                if name not in ALGORITHMS:
+                    raise BadInput(f"algorithm is '{name}': {nearest(name, ALGORITHMS)}")
+                name = f"raafl.{name}"
+            item = f"{option}={name}"
+        expanded.append(item)
+    return expanded

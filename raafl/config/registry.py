@@ -1,0 +1,77 @@
+"""What a config may name without anybody's leave to import it: exact names, each of one object of raafl's own.
+
+A name that is not in these tables stands for code of somebody's choosing: a prefix is no fence, since a module of raafl's
+has other modules among its attributes (`raafl.commands.supervise.subprocess`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from raafl import data, parts
+from raafl.algorithms import ALGORITHMS
+
+DATA: Final = (
+    "AGNews", "CIFAR10", "CIFAR100", "Digits", "FPB", "HuggingFace", "HuggingFaceText", "MNIST", "SST2", "Shakespeare",
+)  # fmt: skip
+PARTITIONS: Final = ("ByColumn", "ClassesPerClient", "Dirichlet", "Iid", "QuantitySkew")
+_STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm", "partition": "partition"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one of raafl's own objects is defined.
+
+    Attributes:
+        home: its module.
+        name: its own name there.
+    """
+
+    home: str
+    name: str
+
+    def find(self) -> Any:
+        """Find the object."""
+        return getattr(importlib.import_module(self.home), self.name)
+
+
+@cache
+def registry() -> Mapping[str, Mapping[str, Entry]]:
+    """Build the tables: for model, data, partition, algorithm and select, each path by which an object may be named."""
+    methods = {name: factory.__module__ for name, factory in ALGORITHMS.items()}
+    zoo = importlib.import_module("model_zoo")
+    return {
+        "model": _table(zoo._HOMES, "model_zoo", ("model_zoo",)),
+        "data": _table(data._HOME, "raafl.data", ("raafl.data",), DATA),
+        "partition": _table(data._HOME, "raafl.data", ("raafl.data",), PARTITIONS),
+        "algorithm": _table(methods, "", ("raafl", "raafl.algorithms")),
+        "select": _table(parts._HOME, "", ("raafl.parts",)),
+    }
+
+
+@cache
+def stand_ins() -> Mapping[str, Mapping[str, Entry]]:
+    """Build the same for what a run that was started in Python names in place of the objects that it was given."""
+    home = "raafl.api.handed"
+    return {kind: {f"{home}.{name}": Entry(home, name)} for kind, name in _STAND_INS.items()}
+
+
+def paths() -> list[str]:
+    """List every path in the tables, and those by which jsonargparse finds the types of plain fields."""
+    named = {path for tables in (registry(), stand_ins()) for table in tables.values() for path in table}
+    return sorted(named | {"raafl.devices.Device", "raafl.devices.profiles.Device", "model_zoo.lora.LoRA"})
+
+
+def _table(
+    homes: Mapping[str, str], package: str, also_in: Iterable[str], names: Iterable[str] | None = None
+) -> dict[str, Entry]:
+    """Build one table: each name at home and in the packages that show it."""
+    found: dict[str, Entry] = {}
+    for name in homes if names is None else names:
+        home = homes[name] if not package or homes[name].startswith(package) else f"{package}.{homes[name]}"
+        found |= {f"{place}.{name}": Entry(home, name) for place in (home, *also_in)}
+    return found

@@ -1,0 +1,42 @@
+"""What of a config a server and its clients must have alike, and what of it a client is given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from typing import Any
+
+from raafl.config.trust import CLIENTS
+from raafl.devices import Device, load_devices
+
+SHARED = ("model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads")
+"""Sections of the config that a client must have as the server has them."""
+
+
+def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
+    """Return a digest of each section of a config that both sides must have alike; of data of one's own, ``own``."""
+    import yaml
+
+    config = yaml.safe_load(config_yaml) or {}
+    digests = {name: json.dumps(config.get(name), sort_keys=True, default=str) for name in SHARED}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
+    return digests | ({"data": "own"} if own_data else {})
+
+
+def for_clients(config_yaml: str) -> str:
+    """Return what a client without a config is given of the server's: the sections that it uses, device files as what they hold."""
+    import yaml
+
+    config = yaml.safe_load(config_yaml) or {}
+    kept = {name: config[name] for name in CLIENTS if name in config}
+    if isinstance(kept.get("devices"), str):
+        devices = load_devices(kept["devices"])
+        names = [field.name for field in fields(Device) if field.init]
+        rows = [{name: _as_list(getattr(device, name)) for name in names} for device in devices]
+        kept["devices"] = rows
+    return yaml.safe_dump(kept, sort_keys=False) if kept else ""
+
+
+def _as_list(value: Any) -> Any:
+    return [_as_list(item) for item in value] if isinstance(value, tuple) else value

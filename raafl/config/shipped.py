@@ -1,0 +1,51 @@
+"""The configs that come with raafl, by name: `--config quickstart` works without a checkout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from raafl.config.argv import name_of
+from raafl.errors import BadInput, nearest
+
+_HERE = Path(__file__).parents[1]
+_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # in a wheel; in a checkout
+
+
+def shipped() -> dict[str, Path]:
+    """Return the configs that come with raafl, by name."""
+    folder = next((folder for folder in _FOLDERS if (folder / "quickstart.yaml").is_file()), _FOLDERS[0])
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def with_paths(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with the path of each shipped config that `--config` names, as NAME or as configs/NAME.yaml.
+
+    A file that is there comes before a shipped one.
+
+    Raises:
+        BadInput: a name without an ending is neither a file nor shipped.
+    """
+    found: list[str] = []
+    for item, before in zip(argv, ["", *argv], strict=False):
+        option, sign, value = item.partition("=")
+        if before == "--config":
+            found.append(_path(item))
+        elif option == "--config" and sign:
+            found.append(f"{name_of(item)}={_path(value)}")
+        else:
+            found.append(item)
+    return found
+
+
+def _path(value: str) -> str:
+    named = re.fullmatch(r"(?:configs/)?([\w-]+?)(\.yaml)?", value)
+    if named is None or value.startswith("-") or Path(value).exists():
+        return value
+    known = shipped()
+    if named[1] in known:
+        return str(known[named[1]])
+    if named[2] or "/" in value:
+        return value
+    raise BadInput(f"config is '{value}', which is neither a file nor comes with raafl: {nearest(value, known)}")

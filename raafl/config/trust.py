@@ -1,0 +1,375 @@
+"""A config that somebody else wrote is data: names from `raafl.config.registry` and plain values, whatever form they come in.
+
+What is checked is the parsed tree, every value against the signature of what it is for. What cannot be a value of the
+declared type is refused, so that nothing is left which a later parser could read as a class path, a file or a config of its
+own. `from_server` is for a config that came over the wire: it may say nothing of this machine either (files, folders, hub
+names). `of_folder` is for the config of a run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from raafl.config.experiment import ACCELERATORS, Experiment
+from raafl.config.loggers import SHORT_NAMES
+from raafl.config.registry import registry, stand_ins
+from raafl.core.algorithm import Algorithm, Select
+from raafl.data.partition import Partition
+from raafl.errors import BadInput, RunFailed
+from raafl.foreign import foreign
+
+CLIENTS: Final = (
+    "model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads",
+    "devices", "memory", "fabric", "waits",
+)  # fmt: skip
+"""The sections of a server's config that a client uses; the others it never looks at."""
+
+_KINDS: Final = {Select: "select", Partition: "partition", Algorithm: "algorithm"}
+_LARGEST = 2**63 - 1
+_MOST = {"Experiment.clients": 1_000_000, "Experiment.threads": 1024, "Device.count": 1_000_000}
+"""Beyond which a server only wants to use up what a client has."""
+_MAX_VALUES, _MAX_DEPTH, _MAX_TEXT = 100_000, 24, 200_000
+_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
+_WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
+_DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
+_PACKAGE: Final = re.compile(r"package:[A-Za-z_]\w*(/\w[\w.-]*)*", re.A)
+_FIELD: Final = re.compile(r"[a-z][a-z0-9_]{0,60}", re.A)
+
+Text = Callable[[str], bool]
+"""Whether a text is one that a parameter may be given by a server."""
+
+_TEXTS: Final[Mapping[str, Text]] = {
+    **{f"{name}.tokenizer": lambda text: text == "words" or _is(_PACKAGE, text) for name in ("AGNews", "FPB", "SST2")},
+    **{
+        f"{name}.name_or_path": lambda text: _is(_PACKAGE, text)
+        for name in ("HFCausalLM", "HFImageClassifier", "HFSequenceClassifier")
+    },
+    "ByColumn.column": lambda text: _is(_WORD, text),
+    "Device.name": lambda text: _is(_WORD, text),
+    "Experiment.memory": ("measure", "none").__contains__,
+    "FabricOptions.accelerator": ACCELERATORS.__contains__,
+    "FabricOptions.precision": lambda text: _is(_WORD, text),
+    "LoRA.target_modules": lambda text: _is(_DOTTED, text),
+    "split_fed.cut": lambda text: _is(_DOTTED, text),
+}
+"""What texts a server may give; to a parameter of texts that is not here, none."""
+
+_ARCHITECTURE_TEXTS: Final = (
+    "activation", "activation_function", "hidden_act", "hidden_activation", "layer_type", "layer_types", "model_type",
+    "position_embedding_type", "rope_type",
+)  # fmt: skip
+"""Of a transformers config: the fields that may hold a text; others name files, repositories or kernels on the hub."""
+
+_NEVER: Final = (
+    "class_path", "auto_map", "cache_dir", "code_revision", "gguf_file", "proxies", "quantization_config",
+    "return_unused_kwargs", "revision", "subfolder", "token",
+)  # fmt: skip
+"""Fields that are no architecture: from_pretrained would take them as its own arguments."""
+
+_WITH_KERNELS: Final = ("mra", "rwkv", "yoso")
+"""Kinds of models whose code fetches a kernel when it is imported."""
+
+_LOGGERS_TAKE: Final = ("name", "project", "offline", "prefix", "experiment_name", "group", "job_type", "notes", "tags")
+"""Arguments of a logger that say neither whose account nor which folder it writes to."""
+
+
+class Foreign(ValueError):
+    """Something in a config that is neither a name of raafl's nor a plain value where it stands."""
+
+
+def from_server(text: str) -> str:
+    """Check a config that came over the wire; give back, as YAML, those of its sections that a client uses.
+
+    Raises:
+        RunFailed: it is more than names and plain values; such a config has to be given on the client's own side.
+    """
+    try:
+        tree = _tree(text)
+        check = _Check(on_this_machine=False)
+        for name in CLIENTS:
+            if name in tree:
+                check.section(name, tree[name])
+    except Foreign as problem:
+        raise RunFailed(
+            f"the server's config is not taken: {problem}: get the config yourself and give it as --config FILE"
+        ) from None
+    # a run needs an end; when this one ends the server says
+    return yaml.safe_dump({name: tree[name] for name in CLIENTS if name in tree} | {"max_updates": 1}, sort_keys=False)
+
+
+def of_folder(folder: Path, *, trusted: bool, without: Sequence[str] = ()) -> str:
+    """Read the config of a run folder; give it back, as YAML.
+
+    Args:
+        folder: the run's.
+        trusted: whoever asks has consented to what the config names, whatever that is.
+        without: sections that are left out, unseen.
+
+    Raises:
+        BadInput: it is no config, or, unless ``trusted``, names more than raafl's own.
+    """
+    file = folder / "config.yaml"
+    try:
+        tree = _tree(file.read_text(encoding="utf-8"))
+        tree = {name: value for name, value in tree.items() if name not in without}
+        if not trusted:
+            check = _Check(on_this_machine=True)
+            for name, value in tree.items():
+                check.section(name, value)
+    except Foreign as problem:
+        raise BadInput(
+            f"the config of '{folder}' is not taken: {problem}: its author would choose what code runs here; if you trust "
+            "who made that folder, add --trust_config (in Python trust_config=True)"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{file} cannot be read: {error}") from None
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+@contextmanager
+def imports_only(paths: Sequence[str]) -> Iterator[None]:
+    """Within this context jsonargparse imports nothing that a value names but these paths: a second fence behind the first."""
+    import jsonargparse
+    from jsonargparse import _common  # what its interface tightens it does not loosen again
+
+    before = dict(_common.parsing_settings)
+    try:
+        jsonargparse.set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(paths))
+        yield
+    finally:
+        _common.parsing_settings.update(before)
+
+
+def _tree(text: str) -> dict[str, Any]:
+    """Return the table that a YAML text holds, aliases followed, if it is one of plain values and of bounded size."""
+    try:
+        tree = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise Foreign(f"it is no YAML of plain values ({type(error).__name__})") from None
+    if not isinstance(tree, dict):
+        raise Foreign("it is no table of fields")
+    num, level = 0, [tree]
+    for _ in range(_MAX_DEPTH):
+        below = []
+        for value in level:
+            below += _inside(value)
+            num += len(_inside(value))
+            if any(type(one) is int and abs(one) > _LARGEST for one in below):
+                raise Foreign("it has a number of more than 64 bits")
+            if num > _MAX_VALUES:  # a small text may stand for very many, by aliases of aliases
+                raise Foreign(f"it has more than {_MAX_VALUES:,} values")
+        level = below
+    if level:
+        raise Foreign(f"it is nested more than {_MAX_DEPTH} deep")
+    return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Makes plain values only, without `<<`, by which a small text can fill the memory while it is read."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Raise for a merge key; nothing writes one into a config."""
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.YAMLError("a merge key")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else []
+
+
+class _Check:
+    """Holds values against types; every method but `section` is told where it is, and raises `Foreign`."""
+
+    def __init__(self, *, on_this_machine: bool) -> None:
+        """Begin; ``on_this_machine``: the config may name files and folders, and what Python handed over."""
+        self._local = on_this_machine
+        hidden = {"LightningModule": object, "LightningDataModule": object}
+        self._hints = get_type_hints(Experiment, localns=hidden)
+
+    def section(self, name: Any, value: Any) -> None:
+        """Check one section of a config."""
+        if name == "json":  # an option of the command line, which configs are written with
+            return self.value(value, bool, name, name)
+        if name not in self._hints:
+            raise Foreign(f"there is no field {name!r:.60}")
+        if name in ("model", "data", "algorithm", "partition"):
+            return self.made(name, value, name)
+        if name == "logger":
+            return self.loggers(value, name)
+        most = _MOST.get(f"Experiment.{name}")
+        if most is not None and type(value) is int and value > most and not self._local:
+            raise Foreign(f"{name} is {value}, above {most:,}")
+        return self.value(value, self._hints[name], name, f"Experiment.{name}")
+
+    def made(self, kind: str, value: Any, where: str) -> None:
+        """Check what stands for an object: one of the registry's names, alone or with arguments."""
+        spec = {"class_path": value} if isinstance(value, str) else value
+        if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:
+            _refuse(where, value, "which is no class_path with init_args")
+        known = {**registry()[kind], **(stand_ins().get(kind, {}) if self._local else {})}
+        path = spec["class_path"]
+        if not isinstance(path, str) or path not in known:
+            _refuse(where, path, "which is not raafl's own")
+        factory = known[path].find()
+        self.arguments(spec.get("init_args"), factory, where, known[path].name)
+
+    def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
+        """Check arguments against the signature of what takes them."""
+        if given is None:
+            return
+        if not isinstance(given, dict):
+            _refuse(where, given, "which is no table of arguments")
+        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+        takes = inspect.signature(factory).parameters
+        for name, value in given.items():
+            if not isinstance(name, str) or name not in takes or name not in hints:
+                _refuse(f"{where}.{foreign(name, 60)}", value, f"which {owner} does not take")
+            self.value(value, hints[name], f"{where}.{name}", f"{owner}.{name}")
+
+    def value(self, value: Any, hint: Any, where: str, rule: str) -> None:
+        """Check a value against a type; ``rule`` names the parameter it is for."""
+        if not self.fits(value, hint, where, rule):
+            _refuse(where, value, "which is no plain value of the type that belongs there")
+
+    def fits(self, value: Any, hint: Any, where: str, rule: str) -> bool:
+        """Return whether a value is one of a type."""
+        origin, inner = get_origin(hint), get_args(hint)
+        if origin in (Union, types.UnionType):
+            return any(self._tried(value, one, where, rule) for one in inner)
+        if origin is Literal:
+            return any(type(one) is type(value) and one == value for one in inner)
+        if hint in _KINDS:
+            self.made(_KINDS[hint], value, where)
+            return True
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            self.arguments(value, hint, where, hint.__name__)
+            return True
+        if hint is Any or (origin is dict and inner[1] is Any):
+            return (hint is Any or isinstance(value, dict)) and self._free(value, where, rule)
+        if origin is dict:
+            return isinstance(value, dict) and all(
+                isinstance(key, str)
+                and _is(_WORD, key)
+                and key != "class_path"
+                and self.fits(item, inner[1], where, rule)
+                for key, item in value.items()
+            )
+        if isinstance(value, list):
+            return self._all_fit(value, origin, inner, where, rule)
+        return self._scalar(value, hint, rule)
+
+    def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
+        """Return whether a value fits one of several types; what is refused as an object is told as such."""
+        if (hint in _KINDS or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
+            return False
+        return self.fits(value, hint, where, rule)
+
+    def _all_fit(self, items: list[Any], origin: Any, inner: tuple[Any, ...], where: str, rule: str) -> bool:
+        if origin in (list, Sequence):
+            return all(self.fits(item, inner[0], where, rule) for item in items)
+        if origin is not tuple:
+            return False
+        each = [inner[0]] * len(items) if inner[-1] is Ellipsis else list(inner)
+        pairs = list(zip(items, each, strict=False))
+        return len(items) == len(each) and all(self.fits(item, one, where, rule) for item, one in pairs)
+
+    def _scalar(self, value: Any, hint: Any, rule: str) -> bool:
+        if hint in (None, type(None)):
+            return value is None
+        if hint is bool:
+            return type(value) is bool
+        if hint is int:
+            return type(value) is int and (self._local or value <= _MOST.get(rule, _LARGEST))
+        if hint is float:
+            return type(value) in (int, float) or (isinstance(value, str) and _is(_NUMBER, value))
+        if hint in (str, Path) and isinstance(value, str):
+            allowed = _TEXTS.get(rule)
+            return _is_plain(value) if self._local else allowed is not None and allowed(value)
+        return False
+
+    def _free(self, value: Any, where: str, rule: str) -> bool:
+        """Return whether what has no declared type is plain: fields of an architecture, or settings that are only shown."""
+        if rule.endswith(".architecture"):
+            return isinstance(value, dict) and self._architecture(value)
+        return self._local and all(_is_plain(one) for one in _leaves(value))
+
+    def _architecture(self, fields: dict[Any, Any]) -> bool:
+        return all(
+            isinstance(name, str)
+            and _is(_FIELD, name)
+            and name not in _NEVER
+            and "trust" not in name
+            and self._of_architecture(name, value)
+            for name, value in fields.items()
+        )
+
+    def _of_architecture(self, name: str, value: Any) -> bool:
+        if isinstance(value, dict):
+            return self._architecture(value)
+        if isinstance(value, list):
+            return all(self._of_architecture(name, one) for one in value)
+        if not isinstance(value, str):
+            return isinstance(value, bool | int | float | None)
+        if name.endswith("_implementation"):
+            return value in ("eager", "sdpa")  # others may be the name of a kernel on the hub
+        if name == "model_type" and value in _WITH_KERNELS:
+            return False
+        known = self._local or name in _ARCHITECTURE_TEXTS
+        return known and _is(_WORD, value) and not value.startswith("timm")
+
+    def loggers(self, value: Any, where: str) -> None:
+        """Check the loggers that a config asks for: by their short names, with arguments that name no place to write to."""
+        for entry in value if isinstance(value, list) else [] if value is None else [value]:
+            spec = {"class_path": entry} if isinstance(entry, str) else entry
+            known = {*SHORT_NAMES, *SHORT_NAMES.values()}
+            if not isinstance(spec, dict) or not set(spec) <= {"class_path", "init_args"}:
+                _refuse(where, entry, "which is no class_path with init_args")
+            if not isinstance(spec.get("class_path"), str) or spec["class_path"] not in known:
+                _refuse(where, spec.get("class_path"), "which is not one of " + ", ".join(SHORT_NAMES))
+            for name, one in _table(spec.get("init_args"), where).items():
+                if name not in _LOGGERS_TAKE:
+                    _refuse(f"{where}.{foreign(name, 60)}", one, "which says more than how a run is called")
+                if not isinstance(one, bool | int | float | None) and not (isinstance(one, str) and _is(_WORD, one)):
+                    _refuse(f"{where}.{name}", one, "which is no plain word or number")
+
+
+def _table(value: Any, where: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict | None):
+        _refuse(where, value, "which is no table of arguments")
+    return value or {}
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield all that a value holds, names of fields among it."""
+    if isinstance(value, dict | list):
+        for item in _inside(value):
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a truth or nothing, or a text in which no parser finds an object."""
+    if isinstance(value, str):
+        return len(value) <= _MAX_TEXT and "class_path" not in value
+    return isinstance(value, bool | int | float | None)
+
+
+def _is(pattern: re.Pattern[str], text: str) -> bool:
+    return pattern.fullmatch(text) is not None
+
+
+def _refuse(where: str, value: Any, why: str) -> NoReturn:
+    shown = ascii(value)
+    raise Foreign(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")

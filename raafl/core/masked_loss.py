@@ -1,0 +1,109 @@
+"""On which models the logits of a client's absent classes can be masked (HeteroFL's masked loss), and which layer gives them.
+
+`raafl.local.masked` masks them, `raafl.parts.merge.label_split` merges that layer's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.data.labels import classes_in
+from raafl.submodel import FULL, Submodels
+from raafl.submodel.cost import meta_batch
+
+CLASSES = "classes"
+"""Key in `Update.extra` of the classes whose logits a client's task has left as they were, ascending."""
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """Return the logits (batch, num_classes) that a forward pass gave, as a tensor or an attribute; None where there are none."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point() else None
+
+
+def why_unmasked(submodels: Submodels) -> str | None:
+    """Return in words why nothing would be masked on any client, or None.
+
+    One training step runs on the meta device; None also where it needs values, or there is no example batch.
+    """
+    batch = submodels.example_batch
+    if batch is None:
+        return None
+    if classes_in([batch]) is None:
+        return "a batch does not end in one class for each sample"
+    found = _on_meta(submodels, _why_unused)
+    return None if found is None else found[0]
+
+
+def output_layer(submodels: Submodels) -> str | None:
+    """Return the path of the linear layer whose output the masked logits are, as they leave it; None where there is none.
+
+    One training step runs on the meta device; None also where it needs values, or there is no example batch.
+    """
+    found = _on_meta(submodels, _layer_of)
+    return None if found is None else found[0]
+
+
+def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tuple[str | None] | None:
+    """Return what ``ask`` says of the whole model and a batch, both without values; None where that cannot run."""
+    if submodels.example_batch is None:
+        return None
+    for device in ("meta", "cpu"):  # of tensors that the user's code makes without saying where
+        try:
+            with torch.device(device), torch.enable_grad():
+                module: Any = submodels.shrink(FULL, device="meta").module
+                for name in ("log", "log_dict"):
+                    if hasattr(module, name):
+                        module.__dict__[name] = _ignore
+                module.train()
+                return (ask(module, meta_batch(submodels.example_batch, 2)),)
+        except Exception:  # whatever the user's code raises without values
+            continue
+    return None
+
+
+def _why_unused(module: Any, batch: Any) -> str | None:
+    """Return why the loss of a training step does not come from logits that the module's own call gives, or None."""
+    found: list[Tensor | None] = []
+
+    def cut(_: Any, args: Any, output: Any) -> Any:
+        logits = logits_of(output)
+        found.append(None if logits is None else logits.detach().requires_grad_())
+        if logits is None or isinstance(output, Tensor):
+            return found[-1]  # None leaves the output as it is
+        output.logits = found[-1]
+        return output
+
+    module.register_forward_hook(cut)
+    answer = module.training_step(batch, 0)
+    loss = answer["loss"] if isinstance(answer, Mapping) else answer
+    logits = [one for one in found if one is not None]
+    name = type(module).__name__
+    if not found:
+        return f"{name}.training_step does not call the module itself"
+    if not logits:
+        return f"{name}.forward gives no logits of shape (batch, classes)"
+    used = loss.requires_grad and any(g is not None for g in torch.autograd.grad(loss, logits, allow_unused=True))
+    return None if used else f"the loss of {name} does not come from the logits that its forward gives"
+
+
+def _layer_of(module: Any, batch: Any) -> str | None:
+    """Return the linear layer that gives the logits of every call, and nothing else in the step."""
+    given: list[tuple[str, Tensor]] = []
+    logits: list[Tensor | None] = []
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda _, args, output, path=path: given.append((path, output)))
+    module.register_forward_hook(lambda _, args, output: logits.append(logits_of(output)))  # after the layers' own
+    module.training_step(batch, 0)
+    makers = {next((path for path, output in given if output is one), None) for one in logits}
+    maker = makers.pop() if len(makers) == 1 else None
+    return maker if sum(path == maker for path, _ in given) == len(logits) else None
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -1,0 +1,1 @@
+"""W&B, TensorBoard, MLflow and other Lightning loggers beside a run."""

@@ -1,0 +1,231 @@
+"""Lightning loggers beside a run (W&B, TensorBoard, CSV, MLflow, one's own), none of which delays it or ends it.
+
+Each logger lives in a thread of its own, which builds it, calls it and closes it. The run's thread only puts what is to be
+logged into a bounded queue. A logger that raises, hangs or falls behind is reported once, and counted in the summary.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raafl.config.loggers import FOLDER, LoggerSpec, in_words, maker, specs
+from raafl.core.hooks import Hooks
+from raafl.core.types import Settled
+from raafl.loggers.tracking import Measured, RunIds, Since, Tables, finish, log, prepare
+from raafl.runfolder.record import RunRecord
+from raafl.runfolder.statistics import CLIENT
+from raafl.submodel import Spec
+
+CALL_S = 30.0
+"""Seconds after which a call of a logger counts as hung."""
+FINISH_S = 60.0
+"""Seconds that a run waits at its end for its loggers to write what is queued."""
+MAX_QUEUED = 1000
+"""Calls that wait for one logger; what comes while so many wait is dropped, and counted as failed."""
+
+
+class Loggers(Hooks):
+    """A run's loggers; nothing here waits for one of them, but `finish`."""
+
+    def __init__(
+        self, logger: Any, folder: Path, record: RunRecord, warn: Callable[[str], None], note: Callable[[str], None], *,
+        call_s: float | None = None, finish_s: float | None = None, max_queued: int = MAX_QUEUED,
+        share: Callable[[Iterable[Spec]], float | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Prepare; `start` builds them.
+
+        Args:
+            logger: the experiment's field.
+            folder: of the run; loggers that write files, and are not told where to, write to its `loggers`.
+            record: the run's, for what is logged beside metrics.
+            warn: told once of each logger that fails, from any thread.
+            note: told where a logger writes, when that is not what one would expect.
+            call_s: deadline of a call; CALL_S unless given.
+            finish_s: deadline of `finish`; FINISH_S unless given.
+            max_queued: calls that may wait for one logger.
+            share: how much of the model some submodels cover, for the histogram of coverage.
+        """
+        self._record, self._folder, self._since = record, folder, Since(share)
+        self._call_s = CALL_S if call_s is None else call_s
+        self._finish_s = FINISH_S if finish_s is None else finish_s
+        self._workers: list[_Worker] = []
+        ids = RunIds(folder / FOLDER)
+        for spec in specs(logger):
+            same = sum(worker.spec.name == spec.name for worker in self._workers)
+            name = f"{spec.name} {same + 1}" if same else spec.name
+            make = maker(spec, folder, warn, note, ids.of(name), record.evaluated_version)
+            self._workers.append(_Worker(spec, name, make, warn, self._call_s, max_queued, ids))
+
+    def start(self, hyper_parameters: Mapping[str, Any]) -> None:
+        """Build the loggers and let them log the run's config."""
+        for worker in self._workers:
+            worker.start()
+            worker.put(prepare)
+            worker.put(lambda logger: logger.log_hyperparams(dict(hyper_parameters)))
+
+    def on_settled(self, settled: Settled, now: float) -> None:
+        """Note the end of a task, for the histograms of the next evaluation."""
+        if self._workers:
+            self._since.settled(settled)
+
+    def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
+        """Log an evaluation, with how far the run was when it became known."""
+        if not self._workers:
+            return
+        record = self._record
+        row = {name: value for name, value in record.row.items() if value is not None}
+        own = {name: value for name, value in row.items() if name.startswith(CLIENT)}
+        ends = Counter[str]()
+        for outcome, num in record.outcomes.items():
+            ends[outcome.partition(":")[0]] += num
+        figures = {
+            **{name: value for name, value in row.items() if name not in own},
+            "time_s": now, "wall_s": record.wall_s, "num_updates": ends["merged"], "num_refused": ends["refused"],
+            "num_lost": ends["lost"], "bytes_up": record.bytes_up, "bytes_down": record.bytes_down,
+        }  # fmt: skip
+        measured = Measured(version, {**metrics, **own}, figures, *self._since.take())
+        for worker in self._workers:
+            worker.put(lambda logger: log(logger, measured), counted=True)
+
+    def finish(self, status: str, summary: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+        """Let them write what is queued, for as long as the deadlines allow; return how each fared.
+
+        Args:
+            status: "success", "interrupted" or "failed".
+            summary: of the run, whose tables and final model are logged too; None = they are not.
+        """
+        tables = Tables(self._folder)
+        for worker in self._workers:
+            if summary is not None:
+                worker.put(partial(_tell_end, worker.spec, self._folder, summary, tables))
+            worker.end(lambda logger: _close(logger, status))
+        until = time.monotonic() + self._finish_s
+        for worker in self._workers:
+            while worker.at_work and time.monotonic() < until:
+                worker.join(timeout=0.05)
+        return {worker.name: worker.give_up() for worker in self._workers}
+
+    def close(self) -> None:
+        """Let the threads end, without waiting for them."""
+        for worker in self._workers:
+            worker.give_up()
+
+
+class _Worker(threading.Thread):
+    """One logger and the only thread that touches it."""
+
+    def __init__(
+        self, spec: LoggerSpec, name: str, make: Callable[[], Any], warn: Callable[[str], None], call_s: float,
+        max_queued: int, ids: RunIds,
+    ) -> None:  # fmt: skip
+        super().__init__(name=name, daemon=True)
+        self.spec, self._make, self._warn, self._call_s = spec, make, warn, call_s
+        self._ids = ids
+        self._queue: queue.Queue[tuple[Callable[[Any], None], bool] | None] = queue.Queue(max_queued)
+        self._changed = threading.Lock()
+        self._logged = self._failed = 0
+        self._error: str | None = None
+        self._since: float | None = None  # when the present call began
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it goes on, and is not stuck in a call."""
+        return self.is_alive() and not self._look()
+
+    def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
+        """Have ``call`` made with the logger, in turn; ``counted`` if it logs metrics. Returns at once."""
+        self._look()
+        try:
+            self._queue.put_nowait((call, counted))
+        except queue.Full:
+            self._fail(f"{self._queue.maxsize} calls wait for it, and what comes is dropped")
+
+    def end(self, call: Callable[[Any], None]) -> None:
+        """Have ``call`` made as the last."""
+        self.put(call)
+        with suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def give_up(self) -> dict[str, Any]:
+        """Make no more calls; return how many rows of metrics were logged, how many calls failed, and the first error."""
+        self._look()
+        left = 0
+        with suppress(queue.Empty):
+            while True:
+                left += self._queue.get_nowait() is not None
+        if self.is_alive() and (left or self._since is not None):
+            self._fail("it has not ended in time", num=left + (self._since is not None))
+        with suppress(queue.Full):
+            self._queue.put_nowait(None)
+        with self._changed:
+            return {"logged": self._logged, "failed": self._failed, "error": self._error}
+
+    def run(self) -> None:
+        """Build the logger and make the calls."""
+        try:
+            self._since = time.monotonic() + self._call_s  # to import and to connect may take twice as long
+            logger = self._make()
+            self._ids.keep(self.name, logger)
+        except BaseException as error:  # also what a library raises to end the process
+            logger = None
+            self._fail(in_words(error))
+        while True:
+            self._since = None
+            item = self._queue.get()
+            if item is None:
+                return
+            call, counted = item
+            if logger is None:
+                self._fail("", num=int(counted))
+                continue
+            try:
+                self._since = time.monotonic()
+                call(logger)
+                with self._changed:
+                    self._logged += counted
+            except BaseException as error:
+                self._fail(in_words(error))
+
+    def _look(self) -> bool:
+        """Return whether it is stuck in a call, and say so the first time."""
+        since = self._since
+        stuck = since is not None and time.monotonic() - since > self._call_s
+        if stuck and self._error is None:
+            self._fail(f"a call has not returned within {self._call_s:g} s", num=0)
+        return stuck
+
+    def _fail(self, error: str, num: int = 1) -> None:
+        with self._changed:
+            self._failed += num
+            first = self._error is None and bool(error)
+            if first:
+                self._error = error
+        if first:
+            self._warn(f"logger {self.name}: {error}; the run goes on, and the summary counts what is not logged")
+
+
+def hyper_parameters(config_yaml: str) -> dict[str, Any]:
+    """Return a run's config as what loggers call hyper-parameters; empty when there is none."""
+    found = yaml.safe_load(config_yaml)
+    return found if isinstance(found, dict) else {}
+
+
+def _tell_end(spec: LoggerSpec, folder: Path, summary: Mapping[str, Any], tables: Tables, logger: Any) -> None:
+    finish(logger, folder, summary, tables, with_model=spec.init_args.get("log_model") is not False)
+
+
+def _close(logger: Any, status: str) -> None:
+    """End a logger so that what it has is on disk, or sent."""
+    logger.finalize("success" if status == "interrupted" else status)
+    if type(logger).__name__ == "WandbLogger":  # Lightning leaves that to the end of the process
+        logger.experiment.finish(exit_code=int(status == "failed"))

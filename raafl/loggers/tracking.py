@@ -1,0 +1,362 @@
+"""What a run tells its loggers beside metrics: histograms, a table of clients, a timeline, the final model; as each can take it.
+
+W&B gets all of it, TensorBoard histograms and tables as text, MLflow tables and the model as artifacts; any other logger has
+the scalars alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raafl.core.types import Settled
+from raafl.runfolder.rows import atomic_file
+from raafl.submodel import Spec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from raafl.runfolder.reading import Run
+
+OVER_TIME, OVER_BYTES = "over_time/", "over_bytes/"
+"""Begin the names under which W&B draws each metric against the run's clock, and against the bytes moved."""
+MAX_TASKS = 10_000
+"""Rows of the timeline: the last of a longer run."""
+BINS = 20
+"""Of a histogram of shares."""
+_MAX_BINS = 500
+_MAX_BARS = 2_000  # tasks that are drawn
+_SHOWN_ROWS = 200  # of a table as text
+_RUN_IDS = "runs.json"
+_COLOURS = {"merged": "#4269d0", "unused": "#b9b9c2", "refused": "#ff725c", "lost": "#efb118"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One evaluation, as loggers get it.
+
+    Attributes:
+        version: of the model measured.
+        metrics: its own, and averages over clients.
+        figures: of the run, at that time; ``time_s``, ``bytes_up`` and ``bytes_down`` are there.
+        staleness: of each update merged since the last evaluation.
+        coverage: share of the model trained by each version since, 0 to 1.
+    """
+
+    version: int
+    metrics: Mapping[str, float]
+    figures: Mapping[str, float]
+    staleness: Sequence[int] = ()
+    coverage: Sequence[float] = ()
+
+    def scalars(self) -> dict[str, float]:
+        """Return everything that is a number, one for each name."""
+        found = {**self.metrics, **self.figures}
+        if self.staleness:
+            found["recent_staleness"] = sum(self.staleness) / len(self.staleness)
+            found["recent_staleness_max"] = max(self.staleness)
+        if self.coverage:
+            found["recent_coverage"] = sum(self.coverage) / len(self.coverage)
+        return found
+
+
+class Since:
+    """What was merged since the last evaluation."""
+
+    def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
+        """Start at nothing; ``share`` says how much of the model some submodels cover (None where that is not known)."""
+        self._share = share
+        self._staleness: list[int] = []
+        self._specs: dict[int, set[Spec]] = {}
+
+    def settled(self, settled: Settled) -> None:
+        """Note the end of a task."""
+        if settled.outcome == "merged" and settled.assignment is not None:
+            self._staleness.append(settled.staleness)
+            self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
+
+    def take(self) -> tuple[list[int], list[float]]:
+        """Return each update's staleness and each version's coverage, and start again."""
+        shares = [self._share(specs) for specs in self._specs.values()] if self._share is not None else []
+        staleness, self._staleness = self._staleness, []
+        self._specs = {}
+        return staleness, [share for share in shares if share is not None]
+
+
+# ---- each logger in its manner ----
+
+
+def is_a(logger: Any, name: str) -> bool:
+    """Return whether a logger is of the Lightning class of this name."""
+    return any(cls.__name__ == name for cls in type(logger).__mro__)
+
+
+def prepare(logger: Any) -> None:
+    """Tell W&B what each metric is to be drawn against."""
+    if not is_a(logger, "WandbLogger"):
+        return
+    begin = _prefix(logger)
+    for glob, step in ((OVER_TIME, "time_s"), (OVER_BYTES, "bytes")):
+        logger.experiment.define_metric(f"{begin}{step}")
+        logger.experiment.define_metric(f"{begin}{glob}*", step_metric=f"{begin}{step}")
+
+
+def log(logger: Any, measured: Measured) -> None:
+    """Log an evaluation, with its version as step."""
+    row: dict[str, Any] = measured.scalars()
+    histograms = {"staleness": measured.staleness, "coverage": measured.coverage}
+    if is_a(logger, "WandbLogger"):
+        import wandb
+
+        row |= {"version": measured.version, "bytes": row["bytes_up"] + row["bytes_down"]}
+        for begin in (OVER_TIME, OVER_BYTES):
+            row |= {begin + name: value for name, value in measured.metrics.items()}
+        for name, values in histograms.items():
+            if values:
+                row[f"histograms/{name}"] = wandb.Histogram(np_histogram=binned(values, whole=name == "staleness"))
+    elif is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
+        row = {name.replace("=", "_"): value for name, value in row.items()}
+    logger.log_metrics(row, step=measured.version)
+    if is_a(logger, "TensorBoardLogger"):
+        import numpy as np
+
+        for name, values in histograms.items():
+            if values:
+                logger.experiment.add_histogram(f"histograms/{name}", np.array(values, float), measured.version)
+    logger.save()
+
+
+def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return how many values lie in each bin, and the edges: a bin for each ``whole`` number, or `BINS` from 0 to 1."""
+    import numpy as np
+
+    most = int(max(values)) + 1 if whole else 1
+    return np.histogram(values, bins=most if whole and most <= _MAX_BINS else BINS, range=(0, most))
+
+
+def finish(logger: Any, folder: Path, summary: Mapping[str, Any], tables: Tables, *, with_model: bool = True) -> None:
+    """Log what is known at the end: the tables, the summary and the final model."""
+    model = folder / summary["model"] if summary.get("model") and with_model else None
+    if is_a(logger, "WandbLogger"):
+        _finish_wandb(logger, summary, tables, model)
+    elif is_a(logger, "TensorBoardLogger"):
+        for name, (columns, rows) in tables.all().items():
+            logger.experiment.add_text(name, markdown(columns, rows), summary.get("versions", 0))
+    elif is_a(logger, "MLFlowLogger"):
+        client, run = logger.experiment, logger.run_id
+        for name, (columns, rows) in tables.all().items():
+            client.log_text(run, _csv(columns, rows), f"{name}.csv")
+        client.log_text(run, json.dumps(dict(summary), indent=2, default=str), "summary.json")
+        if model is not None:
+            (client.log_artifacts if model.is_dir() else client.log_artifact)(run, str(model), "model")
+
+
+def _finish_wandb(logger: Any, summary: Mapping[str, Any], tables: Tables, model: Path | None) -> None:
+    import wandb
+
+    run, begin = logger.experiment, _prefix(logger)
+    found: dict[str, Any] = {
+        begin + name: wandb.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.all().items()
+    }
+    figure = tables.figure()
+    if figure is not None:
+        found[f"{begin}timeline_chart"] = wandb.Plotly(figure)
+    run.log(found)
+    said = ("finished", "versions", "updates_merged", "updates_lost", "utilisation", "model_digest", "time_to")
+    run.summary.update({name: summary[name] for name in said if name in summary})
+    if model is not None:
+        told = {name: summary[name] for name in ("algorithm", "versions", "model_digest", "final") if name in summary}
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=told)
+        (artifact.add_dir if model.is_dir() else artifact.add_file)(str(model))
+        run.log_artifact(artifact, aliases=["latest", "final"])
+
+
+def _prefix(logger: Any) -> str:
+    prefix = getattr(logger, "_prefix", "")
+    return f"{prefix}-" if prefix else ""
+
+
+# ---- the tables ----
+
+Table = tuple[list[str], list[list[Any]]]
+"""Names of columns, and rows; what is not known is None."""
+
+
+class Tables:
+    """A run's tables, read from its folder once, whichever thread comes first."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read nothing yet."""
+        self._folder, self._lock = folder, threading.Lock()
+        self._found: tuple[dict[str, Table], Any] | None = None
+
+    def all(self) -> dict[str, Table]:
+        """Return the tables by name: clients, timeline and regions."""
+        return self._read()[0]
+
+    def figure(self) -> Any:
+        """Return the timeline as a figure of plotly's; None where that is not installed, or there are too many tasks."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[dict[str, Table], Any]:
+        with self._lock:
+            if self._found is None:
+                from raafl.runfolder.reading import read
+
+                run = read(self._folder)
+                found = {"clients": clients_table(run), "timeline": timeline_table(run), "regions": regions_table(run)}
+                self._found = found, _figure(found["timeline"])
+            return self._found
+
+
+def clients_table(run: Run) -> Table:
+    """Return a row for each client: what it is, what became of its tasks, how long it worked, what it moved."""
+    import numpy as np
+
+    tasks = run.tasks
+    columns = ["client", "device", "samples", "tasks", "merged", "refused", "lost", "unused", "staleness_mean"]
+    columns += ["staleness_max", "median_task_s", "at_work_share", "bytes_down", "bytes_up"]
+    rows = []
+    order = np.argsort(tasks.client, kind="stable")  # each client's tasks together, so that none is looked for in all
+    ids = np.array(run.client_ids(), np.int64)
+    begins, ends = (np.searchsorted(tasks.client, ids, side, sorter=order) for side in ("left", "right"))
+    ended = {kind: tasks.are(kind) for kind in ("merged", "refused", "lost", "unused")}
+    took_s = tasks["arrived_s"] - tasks["assigned_s"]
+    for number, begin, end in zip(ids.tolist(), begins, ends, strict=True):
+        mine, known = order[begin:end], run.clients.get(number)
+        lasted_s = took_s[mine]
+        lasted_s = lasted_s[np.isfinite(lasted_s)]
+        staleness = tasks["staleness"][mine[ended["merged"][mine]]]
+        row: list[Any] = [number, known.device if known else "", known.num_samples if known else None, len(mine)]
+        row += [int(kind[mine].sum()) for kind in ended.values()]
+        row += [float(staleness.mean()), int(staleness.max())] if len(staleness) else [None, None]
+        row.append(float(np.median(lasted_s)) if len(lasted_s) else None)
+        row.append(min(float(lasted_s.sum()) / run.end_s, 1.0) if run.end_s > 0 else None)
+        row += [int(np.nansum(tasks[name][mine])) for name in ("bytes_down", "bytes_up")]
+        rows.append(row)
+    return columns, rows
+
+
+def timeline_table(run: Run) -> Table:
+    """Return a row for each task, in the order in which they ended; the last `MAX_TASKS`."""
+    tasks = run.tasks
+    numbers = ("assigned_s", "arrived_s", "version", "merged_version", "staleness", "bytes_down", "bytes_up")
+    rows = []
+    for place in range(max(len(tasks) - MAX_TASKS, 0), len(tasks)):
+        cells = [_plain(tasks[name][place]) for name in numbers]
+        rows.append([int(tasks.client[place]), tasks.spec[place], tasks.outcome[place], *cells])
+    return ["client", "spec", "outcome", "begins_s", "ends_s", *numbers[2:]], rows
+
+
+def regions_table(run: Run) -> Table:
+    """Return how many updates each region of the model has had merged."""
+    counts: dict[int, int] = {}
+    for region in run.tasks["region"][run.tasks.are("merged")]:
+        if math.isfinite(region):
+            counts[int(region)] = counts.get(int(region), 0) + 1
+    return ["region", "merged"], [[region, counts[region]] for region in sorted(counts)]
+
+
+def _plain(value: float) -> Any:
+    if not math.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def _figure(timeline: Table) -> Any:
+    rows = [row for row in timeline[1] if row[3] is not None and row[4] is not None]
+    if not rows or len(rows) > _MAX_BARS or importlib.util.find_spec("plotly") is None:
+        return None
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for kind, colour in _COLOURS.items():
+        mine = [row for row in rows if row[2].partition(":")[0] == kind]
+        if mine:
+            figure.add_bar(
+                orientation="h", name=kind, marker_color=colour, y=[row[0] for row in mine],
+                base=[row[3] for row in mine], x=[row[4] - row[3] for row in mine], text=[row[1] for row in mine],
+            )  # fmt: skip
+    figure.update_layout(barmode="overlay", xaxis_title="seconds on the run's clock", yaxis_title="client")
+    return figure
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table as Markdown, which TensorBoard shows; the first rows of a long one."""
+
+    def line(cells: Iterable[Any]) -> str:
+        return "| " + " | ".join("" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+                                 for cell in cells) + " |"  # fmt: skip
+
+    text = [line(columns), line("---" for _ in columns), *(line(row) for row in rows[:_SHOWN_ROWS])]
+    if len(rows) > _SHOWN_ROWS:
+        text += ["", f"and {len(rows) - _SHOWN_ROWS} more"]
+    return "\n".join(text)
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+    return file.getvalue()
+
+
+# ---- the same run after a resume ----
+
+
+_NAMES = {
+    "id": re.compile(r"[\w-]{1,128}"),
+    "run_id": re.compile(r"[\w-]{1,128}"),
+    "version": re.compile(r"version_\d{1,9}"),
+}
+"""What trackers call a run: no path, since a logger writes to where its version leads."""
+
+
+def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tracker calls a run, and no other argument of a logger that a file may hold."""
+    return {
+        name: value
+        for name, words in _NAMES.items()
+        if type(value := ids.get(name)) is int or (isinstance(value, str) and words.fullmatch(value))
+    }
+
+
+class RunIds:
+    """The names that trackers have given a run, kept in its folder, so that a resumed run goes on under them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what an earlier attempt has left in ``folder``."""
+        self._path, self._lock = folder / _RUN_IDS, threading.Lock()
+        self._found: dict[str, dict[str, Any]] = {}
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not what was written
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            self._found = {str(name): _names_in(ids) for name, ids in found.items()}
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Return the arguments with which the logger of this name goes on; none for a new run."""
+        return dict(self._found.get(name, {}))
+
+    def keep(self, name: str, logger: Any) -> None:
+        """Note under which name a logger logs; what cannot be written is left."""
+        ids: dict[str, Any] = {}
+        if is_a(logger, "WandbLogger"):
+            ids = {"id": logger.experiment.id}
+        elif is_a(logger, "MLFlowLogger"):
+            ids = {"run_id": logger.run_id}
+        elif is_a(logger, "TensorBoardLogger"):
+            ids = {"version": logger.version}
+        with self._lock, suppress(OSError):
+            if ids and self._found.get(name) != ids:
+                self._found[name] = ids
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_file(self._path) as file:
+                    file.write((json.dumps(self._found, indent=2) + "\n").encode())

@@ -1,0 +1,123 @@
+"""Training of masks over frozen weights (Co-S2P, section IV-A, Eq. 2): scores, Bernoulli samples, straight-through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raafl.core.local import Hook, Task
+from raafl.core.types import derive_seed
+from raafl.parts.select.segments import Gates, Segments
+
+MAX_SCORE = 1e4
+"""Scores beyond this are no work of an optimiser: their probability is 0 or 1."""
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A sample of 0 and 1 whose gradient goes on to the probability it was drawn with."""
+
+    @staticmethod
+    def forward(ctx: Any, probability: Tensor, sample: Tensor) -> Tensor:
+        return sample.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a mask drawn from Bernoulli(sigmoid(scores)); d mask / d scores = p (1 - p) (Bengio et al. 2013).
+
+    The numbers are drawn on the CPU, so that a seed means the same masks on every device.
+    """
+    probability = torch.sigmoid(scores)
+    if probability.is_meta:
+        sample = torch.empty_like(probability)
+    else:
+        sample = torch.bernoulli(probability.detach().cpu(), generator=generator).to(scores.device)
+    mask: Tensor = _StraightThrough.apply(probability, sample)
+    return mask
+
+
+def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
+    """Return ``sum_l |rho_l - r_w|^2``, rho_l being the share of mask l that is 1 (Eq. 2, without its lambda)."""
+    return torch.stack([(mask.mean() - rate).square() for mask in masks.values()]).sum()
+
+
+def first_score(rate: float) -> float:
+    """Return the score whose probability is ``rate``, at most 0.99: with it, masks begin at their budget."""
+    rate = min(max(rate, 0.01), 0.99)
+    return math.log(rate / (1 - rate))
+
+
+def best(scores: list[float], number: int) -> list[int]:
+    """Return the ``number`` segments with the largest scores; of equals, the first."""
+    return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:number])
+
+
+class MaskTraining(Hook):
+    """Trains the scores of an assignment instead of the weights, which it finds frozen.
+
+    ``Assignment.extra`` has "scores", a list for each axis, and "rate", r_w. `finish` returns the scores as they are now.
+    """
+
+    def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
+        """Begin from the assignment's scores.
+
+        Args:
+            task: the task.
+            segments: of each axis.
+            lr: learning rate of the scores (Adam).
+            strength: lambda, the weight of `kept_share_loss`.
+        """
+        super().__init__(task)
+        extra = task.assignment.extra
+        device = next(task.module.parameters()).device
+        self.rate, self.strength = float(extra["rate"]), strength
+        self.scores = {
+            axis: torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
+            for axis, values in extra["scores"].items()
+        }
+        self.gates = Gates(task.module, task.submodels, {axis: segments[axis] for axis in self.scores})
+        self.optimizer = torch.optim.Adam(self.scores.values(), lr=lr)
+        self.generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return the loss under masks drawn for this batch, plus lambda times `kept_share_loss`."""
+        masks = {axis: masks_of(scores, self.generator) for axis, scores in self.scores.items()}
+        with self.gates.set(masks):
+            loss = self.task.loss(batch, index)
+        return loss + self.strength * kept_share_loss(masks, self.rate)
+
+    def update(self) -> None:
+        """Make one step with the scores."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def finish(self) -> dict[str, Any]:
+        """Return the scores by axis."""
+        return {"scores": {axis: scores.detach().tolist() for axis, scores in self.scores.items()}}
+
+
+def scores_problem(extra: Mapping[str, Any], expected: Mapping[str, int]) -> str | None:
+    """Return what is wrong with the scores that a client sent, or None.
+
+    Args:
+        extra: what it sent beside tensors.
+        expected: number of segments of each axis whose scores it was given.
+    """
+    scores = extra.get("scores")
+    if not isinstance(scores, dict) or scores.keys() != expected.keys():
+        return "wrong-scores"
+    for axis, values in scores.items():
+        if not isinstance(values, list) or len(values) != expected[axis]:
+            return "wrong-scores"
+        if not all(isinstance(v, float | int) and not isinstance(v, bool) and abs(v) <= MAX_SCORE for v in values):
+            return (
+                "non-finite" if any(isinstance(v, float) and not math.isfinite(v) for v in values) else "wrong-scores"
+            )
+    return None

@@ -1,0 +1,162 @@
+"""Merging of the output layer where clients mask classes in their loss (``label_split`` of HeteroFL's and FedRolex's authors)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from raafl.core.algorithm import Merge
+from raafl.core.masked_loss import CLASSES, output_layer, why_unmasked
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.axes import table_within
+from raafl.submodel.extract import Plan
+
+
+@dataclass(frozen=True)
+class LabelSplit(Wrapped):
+    """A mean whose output rows are those of the clients that have the class.
+
+    A client that masks a class in its loss (`Local.masked`) has trained nothing in that class's row of the output layer, weight
+    and bias: what it sends there is what it received, and would hold back those who have the class. So a row is the
+    mean over the clients whose update has it; a row that none of them has stays as it is, bit for bit. Everything else is the
+    inner mean's, and all of it in a merge of updates of which none has masked a class.
+
+    A client says in its answer which classes it has (`CLASSES`); what is no ascending list of rows is refused as
+    ``bad-classes``. An update without it has all.
+
+    Attributes:
+        inner: a mean with alpha 1, of updates that are not stale.
+    """
+
+    inner: Mean
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Say where masked classes have no rows of their own."""
+        found = super().notes(state, num_clients)
+        if state.submodels.example_batch is None or why_unmasked(state.submodels) or _output(state.submodels):
+            return found
+        return [
+            *found,
+            "masked loss: no linear layer that trains is seen to give the logits, so that rows of classes that a client has masked "
+            "are averaged over all clients",
+        ]
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Refuse classes that are not an ascending list of rows, or say what the inner merge objects to."""
+        output = _output(state.submodels)
+        if output is not None and CLASSES in update.extra and not _are_rows(update.extra[CLASSES], output.num_classes):
+            return "bad-classes"
+        return super().problem(state, update, spec, staleness)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Sum the output rows apart, and pass the update on."""
+        output = _output(state.submodels)
+        if output is not None:
+            weight = float(update.num_samples) if self.inner.by_samples else 1.0
+            memory = state.memory.setdefault("label_split", {})
+            if not memory:
+                memory |= {name: FlatTensors.zeros(output.layout, state.values.device) for name in ("sum", "weight")}
+                memory["masked"] = False
+            rows = update.extra.get(CLASSES)
+            output.add(memory, output.plan(state.submodels, spec), update.tensors, weight, rows)
+            memory["masked"] = memory["masked"] or rows is not None
+        super().receive(state, update, spec, staleness)
+
+    def apply(self, state: GlobalState) -> None:
+        """Fold in what was received, then put the output rows right, where any was masked."""
+        memory = state.memory.pop("label_split", {"masked": False})
+        if not memory["masked"]:
+            super().apply(state)
+            return
+        before = {name: state.values[name].clone() for name in memory["sum"].layout.by_name}
+        super().apply(state)
+        for name, old in before.items():
+            total, on = memory["sum"][name], memory["weight"][name]
+            state.values[name].copy_(torch.where(on > 0, total / on, old))
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{self.inner}, output rows over the clients that have the class"
+
+
+def joint_notes(merge: Merge) -> list[str]:
+    """Return what is to be said where one joint update of many reaches ``merge``."""
+    if not isinstance(merge, LabelSplit):
+        return []
+    return [
+        "masked loss: updates are joined before they are merged: rows of classes that a client has masked count as all others"
+    ]
+
+
+def _are_rows(told: Any, num_classes: int) -> bool:
+    return (
+        isinstance(told, list)
+        and 0 < len(told) <= num_classes
+        and all(type(row) is int and 0 <= row < num_classes for row in told)
+        and all(one < other for one, other in pairwise(told))
+    )
+
+
+class _Output:
+    """The output layer's tensors: one row for each class.
+
+    Attributes:
+        num_classes: rows.
+        layout: of those tensors that train, whole.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """Remember the shapes."""
+        self.layout, self.num_classes = layout, layout.entries[0].shape[0]
+        self._plans: dict[Spec, Plan] = {}
+
+    def add(
+        self, memory: Mapping[str, FlatTensors], plan: Plan, tensors: FlatTensors, weight: float, rows: list[int] | None
+    ) -> None:
+        """Add an update's ``rows`` (None = all) to the sum, times its weight, and the weight to where they lie."""
+        ones, mine = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
+        chosen = slice(None) if rows is None else rows
+        for name, view in mine.items():
+            view[chosen] = tensors[name][chosen]
+            ones[name][chosen] = 1.0
+        plan.add_(memory["sum"], mine, weight)
+        plan.add_(memory["weight"], ones, weight)
+
+    def plan(self, submodels: Submodels, spec: Spec) -> Plan:
+        """Return where the submodel's part of the output layer lies in the whole one."""
+        if spec not in self._plans:
+            if len(self._plans) >= MAX_KNOWN:
+                self._plans.clear()
+            held = [e for e in submodels.layout(spec, "trained").entries if e.name in self.layout.by_name]
+            selections = table_within(submodels.axes.values(), self.layout.shapes).selections(submodels.normal(spec))
+            small = Layout.pack((entry.name, entry.shape, entry.dtype) for entry in held)
+            self._plans[spec] = Plan(spec, self.layout, small, selections)
+        return self._plans[spec]
+
+
+MAX_KNOWN = 64
+"""Specs of which it is remembered where their part of the output layer lies."""
+
+_KNOWN: WeakKeyDictionary[Submodels, _Output | None] = WeakKeyDictionary()
+
+
+def _output(submodels: Submodels) -> _Output | None:
+    """Return the output layer, if one is seen to give the logits; its rows must be whole and its own."""
+    if submodels not in _KNOWN:
+        path, trains = output_layer(submodels), submodels.layout(part="trained").by_name
+        names = () if path is None else (f"{path}.weight".lstrip("."), f"{path}.bias".lstrip("."))
+        cut = {m.name for axis in submodels.axes.values() for m in axis.members if m.dim == 0}
+        mine = [trains[name] for name in names if name in trains]
+        is_own = not {*names} & (cut | set(submodels.aliases) | set(submodels.aliases.values()))
+        layout = Layout.pack((entry.name, entry.shape, entry.dtype) for entry in mine)
+        _KNOWN[submodels] = _Output(layout) if mine and is_own else None
+    return _KNOWN[submodels]

@@ -1,0 +1,1 @@
+"""Options of any merge: guards against bad updates, and differential privacy."""

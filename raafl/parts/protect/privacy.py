@@ -1,0 +1,294 @@
+"""Client-level differential privacy: clip each client's update, add Gaussian noise once per merge, account for it.
+
+DP-FedAvg (McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018, Algorithm 1) in
+rounds; the same at every full buffer or every arrival for asynchronous algorithms. `private` wraps an algorithm's own merge:
+all that the merge does (mixing, staleness, a server optimiser) is post-processing of what is released here.
+
+Accounting: a client's updates are composed one after the other as Gaussian mechanisms, without amplification by sampling,
+which raafl's sampling would have to earn (docs/privacy.md). Neighbouring runs differ in one client's updates, all of
+them replaced by zero (zero-out: Kairouz et al. 2021, definition 1.1); who took part, when, and on which submodel is public.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Algorithm
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, installing, positive
+from raafl.parts.merge.label_split import joint_notes
+from raafl.parts.merge.mean import CHUNK, zeros_like
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.protect.robust import difference, feed, norm_of
+from raafl.submodel import FlatTensors, Spec
+
+MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; composed, no amplification by sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """Client-level differential privacy; off unless a clipping norm is given.
+
+    Attributes:
+        clip_norm: L2 norm that each update is clipped to (S or C); null = no differential privacy.
+        noise_multiplier: standard deviation of the noise on a merge's sum, as a multiple of clip_norm (z or sigma).
+        delta: probability with which epsilon may fail to hold; below 1 / clients.
+        divisor: what the noisy sum is divided by; null = updates expected in a merge (cohort, buffer size or 1).
+        seed_file: file with the secret seed of the noise, made anew where there is none; null = derived from the run's seed.
+    """
+
+    clip_norm: float | None = None
+    noise_multiplier: float = 1.0
+    delta: float = 1e-5
+    divisor: float | None = None
+    seed_file: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a value out of range."""
+        positive("privacy.clip_norm", self.clip_norm, optional=True)
+        positive("privacy.divisor", self.divisor, optional=True)
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise BadInput(f"privacy.noise_multiplier is {self.noise_multiplier}: give a finite number from 0")
+        if not 0 < self.delta < 1:
+            raise BadInput(f"privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
+        if self.clip_norm == math.inf and self.noise_multiplier > 0:
+            raise BadInput("privacy.clip_norm is inf: give a finite norm, to which the noise can be measured")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any."""
+        return self.clip_norm is not None
+
+
+def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:
+    """Return ``algorithm`` with its merge made private; ``key`` is the seed of the noise.
+
+    Raises:
+        BadInput: there is no accountant installed, delta is too large for so few clients, or the algorithm needs each
+            client's own update.
+    """
+    if privacy.clip_norm is None:
+        return algorithm
+    if algorithm.merge.by_client:
+        raise BadInput(
+            f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} remembers each client's own update, which privacy "
+            "keeps from it: choose another algorithm, such as ra_fed"
+        )
+    if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
+        raise BadInput(f"privacy.clip_norm needs an accountant, dp-accounting: {installing('privacy')}")
+    if privacy.delta * num_clients >= 1:
+        raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
+    merge = Private(
+        algorithm.merge, privacy.clip_norm, privacy.noise_multiplier, privacy.delta,
+        privacy.divisor or expected_updates(algorithm, num_clients), key,
+    )  # fmt: skip
+    return replace(algorithm, merge=merge)
+
+
+def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
+    """Return how many updates a merge has if all goes well: a cohort (or everyone), a full buffer, or one."""
+    trigger: Any = algorithm.trigger
+    if trigger.restart == "merge":
+        return float(getattr(algorithm.sample, "cohort", None) or num_clients)
+    return float(getattr(trigger, "size", 1))
+
+
+def noise_key(privacy: Privacy, seed: int) -> bytes:
+    """Return the 32 bytes that all noise derives from: those of `Privacy.seed_file`, else derived from the run's ``seed``.
+
+    The file is made from the operating system's randomness where there is none, readable by its owner alone.
+
+    Raises:
+        BadInput: the file cannot be read or made, or holds something else.
+    """
+    if privacy.seed_file is None:
+        return hashlib.blake2b(f"raafl noise/{seed}".encode(), digest_size=32).digest()
+    path = Path(privacy.seed_file)
+    try:
+        if not path.exists():
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+        key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        if len(key) < 32:
+            raise ValueError("it holds fewer than 64 hexadecimal digits")
+        return key
+    except (OSError, ValueError) as error:
+        raise BadInput(f"privacy.seed_file is '{path}': {error}: name a new file, or one that raafl has made") from None
+
+
+def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float | None:
+    """Return the epsilon of so many Gaussian mechanisms of sensitivity 1, by dp-accounting; None when it is infinite.
+
+    Their composition is one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary
+    3.3), whose epsilon is exact (Balle and Wang 2018, theorem 8).
+    """
+    if compositions == 0:
+        return 0.0
+    if noise_multiplier == 0:
+        return None
+    import dp_accounting
+
+    found = float(dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(compositions), delta))
+    return found if math.isfinite(found) else None
+
+
+def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
+    """Yield ``num`` standard normal numbers in pieces of `CHUNK`, float64: a function of ``key`` and nothing else.
+
+    Box and Muller's transform of SHAKE-256's output. torch's generator on the CPU has no more than 2^32 seeds, which can
+    be tried one after the other until the noise of a published model is found.
+    """
+    for number, start in enumerate(range(0, num, CHUNK)):
+        pairs = -(-min(CHUNK, num - start) // 2)
+        stream = hashlib.shake_256(key + number.to_bytes(8, "little")).digest(16 * pairs)
+        bits = np.frombuffer(stream, dtype="<u8") >> np.uint64(11)
+        uniform = (bits + 0.5) * 2.0**-53  # never 0
+        radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * math.pi * uniform[pairs:]
+        both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+        yield torch.from_numpy(both[: min(CHUNK, num - start)])
+
+
+@dataclass(frozen=True)
+class Private(Wrapped):
+    """Releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` and lets the inner merge fold that in.
+
+    d_n is an update's difference as in `raafl.parts.protect.robust`, its norm taken over all that it trains; the noise lies on
+    whatever an update of the merge covers. m never depends on data: it is fixed before the run, also for elements that few
+    submodels cover. Weights are 1, never a client's own count of samples. Staleness acts on the release, by its mean factor.
+    Memory: one sum for each different submodel in a merge.
+
+    The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay
+    and resume bit for bit, and a merge that was lost in a crash shares no noise with the one that follows in its place.
+
+    Attributes:
+        clip_norm: C.
+        noise_multiplier: sigma.
+        delta: what epsilon is reported at.
+        divisor: m.
+        key: seed of the noise.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    delta: float
+    divisor: float
+    key: bytes = field(repr=False)
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return the inner merge's problems, and running statistics, which no noise can be put on."""
+        trained = state.submodels.layout(part="trained").entries
+        problems = super().check(state)
+        statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
+        if statistics:
+            problems = [
+                *problems,
+                f"privacy: the model has running statistics ({statistics[0]}), which noise would spoil: "
+                "use GroupNorm or LayerNorm in the place of BatchNorm",
+            ]
+        return problems
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and what the joint update leaves out."""
+        return super().notes(state, num_clients) + joint_notes(self.inner)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Add the clipped difference to the sum of its submodel."""
+        memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
+        change = difference(state, update, spec, self.sends)
+        norm = norm_of(change, state.submodels)
+        factor = self.clip_norm / norm if norm > self.clip_norm else 1.0
+        sums = memory.setdefault("sums", {})
+        if spec not in sums:
+            sums[spec] = FlatTensors.zeros(change.layout, change.device)
+        for dtype, buffer in sums[spec].buffers.items():
+            buffer.add_(change.buffers[dtype], alpha=factor)
+        memory.setdefault("received", []).append((spec, staleness, update.client, update.assignment))
+
+    def keep(self, state: GlobalState) -> None:
+        """Do nothing: sums are stored."""
+
+    def apply(self, state: GlobalState) -> None:
+        """Release the noisy mean."""
+        memory = state.memory["privacy"]
+        received: list[tuple[Spec, int, int, int]] = memory.pop("received")
+        sums: dict[Spec, FlatTensors] = memory.pop("sums")
+        values = self._release(state, sums, [assignment for *_, assignment in received])
+        feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], values)
+        self._spend(state, Counter(client for *_, client, _ in received))
+
+    def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
+        """Count one release, with so many updates of each client in its sum."""
+        memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
+        for client, num in contributions.items():
+            memory["updates"][client] = memory["updates"].get(client, 0) + num
+            # a client that is j times in one sum moves it by up to j C: as much as j^2 mechanisms with sensitivity C
+            memory["squares"][client] = memory["squares"].get(client, 0) + num**2
+
+    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+        """Count releases that a crash has undone: clients have seen them all the same."""
+        for version in {version for _, version in merged}:
+            self._spend(state, Counter(client for client, of in merged if of == version))
+        super().undone(state, merged)
+
+    def _release(
+        self, state: GlobalState, sums: dict[Spec, FlatTensors], assignments: list[int]
+    ) -> dict[Spec, FlatTensors]:
+        """Return the noisy mean (on top of the global values where the inner merge takes values) on each submodel."""
+        total = next(iter(sums.values()))
+        if len(sums) > 1:
+            total = zeros_like(state.values)
+            for spec, part in sums.items():
+                state.submodels.plan(spec).add_(total, part)
+        scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+        for place, (dtype, buffer) in enumerate(total.buffers.items()):
+            if not dtype.is_floating_point:
+                continue
+            if scale:
+                key = hashlib.blake2b(self.key + repr((assignments, place)).encode(), digest_size=32).digest()
+                for piece, noise in zip(torch.split(buffer, CHUNK), gaussian(key, len(buffer)), strict=True):
+                    piece.add_((noise * scale).to(piece))
+            buffer.div_(self.divisor)
+        if len(sums) > 1:
+            sums = {spec: state.submodels.plan(spec).gather(total, part) for spec, part in sums.items()}
+        if self.sends == "values":
+            for spec, part in sums.items():
+                current = state.submodels.plan(spec).gather(state.values)
+                for dtype, buffer in part.buffers.items():
+                    buffer.add_(current.buffers[dtype])
+        return sums
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "privacy" what was spent: the epsilon of the client that took part most."""
+        memory = state.memory.get("privacy", {"updates": {}, "squares": {}})
+        compositions = max(memory["squares"].values(), default=0)
+        spent = {
+            "epsilon": epsilon(self.noise_multiplier, compositions, self.delta),
+            "delta": self.delta,
+            "mechanism": MECHANISM,
+            "neighbours": "one client's updates replaced by zero",
+            "noise_multiplier": self.noise_multiplier,
+            "clip_norm": self.clip_norm,
+            "divisor": self.divisor,
+            "max_contributions": max(memory["updates"].values(), default=0),
+            "compositions": compositions,
+        }
+        return {**super().report(state), "privacy": spent}
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        noise = f"norms clipped to {self.clip_norm:g}, noise {self.noise_multiplier:g} x that on the sum"
+        return f"{noise} / {self.divisor:g}, every weight 1, then {self.inner}"

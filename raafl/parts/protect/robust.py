@@ -1,0 +1,368 @@
+"""Merging when some updates are bad: clipped norms, refused outliers, trimmed means and medians. Options of any merge.
+
+`guarded` wraps an algorithm's own merge, which knows nothing of it. An update counts as the *difference* it would make:
+what a client sends where the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global values of that
+submodel as they are when it arrives. The second is what bounds a merge's effect on the model, is defined for every
+submodel, and needs no old versions; in a synchronous round, where the global values stand still, the two are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Algorithm, Merge
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, nearest, positive
+from raafl.parts.merge.label_split import joint_notes
+from raafl.parts.merge.mean import CHUNK, chunks
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.trigger import EachArrival
+from raafl.submodel import FlatTensors, Spec, Submodels
+
+Combine = Literal["mean", "trimmed_mean", "median"]
+COMBINES: tuple[Combine, ...] = ("mean", "trimmed_mean", "median")
+
+WINDOW = 101
+"""Accepted norms remembered for each size class; the oldest goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """How the merge is protected from bad updates; nothing is unless it is asked for.
+
+    Attributes:
+        clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
+        outlier: refuse an update whose norm is above this many times the median of those accepted; null = none is.
+        warm_up: how many updates of a size are accepted before one is judged.
+        combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it.
+        max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
+            of the clients' samples; null = as it says. Others are held to the share that they were dealt.
+        trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
+    """
+
+    clip_norm: float | None = None
+    outlier: float | None = None
+    warm_up: int = 5
+    combine: Combine = "mean"
+    trim: float = 0.1
+    max_weight: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for a value out of range."""
+        positive("guard.clip_norm", self.clip_norm, optional=True)
+        if self.outlier is not None and not self.outlier > 1:
+            raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
+        positive("guard.warm_up", self.warm_up)
+        if self.combine not in COMBINES:
+            raise BadInput(f"guard.combine is '{self.combine}': {nearest(self.combine, COMBINES)}")
+        if self.max_weight is not None and not self.max_weight >= 1:
+            raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
+        if not 0 <= self.trim < 0.5:
+            raise BadInput(f"guard.trim is {self.trim}: give a number from 0 to below 0.5")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is asked of the merge."""
+        return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
+
+
+def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
+    """Return ``algorithm`` with its merge protected as ``guard`` says.
+
+    Raises:
+        BadInput: a median or trimmed mean is asked for where every update is merged alone, or kept apart from others'.
+    """
+    merge = algorithm.merge
+    if guard.combine != "mean":
+        if merge.by_client:
+            raise BadInput(
+                f"guard.combine is '{guard.combine}', but {algorithm.name} remembers each client's own update: choose another "
+                "algorithm, such as ra_fed, or use guard.clip_norm and guard.outlier"
+            )
+        if isinstance(algorithm.trigger, EachArrival) or getattr(algorithm.trigger, "size", 2) == 1:
+            raise BadInput(
+                f"guard.combine is '{guard.combine}', but {algorithm.name} merges each update alone: choose an algorithm that "
+                "merges several at a time, such as fed_buff or fed_avg, or use guard.clip_norm and guard.outlier"
+            )
+        merge = Located(merge, guard.combine, guard.trim)
+    if guard.clip_norm is not None or guard.outlier is not None:
+        merge = Screened(merge, guard.clip_norm, guard.outlier, guard.warm_up)
+    return algorithm if merge is algorithm.merge else replace(algorithm, merge=merge)
+
+
+# ---- differences and their norms ----
+
+
+def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
+    """Return what ``update`` would change: its own tensors where those are deltas (only to be read), else new storage."""
+    if sends == "delta":
+        return update.tensors
+    change = state.submodels.plan(spec).gather(state.values)
+    for dtype, buffer in change.buffers.items():
+        torch.sub(update.tensors.buffers[dtype], buffer, out=buffer)
+    return change
+
+
+def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: float) -> FlatTensors:
+    """Return ``update``'s tensors with their difference times ``factor``, in new storage."""
+    if sends == "delta":
+        buffers = {dtype: buffer * factor for dtype, buffer in update.tensors.buffers.items()}
+        return FlatTensors(update.tensors.layout, buffers)
+    values = state.submodels.plan(spec).gather(state.values)
+    for dtype, buffer in values.buffers.items():
+        buffer.lerp_(update.tensors.buffers[dtype], factor)
+    return values
+
+
+def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
+    """Return the L2 norm over the parameters of a trained part, summed in double precision: no finite update overflows.
+
+    Running statistics are not counted: their scale has nothing to do with the parameters'.
+    """
+    squares = []
+    for dtype, buffer in tensors.buffers.items():
+        # parameters come before the running statistics in every buffer
+        size = sum(e.numel for e in tensors.layout.entries if e.dtype == dtype and e.name in submodels.parameter_names)
+        for piece in torch.split(buffer[:size], CHUNK if buffer.device.type == "cpu" else max(size, 1)):
+            squares.append(piece.double().square().sum().item())
+    return math.sqrt(math.fsum(squares))
+
+
+# ---- clipping and refusing ----
+
+
+@dataclass(frozen=True)
+class Screened(Wrapped):
+    """Clips and refuses by norm before the inner merge sees an update (norm bounding: Sun et al. 2019, section 4).
+
+    Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along but bounded
+    by nothing. Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) of the same size
+    class: trained parameters counted in octaves, so that small submodels are judged among their like. What
+    is accepted during the warm-up is judged by nobody. Memory: `WINDOW` numbers for each size class.
+
+    Attributes:
+        clip_norm: C, or None.
+        outlier: multiple of the median, or None.
+        warm_up: accepted norms of a class before one is judged.
+    """
+
+    clip_norm: float | None
+    outlier: float | None
+    warm_up: int
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return "outlier" for a norm far above those of its class."""
+        if self.outlier is not None:
+            norm = self._measure(state, update, spec)
+            known = self._memory(state)["norms"].get(_size_class(update.tensors), [])
+            if len(known) >= self.warm_up and norm > self.outlier * statistics.median(known) > 0:
+                return "outlier"
+            self._memory(state)["measured"] = [update.assignment, norm]
+        return super().problem(state, update, spec, staleness)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Clip the update and pass it on; one that is within bounds is passed on as it is, bit for bit."""
+        memory = self._memory(state)
+        number, norm = memory.pop("measured", None) or (None, 0.0)
+        if number != update.assignment:
+            norm = self._measure(state, update, spec)
+        if self.outlier is not None:
+            norms = memory["norms"].setdefault(_size_class(update.tensors), [])
+            norms.append(norm)
+            del norms[:-WINDOW]
+        if self.clip_norm is not None and norm > self.clip_norm:
+            memory["clipped"] += 1
+            tensors = scaled(state, update, spec, self.sends, self.clip_norm / norm)
+            update = replace(update, tensors=tensors)
+        super().receive(state, update, spec, staleness)
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "guard" how many updates were clipped; refusals are counted with all others."""
+        memory = self._memory(state)
+        mine = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
+        return _reported(super().report(state), mine)
+
+    def _measure(self, state: GlobalState, update: Update, spec: Spec) -> float:
+        return norm_of(difference(state, update, spec, self.sends), state.submodels)
+
+    def _memory(self, state: GlobalState) -> dict[str, Any]:
+        memory: dict[str, Any] = state.memory.setdefault("guard", {"norms": {}, "clipped": 0})
+        return memory
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = [f"norms clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
+        words += [f"outliers above {self.outlier:g} x median refused"] if self.outlier is not None else []
+        return f"{', '.join(words)}, then {self.inner}"
+
+
+def _reported(inner: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+    return {**inner, "guard": {**inner.get("guard", {}), **mine}}
+
+
+def _size_class(tensors: FlatTensors) -> int:
+    return sum(buffer.numel() for buffer in tensors.buffers.values()).bit_length()
+
+
+# ---- trimmed means and medians ----
+
+
+def num_dropped(combine: Combine, trim: float, num: int) -> int:
+    """Return how many of ``num`` values are dropped at each end: floor(trim * num), or all but the middle one or two."""
+    if combine == "median":
+        return max(num - 1, 0) // 2
+    return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0  # 0.29 * 100 is a little less than 29
+
+
+@functools.cache
+def comparators(num: int) -> tuple[tuple[int, int], ...]:
+    """Return the exchanges that sort ``num`` values: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
+    pairs = []
+    top = 1 << max((num - 1).bit_length() - 1, 0)
+    step = top
+    while step > 0:
+        jump, offset, distance = top, 0, step
+        while True:
+            pairs += [(i, i + distance) for i in range(num - distance) if i & step == offset]
+            if jump == step:
+                break
+            distance, jump, offset = jump - step, jump >> 1, step
+        step >>= 1
+    return tuple(pairs)
+
+
+def trimmed(values: Tensor, drop: Tensor) -> Tensor:
+    """Return the mean of each column's numbers without the smallest and largest; inf stands for one that is not there.
+
+    A network of elementwise minima and maxima sorts all columns at once, several times faster than `torch.sort` does for
+    few values each.
+
+    Args:
+        values: shape (K, n); overwritten.
+        drop: shape (K + 1,), how many to drop at each end of a column with so many numbers.
+
+    Returns:
+        shape (n,); NaN for a column without any number.
+    """
+    absent = values.isinf()
+    for low, high in comparators(len(values)):
+        smaller = torch.minimum(values[low], values[high])
+        torch.maximum(values[low], values[high], out=values[high])
+        values[low] = smaller
+    if not bool(absent.any()):
+        first = int(drop[-1])
+        return values[first : len(values) - first].mean(dim=0)
+    num = len(values) - absent.sum(dim=0)
+    first_n = drop[num]
+    total = torch.zeros_like(values[0])
+    for place, row in enumerate(values):
+        total += torch.where((place >= first_n) & (place < num - first_n), row, 0.0)
+    return total / (num - 2 * first_n)
+
+
+def locate(
+    state: GlobalState, stored: Sequence[tuple[Spec, FlatTensors]], combine: Combine, trim: float
+) -> dict[Spec, FlatTensors]:
+    """Return the trimmed mean or median of each coordinate over the updates that cover it, cut out for each spec.
+
+    Memory beside ``stored``: one result of the size of the submodel where all are of one spec; else the K updates and the
+    result at the size of the whole model.
+    """
+    drop = torch.tensor([num_dropped(combine, trim, num) for num in range(len(stored) + 1)])
+    specs = dict.fromkeys(spec for spec, _ in stored)
+    columns = [tensors for _, tensors in stored]
+    if len(specs) > 1:
+        columns = [_placed(state, spec, tensors) for spec, tensors in stored]
+    result = FlatTensors.empty(columns[0].layout, columns[0].device)
+    drop = drop.to(columns[0].device)
+    for dtype, buffer in result.buffers.items():
+        if not dtype.is_floating_point:
+            continue
+        for target, *parts in chunks(buffer, *(column.buffers[dtype] for column in columns)):
+            values = torch.stack(parts)
+            target.copy_(trimmed(values.float() if dtype.itemsize == 2 else values, drop))
+    if len(specs) == 1:
+        return dict.fromkeys(specs, result)
+    return {spec: state.submodels.plan(spec).gather(result) for spec in specs}
+
+
+def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
+    """Return a submodel's values at their places in the whole model, inf everywhere else."""
+    whole = FlatTensors.empty(state.values.layout, state.values.device)
+    for dtype, buffer in whole.buffers.items():
+        if dtype.is_floating_point:
+            buffer.fill_(math.inf)
+    state.submodels.plan(spec).scatter_(whole, tensors)
+    return whole
+
+
+def feed(
+    merge: Merge, state: GlobalState, received: Sequence[tuple[Spec, int]], values: Mapping[Spec, FlatTensors]
+) -> None:
+    """Let ``merge`` fold in one joint result in the place of the updates it stands for.
+
+    Each update of ``received`` (spec, staleness) is replaced by the joint result on its submodel, all with weight 1. Any
+    coverage mean of those is the joint result again, at the mean of their staleness factors; what no update
+    covers is left alone. Where all are equally stale, one of each spec will do.
+    """
+    if len({staleness for _, staleness in received}) == 1:
+        received = list(dict.fromkeys(received))
+    for place, (spec, staleness) in enumerate(received):
+        if place:
+            merge.keep(state)
+        merge.receive(state, Update(0, 0, 0, values[spec], 1), spec, staleness)
+    merge.apply(state)
+
+
+@dataclass(frozen=True)
+class Located(Wrapped):
+    """Coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018, definitions 1 and 2).
+
+    Of the k updates that cover an element, floor(beta * k) are dropped at each end, so a trimmed mean of too few to
+    trim (k < 1/beta) is their mean; a median is the mean of the middle one or two. Unweighted: a client's own count of samples
+    gives it no more weight. The result takes the place of every update in the inner merge (`feed`). Deterministic.
+    Memory: every update is stored until the merge, K times an update's bytes, and see `locate`.
+
+    Attributes:
+        combine: trimmed_mean or median.
+        trim: beta.
+    """
+
+    combine: Combine
+    trim: float
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and what the joint update leaves out."""
+        return super().notes(state, num_clients) + joint_notes(self.inner)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Store a copy."""
+        state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
+
+    def keep(self, state: GlobalState) -> None:
+        """Do nothing: copies are stored."""
+
+    def apply(self, state: GlobalState) -> None:
+        """Combine what was stored, and let the inner merge fold in the result."""
+        stored: list[tuple[Spec, int, FlatTensors]] = state.memory.pop("located")
+        values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
+        feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "guard" how updates were combined."""
+        mine = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
+        return _reported(super().report(state), mine)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        words = f"mean without {self.trim:.0%} at each end" if self.combine == "trimmed_mean" else "median"
+        return f"coordinate-wise {words}, then {self.inner}"

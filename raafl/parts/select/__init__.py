@@ -1,0 +1,84 @@
+"""Selectors: from axes, a rate or a budget, the state, and a seed to a submodel. Pure functions.
+
+| function | units kept of each axis | method |
+| --- | --- | --- |
+| `leading` | the first | HeteroFL |
+| `rolling` | a window that moves on with the round | FedRolex |
+| `at_random` | drawn anew in each round | Federated Dropout |
+| `magnitude` | of the largest weights | structured pruning |
+| `squared_gradient` | of the largest gradients | PruneFL |
+| `explicit` | those named | |
+| `window` | of the blocks: a window that trains, frozen ones below | Co-S2P |
+| `disjoint` | all, dealt out at random among the clients | IST |
+| `fragments` | all, in ranges by ratio | Fed-RAA |
+| `shared_fragments` | the same, at least one each | Fed-RAA |
+| `arbitrary` | equal regions, with controlled coverage | RA-Fed |
+
+The first six take ``(axes, rate, *, state, seed, round)`` and return a spec; the last four return one for each client or
+fragment. `largest` finds the largest spec that keeps a budget.
+
+>>> from raafl.submodel import Axis, Member
+>>> hidden = {"hidden": Axis("hidden", 10, (Member("fc1.weight", 0), Member("fc2.weight", 1)))}
+>>> str(leading(hidden, width_of(0.25)))
+'hidden[0:5]'
+>>> str(rolling(hidden, 0.3, round=2))
+'hidden[2:5]'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from raafl.errors import fraction
+from raafl.parts.select.budget import Budget, largest, largest_rate, steps
+from raafl.parts.select.coverage import Coverage, arbitrary, mask_level, of_regions
+from raafl.parts.select.depth import stack_of, window, window_starts
+from raafl.parts.select.importance import magnitude, squared_gradient, unit_scores
+from raafl.parts.select.units import (
+    Axes,
+    Rate,
+    at_random,
+    axes_of,
+    count,
+    counts,
+    disjoint,
+    explicit,
+    fragments,
+    leading,
+    rolling,
+    shared_fragments,
+    size_of,
+    spec_of,
+)
+from raafl.submodel import Spec
+
+SELECTORS: dict[str, Callable[..., Spec]] = {
+    "leading": leading,
+    "rolling": rolling,
+    "random": at_random,
+    "magnitude": magnitude,
+}
+"""Those that a client's rate and the global model are enough for, by the name a config calls them."""
+
+
+def width_of(rate: float) -> float:
+    """Return the rate of every axis at which a share ``rate`` of the model is kept, nominally: its square root.
+
+    A weight between two axes then keeps ``rate`` of its elements (HeteroFL: width 1/2 is 1/4 of the parameters); with
+    blocks as one more axis, width and depth have a square root each (Co-S2P: ``r_w = r_d = sqrt(r)``). What lies on one
+    axis only (the first and the last layer, embeddings over an uncut width) keeps more.
+
+    Raises:
+        BadInput: a rate that is not in (0, 1].
+    """
+    fraction("rate", rate)
+    return math.sqrt(rate)
+
+
+__all__ = [
+    "SELECTORS", "Axes", "Budget", "Coverage", "Rate", "arbitrary", "at_random", "axes_of", "count", "counts", "disjoint",
+    "explicit", "fragments", "largest", "largest_rate", "leading", "magnitude", "mask_level", "of_regions",
+    "rolling", "shared_fragments", "size_of", "spec_of", "squared_gradient", "stack_of", "steps", "unit_scores",
+    "width_of", "window", "window_starts",
+]  # fmt: skip

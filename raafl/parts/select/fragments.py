@@ -1,0 +1,264 @@
+"""Which submodel, and how much work, does this client get?"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raafl.core.algorithm import Fleet, Select
+from raafl.core.types import ClientInfo, Warn, Work
+from raafl.errors import BadInput, nearest, positive
+from raafl.parts.select.ranking import Ranking
+from raafl.parts.select.units import shared_fragments
+from raafl.submodel import Spec, Submodels
+
+TABLE_4: dict[int, tuple[float, ...]] = {
+    1: (1.0,),
+    2: (0.4, 0.6),
+    3: (0.2, 0.3, 0.5),
+    4: (0.1, 0.2, 0.3, 0.4),
+    5: (0.05, 0.1, 0.2, 0.3, 0.35),
+}
+"""Fed-RAA, Table 4: share of the neurons in each of M fragments."""
+
+Choice = Literal["gre_raa", "random", "fewest_updates"]
+CHOICES: tuple[Choice, ...] = ("gre_raa", "random", "fewest_updates")
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Select):
+    """Everyone trains the whole model."""
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the full model."""
+        return Work()
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client whose memory the whole model exceeds."""
+        spec = Work().spec
+        return [
+            f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, the full model needs "
+            f"{fleet.cost(spec).peak_bytes:.4g} to train: raise memory_bytes, use a "
+            "smaller batch or model, or an algorithm that assigns submodels"
+            for client in fleet.clients.values()
+            if not fleet.fits(client, spec)
+        ]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return "full"
+
+
+def uncut(submodels: Submodels, what: str) -> list[str]:
+    """Return the warning that there is nothing to ``what``, so that everyone trains the whole model; empty where there is."""
+    if submodels.axes:
+        return []
+    return [Warn(f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}")]
+
+
+def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each fragment: a row of Table 4 for a number, else the ratios given, scaled to sum to 1.
+
+    Raises:
+        BadInput: a number that Table 4 does not have, no ratios, or a ratio that is not above 0.
+    """
+    if isinstance(fragments, int):
+        if fragments not in TABLE_4:
+            raise BadInput(
+                f"fragments is {fragments}: give 1 to 5 (Table 4), or a list of ratios such as [0.2, 0.3, 0.5]"
+            )
+        return TABLE_4[fragments]
+    ratios = tuple(float(ratio) for ratio in fragments)
+    if not ratios:
+        raise BadInput("fragments is an empty list: give at least one ratio")
+    for ratio in ratios:
+        positive("a ratio in fragments", ratio)
+    return tuple(ratio / sum(ratios) for ratio in ratios)
+
+
+def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec, ...]:
+    """Cut every axis into consecutive disjoint ranges by ``ratios`` and return one spec for each fragment.
+
+    Parameters on no axis (the output bias, norms over a kept width) belong to every fragment. So do, in part, the units of
+    an axis that has fewer of them than there are fragments: each fragment has one, and several have the same one (see
+    `shared_fragments`). A model without axes is one fragment, whatever the ratios.
+    """
+    return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
+
+
+def offline_bound(costs: Sequence[Sequence[float]], capability: Sequence[float], sizes: Sequence[float]) -> float:
+    """Return K, the largest cost in the offline assignment (Fed-RAA, appendix B); see `Ranking.bound`.
+
+    Args:
+        costs: ``costs[n][j]`` = c(n, j), seconds.
+        capability: of each client, higher is faster.
+        sizes: of each fragment.
+    """
+    rows = zip(range(len(capability)), capability, costs, strict=True)
+    return Ranking(sizes, rows).bound()
+
+
+class OneOf(Select):
+    """One of a fixed set of submodels for each task (Fed-RAA, Algorithm 2), which its subclasses name.
+
+    For an idle client n, ``S = {j : c(n, j) <= K}``; of S the submodel with the smallest q(j), ties at random
+    (gre_raa); any of S (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds
+    the client's memory is never chosen. c(n, j) is the predicted time of the task: the paper's
+    ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over the client's data and epochs, divided by
+    the client's FLOP/s, plus download and upload, and what it measures itself: `Fleet.task_time`.
+
+    Attributes:
+        how: gre_raa, random or fewest_updates.
+        bound_s: K in seconds; None = the offline bound of the clients present.
+    """
+
+    how: Choice
+    bound_s: float | None
+
+    @abstractmethod
+    def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
+        """Return the submodels to choose from, in the order of j = 1, 2, ..."""
+
+    @abstractmethod
+    def what(self) -> str:
+        """Return in words what is chosen from."""
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for an unknown choice, a bound of zero or less, or one that the choice does not look at."""
+        if self.how not in CHOICES:
+            raise BadInput(f"select is '{self.how}': {nearest(self.how, CHOICES)}")
+        positive("K", self.bound_s, optional=True)
+        if self.how == "fewest_updates" and self.bound_s is not None:
+            raise BadInput(
+                f"K is {self.bound_s}, but select 'fewest_updates' has no bound: leave K out, or use gre_raa"
+            )
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the fragment for ``client``; raises `BadInput` when none is within K and memory."""
+        allowed = self.allowed(client, fleet)
+        if not allowed:
+            raise BadInput(self._problem(client, fleet))
+        j = fleet.rng.choice(allowed)
+        if self.how != "random":
+            counts = fleet.state.counts
+            fewest = min(counts.get(i, 0) for i in allowed)
+            j = fleet.rng.choice([i for i in allowed if counts.get(i, 0) == fewest])
+        return Work(self.specs(fleet)[j - 1], region=j)
+
+    def specs(self, fleet: Fleet) -> tuple[Spec, ...]:
+        """Return the spec of each submodel to choose from, smallest index first."""
+        if "specs" not in fleet.cache:
+            fleet.cache["specs"] = self.pieces(fleet.state.submodels)
+        specs: tuple[Spec, ...] = fleet.cache["specs"]
+        return specs
+
+    def bound(self, fleet: Fleet) -> float:
+        """Return K in seconds."""
+        if self.bound_s is not None:
+            return self.bound_s
+        cache = fleet.cache
+        if "K" not in cache:
+            known, K = cache.get("last K"), self._ranking(fleet).bound()
+            cache["K"] = cache["last K"] = K
+            if known != K:
+                cache["S"] = {}
+        return float(cache["K"])
+
+    def _ranking(self, fleet: Fleet) -> Ranking:
+        if "ranking" not in fleet.cache:
+            sizes = [fleet.cost(spec).params for spec in self.specs(fleet)]
+            rows = ((c.id, c.profile.flops_per_s, self._costs(c, fleet)) for c in fleet.clients.values())
+            fleet.cache["ranking"] = Ranking(sizes, rows)
+        ranking: Ranking = fleet.cache["ranking"]
+        return ranking
+
+    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Rank the client among the others; what is known of them stays."""
+        if "ranking" in fleet.cache:
+            fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
+        self._changed(client, fleet)
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Take the client out of the ranking."""
+        if "ranking" in fleet.cache:
+            fleet.cache["ranking"].remove(client.id, client.profile.flops_per_s)
+        self._changed(client, fleet)
+
+    def _changed(self, client: ClientInfo, fleet: Fleet) -> None:
+        fleet.cache.pop("K", None)
+        fleet.cache.get("S", {}).pop(client.id, None)
+
+    def allowed(self, client: ClientInfo, fleet: Fleet) -> list[int]:
+        """Return S, the fragments (counted from 1) that ``client`` may get."""
+        limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
+        known: dict[int, list[int]] = fleet.cache.setdefault("S", {})
+        if client.id not in known:
+            costs = self._costs(client, fleet)
+            known[client.id] = [
+                j
+                for j, spec in enumerate(self.specs(fleet), start=1)
+                if costs[j - 1] <= limit and fleet.fits(client, spec)
+            ]
+        return known[client.id]
+
+    def check(self, fleet: Fleet) -> list[str]:
+        """Name each client that no fragment suits."""
+        return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
+
+    def _costs(self, client: ClientInfo, fleet: Fleet) -> list[float]:
+        return [fleet.cost_s(client, Work(spec, j)) for j, spec in enumerate(self.specs(fleet), start=1)]
+
+    def _problem(self, client: ClientInfo, fleet: Fleet) -> str:
+        specs, costs = self.specs(fleet), self._costs(client, fleet)
+        fitting = [j for j in range(len(specs)) if fleet.fits(client, specs[j])]
+        if not fitting:
+            need = min(fleet.cost(spec).peak_bytes for spec in specs)
+            other = "more and smaller fragments" if fleet.state.submodels.axes else "a smaller model"
+            return (
+                f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, too small for any fragment "
+                f"(the smallest needs {need:.4g} to train): raise memory_bytes, use a smaller batch, or {other}"
+            )
+        j = min(fitting, key=lambda i: costs[i])
+        return (
+            f"client {client.id}: its cheapest fragment, {j + 1}, takes {costs[j]:.4g} s, more than "
+            f"K = {self.bound(fleet):.4g} s: set K to at least {costs[j]:.4g}, leave it out for the offline bound, or "
+            "use smaller fragments"
+        )
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        bound = (
+            ""
+            if self.how == "fewest_updates"
+            else f", K {'offline' if self.bound_s is None else f'{self.bound_s:g} s'}"
+        )
+        return f"{self.how} over {self.what()}{bound}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments(OneOf):
+    """Disjoint fragments of the width (Fed-RAA).
+
+    Attributes:
+        ratios: share of each fragment.
+        how: see `OneOf`.
+        bound_s: see `OneOf`.
+    """
+
+    ratios: tuple[float, ...]
+    how: Choice = "gre_raa"
+    bound_s: float | None = None
+
+    def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
+        """Return the fragments."""
+        return fragment_specs(submodels, self.ratios)
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say where there are no fragments."""
+        return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
+
+    def what(self) -> str:
+        """Return the ratios in words."""
+        return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

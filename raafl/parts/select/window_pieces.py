@@ -1,0 +1,84 @@
+"""Pieces of a model in width and depth, as Co-S2P's clients train them, to be handed out by Gre-RAA as Fed-RAA's fragments are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from raafl.core.algorithm import Fleet
+from raafl.errors import BadInput, fraction
+from raafl.parts.select.fragments import Choice, OneOf
+from raafl.parts.select.segments import cuts_of, stack_of
+from raafl.parts.select.units import count
+from raafl.parts.select.windows import RollingWindows, split_rate, window_notes
+from raafl.submodel import Spec, Submodels
+
+
+# No slots: dataclass would make the class twice, and a config could not name it without its path.
+@dataclass(frozen=True)
+class WindowPieces(OneOf):
+    """Windows of consecutive blocks (`RollingWindows`), each cut in disjoint slices of its width, for every rate.
+
+    A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments of each,
+    which together hold all of them. Each is a region j with its own count q(j) of merges. Gre-RAA then gives a client, of
+    all that it manages within K, what has been trained least.
+
+    Attributes:
+        rates: shares r of the model.
+        ratio: how width and depth share r, see `raafl.parts.select.windows.split_rate`.
+        segments: ranges that an axis without heads is cut into.
+        distils: keep the exits inside a window, to be trained as well.
+        how: gre_raa, random or fewest_updates.
+        bound_s: K in seconds; None = the offline bound.
+    """
+
+    rates: list[float] = field(default_factory=lambda: [1.0, 0.5625, 0.25, 0.0625])
+    ratio: float = 1.0
+    segments: int = 16
+    distils: bool = True
+    how: Choice = "gre_raa"
+    bound_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `BadInput` for an unknown choice or a number out of range."""
+        super().__post_init__()
+        if not self.rates:
+            raise BadInput("rates is empty: give at least one number above 0, at most 1")
+        for rate in self.rates:
+            fraction("a rate in rates", rate)
+        self._windows()
+
+    def _windows(self) -> RollingWindows:
+        return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
+
+    def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
+        """Return windows and slices of every rate, the largest rate first."""
+        windows, stack, cuts = self._windows(), stack_of(submodels), cuts_of(submodels, self.segments)
+        found: dict[Spec, None] = {}
+        for rate in sorted(self.rates, reverse=True):
+            width, depth = split_rate(rate, self.ratio)
+            num_blocks = 1 if stack is None else count(len(stack), depth)
+            for start in windows.starts(submodels, num_blocks, depth):
+                stop = start + num_blocks
+                for part in range(math.ceil(1.0 / width - 1e-9)):
+                    kept = {}
+                    for name, cut in cuts.items():
+                        number = count(len(cut), width)
+                        if number < len(cut) and (cut.block is None or cut.block < stop):
+                            kept[name] = cut.units([(part * number + i) % len(cut) for i in range(number)])
+                    found[windows.window(submodels, start, stop, kept, distils=self.distils)] = None
+        return tuple(found)
+
+    def notes(self, fleet: Fleet) -> list[str]:
+        """Say what of Co-S2P this is not, and what the model has no place for."""
+        return [
+            "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
+            "own and nothing is distilled",
+            *window_notes(fleet.state.submodels),
+        ]
+
+    def what(self) -> str:
+        """Return the rates in words."""
+        return (
+            f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
+        )

@@ -1,0 +1,180 @@
+"""Checkpoints of the global model: written whole or not at all, and readable by `LightningModule.load_from_checkpoint`.
+
+A file holds what Lightning looks for (`state_dict`, `hyper_parameters`, `pytorch-lightning_version`) and a section
+`raafl` of plain data and tensors, from which a run resumes. It is read with `torch.load(weights_only=True)`: nothing in
+it is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from raafl.errors import BadInput
+from raafl.runfolder.rows import atomic_file
+
+_FORMAT: Final = 1
+_NAME: Final = re.compile(r"version-(\d{6,})\.ckpt")
+_PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint file holds.
+
+    Attributes:
+        path: The file.
+        version: The version of the global model.
+        state_dict: Its tensors by name, on the CPU.
+        hyper_parameters: What the module was made with.
+        raafl: What the run needs to resume, as it was given to `save`.
+    """
+
+    path: Path
+    version: int
+    state_dict: dict[str, torch.Tensor]
+    hyper_parameters: dict[str, Any]
+    raafl: dict[str, Any]
+
+
+def save(
+    run_folder: str | os.PathLike[str],
+    version: int,
+    state_dict: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    module: nn.Module | None = None,
+    raafl: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Write `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
+
+    Args:
+        run_folder: The run's folder; `checkpoints/` is made if it is not there.
+        version: The version of the global model; a checkpoint of the same version is replaced.
+        state_dict: The global tensors by name; read, not kept.
+        module: The LightningModule, for its `hparams`. One that is not plain data is left out with a warning.
+        raafl: Plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
+        keep_last: How many checkpoints to keep, this one included; None keeps all.
+
+    Raises:
+        OSError, RuntimeError: It cannot be written; what was there stays as it was.
+        BadInput: `keep_last` is below 1.
+        TypeError: `raafl` holds something that is not plain data; the message names where.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise BadInput(f"keep_last is {keep_last}: give a number from 1, or null to keep every checkpoint")
+    section = dict(raafl or {})
+    for where, value in _not_plain(section, "raafl"):
+        raise TypeError(
+            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; convert it to plain data"
+        )
+    content: dict[str, Any] = {
+        "pytorch-lightning_version": installed_version("lightning"),
+        "epoch": 0,
+        "global_step": version,
+        "loops": {},
+        "state_dict": {name: tensor.detach() for name, tensor in dict(state_dict).items()},
+        **_hyper_parameters(module),
+        "raafl": {"format": _FORMAT, "version": version, "state": section},
+    }
+    folder = Path(run_folder) / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"version-{version:06d}.ckpt"
+    with atomic_file(path) as file:
+        torch.save(content, file)
+    if keep_last is not None:
+        _keep(folder, path, keep_last)
+    return path
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint; `path` is the file, or a run folder, of which the newest checkpoint is taken.
+
+    Raises:
+        BadInput: There is no checkpoint at `path`, the file cannot be read, or it is not one of raafl's.
+    """
+    found = newest(path) if Path(path).is_dir() else Path(path)
+    if found is None or not found.is_file():
+        raise BadInput(
+            f"checkpoint: there is none at {str(path)!r}; give a version-*.ckpt file or a run folder with one"
+        )
+    try:
+        content = torch.load(found, map_location="cpu", weights_only=True)
+        section = content["raafl"]
+        if (format_ := section["format"]) != _FORMAT:
+            raise BadInput(
+                f"checkpoint: {found} has format {format_}, this raafl reads {_FORMAT}; use the raafl that wrote it"
+            )
+        return Checkpoint(
+            found, section["version"], content["state_dict"], content.get("hyper_parameters", {}), section["state"]
+        )
+    except BadInput:
+        raise
+    except Exception as error:  # torch.load and a stranger's content raise errors of many types
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise BadInput(
+            f"checkpoint: {found} is damaged or is not one of raafl's ({first_line}); take an earlier one"
+        ) from error
+
+
+def newest(run_folder: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint of the highest version in a run folder, or None."""
+    files = _versions(Path(run_folder) / "checkpoints")
+    return files[-1] if files else None
+
+
+def _versions(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, lowest version first."""
+    matches = ((_NAME.fullmatch(file.name), file) for file in folder.glob("version-*.ckpt"))
+    return [file for _, file in sorted((int(match[1]), file) for match, file in matches if match)]
+
+
+def _keep(folder: Path, new: Path, keep_last: int) -> None:
+    # The new one is kept whatever its number: after a resume, later versions of the earlier attempt may lie here.
+    others = [file for file in _versions(folder) if file != new]
+    for file in others[: max(0, len(others) + 1 - keep_last)]:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
+    """The keys under which Lightning finds what to construct the module with."""
+    hparams = dict(getattr(module, "hparams", None) or {})
+    kept = {}
+    for name, value in hparams.items():
+        value = (
+            value.item() if hasattr(value, "item") and not isinstance(value, torch.Tensor) else value
+        )  # numpy scalars
+        problems = list(_not_plain(value, name))
+        if not problems:
+            kept[name] = value
+            continue
+        warnings.warn(
+            f"hyper-parameter {problems[0][0]} is a {type(problems[0][1]).__name__} and is left out of the checkpoint; "
+            f"pass it to load_from_checkpoint({name}=...), or call save_hyperparameters(ignore=[{name!r}])",
+            stacklevel=3,
+        )
+    name = getattr(module, "_hparams_name", None)
+    return {"hyper_parameters": kept} | ({"hparams_name": name} if isinstance(name, str) else {})
+
+
+def _not_plain(value: Any, where: str) -> Iterable[tuple[str, Any]]:
+    """Yield each place in `value` whose content `torch.load(weights_only=True)` would refuse."""
+    if type(value) is dict:
+        for key, item in value.items():
+            yield from _not_plain(item, f"{where}.{key}") if isinstance(key, str | int) else [(f"{where}.{key}", key)]
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _not_plain(item, f"{where}[{index}]")
+    elif type(value) not in _PLAIN:
+        yield where, value

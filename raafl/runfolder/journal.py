@@ -1,0 +1,386 @@
+"""The run folder: what a run leaves behind, and its journal, from which the run can be replayed.
+
+config.yaml     the whole configuration, as given
+events.jsonl    one JSON object a line: the events in the order in which the coordinator handled them
+metrics.csv     version, time_s, wall_s, then one column a metric, one a figure of the run, one a target
+clients.csv     one line a task; the columns are CLIENT_COLUMNS
+checkpoints/    see raafl.runfolder.checkpoints
+summary.json    written once, at the end
+
+Each row is one write to the operating system (about a microsecond), so a run that crashes leaves whole lines and loses
+none that were appended. What cannot be written never ends a run: see raafl.runfolder.rows. One writer at a time: nothing
+here is safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from raafl.errors import BadInput
+from raafl.runfolder.rows import KEPT_ROWS, RETRY_S, Rows, atomic_file, read_table, remove_leftovers, say, write_table
+
+CLIENT_COLUMNS = (
+    "client",
+    "task",
+    "assignment",
+    "incarnation",
+    "spec",
+    "region",
+    "version",
+    "merged_version",
+    "staleness",
+    "assigned_s",
+    "arrived_s",
+    "train_s",
+    "bytes_down",
+    "bytes_up",
+    "num_samples",
+    "num_steps",
+    "loss",
+    "outcome",
+)
+METRIC_COLUMNS = ("version", "time_s", "wall_s")
+FIGURE_COLUMNS = (
+    "utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up", "bytes_down", "peak_bytes",
+    "measured_bytes",
+)  # fmt: skip
+"""Columns of metrics.csv on the run itself."""
+TIME_TO = "time_to/"
+"""Begins the names of the columns of metrics.csv that say when a target was first met."""
+_GROWING = ("events.jsonl", "metrics.csv", "clients.csv")
+_KNOWN_CLIENT_COLUMNS = frozenset(CLIENT_COLUMNS)
+
+
+class RunFolder:
+    """The files of one run, opened for writing.
+
+    Args:
+        path: The folder; made if it is not there.
+        config_yaml: The text of `config.yaml`.
+        warn: Told what cannot be written, once for each file; standard error unless given.
+        kept_rows: How many rows of each file to keep in memory while they cannot be written.
+        retry_s: Seconds between two tries to write them.
+
+    Raises:
+        BadInput: The folder holds something already, or `path` is not a folder.
+        OSError: It cannot be made; nothing of it is left.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = say, *,
+        kept_rows: int = KEPT_ROWS, retry_s: float = RETRY_S,
+    ) -> None:  # fmt: skip
+        self.path = Path(path)
+        was_there = self.path.exists()
+        if was_there and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise BadInput(
+                f"output: {str(self.path)!r} exists and is not an empty folder; name a new one, or remove it first"
+            )
+        self._config, self._warn, self._options = config_yaml, warn, {"kept_rows": kept_rows, "retry_s": retry_s}
+        try:
+            self._remake()
+            self._open(new=True)
+        except OSError:
+            self._remove(folder=not was_there)
+            raise
+
+    @classmethod
+    def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = say) -> Self:
+        """Open the folder of an interrupted run to write on; a torn last line is cut off.
+
+        Raises:
+            BadInput: the folder is not a run's.
+            OSError: nothing may be written in it.
+        """
+        folder = cls.__new__(cls)
+        folder.path = Path(path)
+        for name in ("config.yaml", *_GROWING):
+            if not (folder.path / name).is_file():
+                raise BadInput(f"resume: '{folder.path}' is not a run folder: it has no {name}")
+        for name in _GROWING:
+            _cut_torn_line(folder.path / name)
+        for place in (folder.path, folder.path / "checkpoints"):
+            remove_leftovers(place)
+        folder._config = (folder.path / "config.yaml").read_text(encoding="utf-8")
+        folder._warn, folder._options = warn, {}
+        folder._open(new=False)
+        return folder
+
+    def _open(self, *, new: bool) -> None:
+        self._events = _Journal(self.path / "events.jsonl", self._warn, self._remake, new=new, **self._options)
+        self._metrics = _Table(self.path / "metrics.csv", (), self._warn, self._remake, new=new, **self._options)
+        self._clients = _Table(
+            self.path / "clients.csv", CLIENT_COLUMNS, self._warn, self._remake, new=new, **self._options
+        )
+
+    def _remake(self) -> None:
+        """Make the folder and its config, where they are not there (any more)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        config = self.path / "config.yaml"
+        if not config.exists():
+            config.write_text(self._config, encoding="utf-8")
+
+    def _remove(self, *, folder: bool) -> None:
+        """Remove a folder in which there is no room for a run."""
+        with suppress(OSError):
+            for name in ("config.yaml", *_GROWING):
+                (self.path / name).unlink(missing_ok=True)
+            if folder:
+                self.path.rmdir()
+
+    @property
+    def unwritten(self) -> dict[str, int]:
+        """Rows missing in each file: kept for later, or dropped. Files that miss none are not named."""
+        files: tuple[Rows[Any], ...] = (self._events, self._metrics, self._clients)
+        return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
+
+    @property
+    def num_clients_dropped(self) -> int:
+        """Rows of clients.csv that will never be there."""
+        return self._clients.num_dropped
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Append one object to the journal; NaN and infinities become null, TypeError for what JSON cannot hold."""
+        self._events.event(event)
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        """Append one evaluation: `version`, `time_s`, `wall_s` and any metrics.
+
+        The first row fixes the columns. A metric that first appears later gets a column at the end: the table is then
+        rewritten once, with that column empty in the earlier rows. A metric that a row lacks is left empty.
+        """
+        table = self._metrics
+        new = [name for name in row if name not in table.columns]
+        if new:
+            table.widen(new if table.columns else [*METRIC_COLUMNS, *(n for n in new if n not in METRIC_COLUMNS)])
+        table.append(row)
+
+    def client(self, row: Mapping[str, Any]) -> None:
+        """Append one finished task. Columns that `row` lacks are left empty; `spec` may be a mapping.
+
+        Raises:
+            ValueError: `row` has a column that is not in CLIENT_COLUMNS.
+        """
+        if not row.keys() <= _KNOWN_CLIENT_COLUMNS:
+            unknown = sorted(row.keys() - _KNOWN_CLIENT_COLUMNS)
+            raise ValueError(f"clients.csv has no column {', '.join(unknown)}; it has {', '.join(CLIENT_COLUMNS)}")
+        self._clients.append(row)
+
+    def gap(self, num_rows: int) -> None:
+        """Say in the journal that so many rows are missing here."""
+        self._events.gap(num_rows)
+
+    def flush(self) -> None:
+        """Try once more to write the rows that are kept in memory."""
+        for file in (self._events, self._metrics, self._clients):
+            file.flush()
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = to_json(summary, indent=2) + "\n"
+        self._remake()
+        with atomic_file(self.path / "summary.json") as file:
+            file.write(text.encode())
+
+    def finish(self, summary: dict[str, Any], num_checkpoints: int, warnings: list[str]) -> None:
+        """Add to ``summary``, in place, what could not be written, and write it.
+
+        Args:
+            summary: gets ``unwritten``: rows missing in each file, checkpoints, and the summary itself; and ``warnings``.
+            num_checkpoints: how many could not be written.
+            warnings: what was said during the run; one is added if the summary cannot be written.
+        """
+        self.flush()
+        summary["unwritten"] = self.unwritten | ({"checkpoints": num_checkpoints} if num_checkpoints else {})
+        summary["warnings"] = warnings
+        try:
+            self.summary(summary)
+        except OSError as error:
+            self._warn(f"{self.path / 'summary.json'} cannot be written: {error.strerror or error}")
+            summary["unwritten"]["summary.json"] = 1
+
+    def close(self) -> None:
+        """Write what is kept, if that is possible by now, and close the files; a second call does nothing."""
+        for file in (self._events, self._metrics, self._clients):
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def is_metric(column: str) -> bool:
+    """Return whether a column of metrics.csv is a metric: of the model, or averaged over clients."""
+    return column not in METRIC_COLUMNS and column not in FIGURE_COLUMNS and not column.startswith(TIME_TO)
+
+
+def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
+    """Return `runs/NAME-YYYYMMDD-HHMMSS`, with a number behind it if that is taken. The folder is not made."""
+    first = Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = first, 2
+    while path.exists():
+        path, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return path
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a journal in order; `path` is a run folder or its `events.jsonl`.
+
+    A last line that is torn (no line end, as a crash may leave it) is left out.
+
+    Raises:
+        ValueError: A line that is not torn is not a JSON object; the message names file and line.
+        FileNotFoundError: There is no journal at `path`.
+    """
+    path = Path(path)
+    path = path / "events.jsonl" if path.is_dir() else path
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); the journal was changed") from error
+            if not isinstance(event, dict):
+                raise ValueError(f"{path}:{number}: a {type(event).__name__} where an event (an object) was expected")
+            yield event
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
+    try:
+        return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=_plain)
+    except ValueError:  # a float that JSON has no word for: rare, so only then is the value walked
+        return json.dumps(_finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON should hold in place of an object that it does not know."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "tolist"):  # tensors and numpy arrays; a plain number where they hold one without a dimension
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON; convert it to plain data first")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else _finite(_plain(value))
+
+
+_ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
+
+
+class _Journal(Rows[bytes]):
+    """Events, one JSON object a line; where rows are missing stands a row `gap`."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], **options: Any) -> None:
+        self._time_s, self._last_id = 0.0, 0
+        super().__init__(path, bytes, warn, remake=remake, **options)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._time_s = event.get("time_s", self._time_s)
+        if event.get("event") == "assigned":
+            self._last_id = event["id"]
+        self.add(_line(event))
+
+    def gap(self, num_rows: int) -> None:
+        self.add(self._gap(num_rows))
+
+    def _gap(self, num_rows: int) -> bytes:
+        return _line({"time_s": self._time_s, "event": "gap", "rows": num_rows, "last_id": self._last_id})
+
+    def _put_gap(self, num_rows: int) -> None:
+        self._write(self._gap(num_rows))
+
+
+class _Table(Rows[list[Any]]):
+    """A CSV file with a header. None is left empty, mappings become JSON, anything else is written as it prints."""
+
+    def __init__(
+        self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
+        new: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        self._header: tuple[str, ...] = () if new else tuple(read_table(path)[0])  # as it is in the file
+        self.columns = self._header or tuple(columns)
+        self._rows: list[str] = []
+        self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
+        super().__init__(path, self._text, warn, new=new, remake=remake, **options)
+        self._prepare()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        self.add([_cell(row.get(name)) for name in self.columns])
+
+    def widen(self, new: Sequence[str]) -> None:
+        """Add columns at the end; when the next row comes, those that are there are written again."""
+        self.columns = (*self.columns, *new)
+
+    def _emptied(self) -> None:
+        self._header = ()
+
+    def _prepare(self) -> None:
+        if self._header == self.columns:
+            return
+        if not self._header:
+            self._write(self._text(list(self.columns)))
+        else:
+            _, old = read_table(self.path)
+            write_table(self.path, self.columns, [row + [""] * (len(self.columns) - len(row)) for row in old])
+            self._open("ab")
+        self._header = self.columns
+
+    def _text(self, cells: list[Any]) -> bytes:
+        self._writer.writerow(cells + [""] * (len(self.columns) - len(cells)))
+        return self._rows.pop().encode()
+
+
+class _Into:
+    """What `csv.writer` takes for a file: each row it writes is appended to a list."""
+
+    def __init__(self, rows: list[str]) -> None:
+        self.write = rows.append
+
+
+def _line(value: Any) -> bytes:
+    return (to_json(value) + "\n").encode()
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, int | float | str):
+        return value
+    plain = _plain(value) if not isinstance(value, dict | list | tuple) else value
+    return to_json(plain) if isinstance(plain, dict | list | tuple) else plain
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,318 @@
+"""A run folder read back, as far as it is there: an unfinished run, or a damaged folder, is reported with what it has."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raafl.errors import BadInput
+from raafl.runfolder.journal import read_events
+
+Numbers = npt.NDArray[np.float64]
+
+FILES = ("metrics.csv", "clients.csv", "events.jsonl", "summary.json")
+"""A folder that has one of these, or a config.yaml, is a run folder."""
+MERGED, UNUSED, REFUSED, LOST = KINDS = ("merged", "unused", "refused", "lost")
+_TASK_NUMBERS = (
+    "assignment", "region", "version", "merged_version", "staleness", "assigned_s", "arrived_s", "bytes_down",
+    "bytes_up", "num_samples", "num_steps", "peak_bytes",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Client:
+    """What the journal says of one client.
+
+    Attributes:
+        profile: its device's fields; rates that are infinite are None.
+        spells: `(from, to)` seconds in which it was there; `to` is infinite while it has not left.
+    """
+
+    id: int
+    num_samples: int = 0
+    own_data: bool = False
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    spells: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        """Its device's name; empty where that is not known or says nothing."""
+        name = str(self.profile.get("name", ""))
+        return "" if name == "default" else name
+
+    @property
+    def flops_per_s(self) -> float:
+        """Its device's speed; NaN where that is not known."""
+        return number(self.profile.get("flops_per_s"))
+
+
+@dataclass(slots=True)
+class Tasks:
+    """clients.csv by columns, an entry a task; numbers that are missing are NaN."""
+
+    client: npt.NDArray[np.int64]
+    outcome: list[str]
+    spec: list[str]
+    numbers: dict[str, Numbers]
+    kind: npt.NDArray[np.int64] = field(init=False)
+    """Index into `KINDS`."""
+
+    def __post_init__(self) -> None:
+        """Tell the kinds of outcome apart; an unknown one counts as lost."""
+        codes = {kind: code for code, kind in enumerate(KINDS)}
+        found = [codes.get(outcome.partition(":")[0], codes[LOST]) for outcome in self.outcome]
+        self.kind = np.array(found, np.int64)
+
+    def __len__(self) -> int:
+        """Number of tasks."""
+        return len(self.client)
+
+    def __getitem__(self, name: str) -> Numbers:
+        """A column of numbers, `(len,)`."""
+        return self.numbers[name]
+
+    def are(self, kind: str) -> npt.NDArray[np.bool_]:
+        """Which tasks ended so, `(len,)`."""
+        found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)
+        return found
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run folder holds.
+
+    Attributes:
+        metrics: columns of metrics.csv; what is no number is NaN.
+        summary: None where the run has not ended.
+        open_tasks: client and start of tasks that have no row: under way when the run stopped being written.
+        num_exchanges: of tasks that talk to the server in their middle, by assignment: round trips.
+        lost_at: when each client was lost.
+        goals: the limits that it went on with when it was resumed, which its config does not say; empty where it was not.
+        notes: what is missing or damaged, for the reader.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    metrics: dict[str, Numbers] = field(default_factory=dict)
+    tasks: Tasks = field(default_factory=lambda: _tasks([], []))
+    summary: dict[str, Any] | None = None
+    clients: dict[int, Client] = field(default_factory=dict)
+    open_tasks: list[tuple[int, float]] = field(default_factory=list)
+    num_exchanges: dict[int, int] = field(default_factory=dict)
+    lost_at: dict[int, list[float]] = field(default_factory=dict)
+    goals: Mapping[str, Any] = field(default_factory=dict)
+    runtime: str = ""
+    last_event_s: float = 0.0
+    has_journal: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its seconds are virtual."""
+        return self.runtime == "simulated"
+
+    @property
+    def seed(self) -> Any:
+        """The run's seed, or None."""
+        return self.config.get("seed", (self.summary or {}).get("seed"))
+
+    @property
+    def end_s(self) -> float:
+        """Seconds on the run's clock at which it ended, or at which its files end."""
+        ended = number((self.summary or {}).get("time_s"))
+        if math.isfinite(ended) and ended > 0:
+            return ended
+        seen = [self.last_event_s]
+        for values in (self.metrics.get("time_s"), self.tasks["arrived_s"], self.tasks["assigned_s"]):
+            if values is not None and np.isfinite(values).any():
+                seen.append(float(np.nanmax(values)))
+        return max(seen)
+
+    def client_ids(self) -> list[int]:
+        """Every client that joined or worked, ascending."""
+        return sorted({*self.clients, *self.tasks.client.tolist(), *(client for client, _ in self.open_tasks)})
+
+
+def number(value: Any) -> float:
+    """Return a finite number, or NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def read(path: Path) -> Run:
+    """Return what a run folder holds.
+
+    Raises:
+        BadInput: there is no run folder at ``path``.
+    """
+    if not path.is_dir():
+        raise BadInput(f"'{path}' is not a run folder: {'it is a file' if path.exists() else 'there is nothing there'}")
+    if not any((path / name).is_file() for name in ("config.yaml", *FILES)):
+        inside = sum((child / "events.jsonl").is_file() for child in path.iterdir() if child.is_dir())
+        more = f"; it holds {inside} of them: raafl report {path}/*" if inside else ""
+        raise BadInput(f"'{path}' is not a run folder: it has neither config.yaml nor any of {', '.join(FILES)}{more}")
+    run = Run(path, path.resolve().name)
+    readers: dict[str, Callable[[Run, Path], None]] = {
+        "config.yaml": _read_config, "metrics.csv": _read_metrics, "clients.csv": _read_clients,
+        "events.jsonl": _read_journal, "summary.json": _read_summary,
+    }  # fmt: skip
+    for name, reader in readers.items():
+        if not (path / name).is_file():
+            missing = "there is no summary.json: the run has not ended, or was cut off"
+            run.notes.append(missing if name == "summary.json" else f"there is no {name}")
+            continue
+        try:
+            reader(run, path / name)
+        except OSError as error:
+            run.notes.append(f"{name} cannot be read: {error.strerror or error}")
+    run.runtime = run.runtime or str((run.summary or {}).get("runtime", ""))
+    return run
+
+
+def _read_config(run: Run, path: Path) -> None:
+    import yaml
+
+    run.config_text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        found = yaml.safe_load(run.config_text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        run.notes.append(f"config.yaml is not valid YAML: {' '.join(str(error).split())[:200]}")
+        return
+    if isinstance(found, dict):
+        run.config = {str(name): value for name, value in found.items()}
+    elif found is not None:  # it is empty where a run was made in Python
+        run.notes.append("config.yaml holds no mapping")
+
+
+def _read_summary(run: Run, path: Path) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        run.summary = found
+    else:
+        run.notes.append("summary.json is damaged; what it would say is taken from the other files where they say it")
+
+
+def _rows(run: Run, path: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table; rows that are torn are left out, and said."""
+    text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+    found = _csv(text)
+    header = next(found, [])
+    rows = [row for row in found if row]
+    whole = [row for row in rows if len(row) == len(header)]
+    if len(whole) < len(rows):
+        run.notes.append(f"{path.name}: {len(rows) - len(whole)} damaged rows are left out")
+    return header, whole
+
+
+def _csv(text: str) -> Iterator[list[str]]:
+    reader = csv.reader(io.StringIO(text, newline=""))
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error:  # a cell longer than a table can have
+            yield ["damaged"]
+
+
+def _numbers(cells: Iterable[str]) -> Numbers:
+    cells = list(cells)
+    try:
+        found = np.array([float(cell) if cell else math.nan for cell in cells], np.float64)
+    except ValueError:
+        return np.array([number(cell) for cell in cells], np.float64)
+    return np.where(np.isfinite(found), found, math.nan)
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    header, rows = _rows(run, path)
+    run.metrics = {name: _numbers(row[i] for row in rows) for i, name in enumerate(header) if name}
+
+
+def _read_clients(run: Run, path: Path) -> None:
+    header, rows = _rows(run, path)
+    if "client" not in header or "outcome" not in header:
+        if header:
+            run.notes.append("clients.csv has no columns client and outcome; it is left out")
+        return
+    column = header.index("client")
+    known = [row for row in rows if row[column].isdecimal() and len(row[column]) < 18]
+    if len(known) < len(rows):
+        run.notes.append(f"clients.csv: {len(rows) - len(known)} rows without a client are left out")
+    run.tasks = _tasks(header, known)
+
+
+def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
+    def cells(name: str) -> list[str]:
+        if name not in header:
+            return [""] * len(rows)
+        place = header.index(name)
+        return [row[place] for row in rows]
+
+    client = np.array([int(cell) for cell in cells("client")], np.int64)
+    return Tasks(client, cells("outcome"), cells("spec"), {name: _numbers(cells(name)) for name in _TASK_NUMBERS})
+
+
+def _read_journal(run: Run, path: Path) -> None:
+    """Take from the journal who was there when, what device each has, and which tasks never ended."""
+    settled = set(run.tasks["assignment"].tolist())
+    try:
+        for event in read_events(path):
+            _take(run, event, settled)
+    except ValueError as error:
+        run.notes.append(f"the journal is damaged and was read up to there: {str(error)[:200]}")
+    run.has_journal = bool(run.clients)
+
+
+def _take(run: Run, event: Mapping[str, Any], settled: set[float]) -> None:
+    kind, at, client = event.get("event"), number(event.get("time_s")), event.get("client")
+    if math.isfinite(at):
+        run.last_event_s = max(run.last_event_s, at)
+    if kind == "run":
+        run.runtime = str(event.get("runtime", ""))
+    elif kind == "resumed" and isinstance(event.get("goals"), dict):
+        run.goals = event["goals"]
+    elif kind == "gap":
+        run.notes.append(f"{event.get('rows')} events are missing in the journal")
+    if not isinstance(client, int) or not math.isfinite(at):
+        return
+    if kind == "joined":
+        known = run.clients.setdefault(client, Client(client))
+        profile, num_samples = event.get("profile"), number(event.get("num_samples"))
+        known.profile = profile if isinstance(profile, dict) else {}
+        known.num_samples = 0 if math.isnan(num_samples) else int(num_samples)
+        known.own_data = event.get("own_data") is True
+        if not known.spells or math.isfinite(known.spells[-1][1]):
+            known.spells.append((at, math.inf))
+    elif kind == "lost":
+        run.lost_at.setdefault(client, []).append(at)
+        spells = run.clients[client].spells if client in run.clients else []
+        if spells and math.isinf(spells[-1][1]):
+            spells[-1] = (spells[-1][0], at)
+    elif kind == "assigned":
+        if event.get("id") not in settled:
+            run.open_tasks.append((client, at))
+        extra = event.get("extra")
+        terms = extra.get("split") if isinstance(extra, dict) else None
+        batches = number(terms.get("batches")) if isinstance(terms, dict) else math.nan
+        if isinstance(event.get("id"), int) and batches > 0:
+            run.num_exchanges[event["id"]] = int(batches)

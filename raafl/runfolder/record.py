@@ -1,0 +1,289 @@
+"""What a run leaves behind: rows for the run folder, and the figures of its summary."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raafl.config.options import Target
+from raafl.core.types import (
+    Arrived,
+    Assignment,
+    Event,
+    Joined,
+    Settled,
+    assignment_to_json,
+    event_to_json,
+)
+from raafl.local.metrics import TEST
+from raafl.runfolder.journal import TIME_TO, RunFolder
+from raafl.runfolder.statistics import CLIENT, Figures
+from raafl.submodel import FlatTensors
+
+_MEMORY = ("peak_bytes", "measured_bytes")
+
+
+class MeasuredFolder(RunFolder):
+    """A run folder whose clients.csv gets columns, at the end, for memory and for each metric that clients measure."""
+
+    def client(self, row: Mapping[str, Any]) -> None:
+        """Append one finished task; see `RunFolder.client`."""
+        new = [name for name in row if name not in self._clients.columns]
+        unknown = [name for name in new if not name.startswith(TEST) and name not in _MEMORY]
+        if unknown:
+            raise ValueError(f"clients.csv has no column {', '.join(unknown)}")
+        if new:
+            self._clients.widen(new)
+        self._clients.append(row)
+
+
+class RunRecord:
+    """Keeps count of a run as its runtime drives it, and writes its folder. One writer, no lock.
+
+    Without a folder it only counts (benchmarks, the Python API without an output).
+    """
+
+    def __init__(
+        self, folder: RunFolder | None, targets: Sequence[Target] = (), *, fingerprints: bool = True,
+        figures: Figures | None = None,
+    ) -> None:  # fmt: skip
+        """Start counting; ``fingerprints`` puts a digest of each update into the journal."""
+        self.figures = figures or Figures()
+        self.row: dict[str, float | None] = {}
+        """Figures beside the metrics, as they were when the version measured last was made."""
+        self._due: dict[int, dict[str, float | None]] = {}
+        self.folder, self.targets, self.fingerprints = folder, targets, fingerprints and folder is not None
+        self.started = time.perf_counter()
+        self.outcomes: Counter[str] = Counter()
+        self.participation: dict[int, int] = {}
+        self.samples_trained = 0
+        self.bytes_up = self.bytes_down = 0
+        self.time_to: dict[str, float | None] = {str(target): None for target in targets}
+        self.metrics: dict[str, float] = {}
+        self.evaluated_version = -1
+        self.num_events = self.num_rows = 0
+        self._busy_s: dict[int, float] = {}
+        self._staleness_sum = self._staleness_max = 0
+        self._turned_away: Counter[str] = Counter()
+        self._kept_out: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def wall_s(self) -> float:
+        """Wall-clock seconds since the run began."""
+        return time.perf_counter() - self.started
+
+    @property
+    def reached(self) -> bool:
+        """Whether there are targets and all have been met."""
+        return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
+
+    def restart_clock(self) -> None:
+        """Count wall-clock seconds from now."""
+        self.started = time.perf_counter()
+
+    # ---- as it happens ----
+
+    def event(self, event: Event, now: float) -> None:
+        """Journal one event, in the order the coordinator sees them."""
+        self.num_events += 1
+        if isinstance(event, Joined):
+            self.participation.setdefault(event.client.id, 0)
+        elif isinstance(event, Arrived) and self.fingerprints and not event.update.fingerprint:
+            event.update.fingerprint = event.update.tensors.fingerprint()
+        if self.folder is not None:
+            self.folder.event({"time_s": now, **event_to_json(event)})
+
+    def assigned(self, assignment: Assignment) -> None:
+        """Journal an assignment."""
+        self.figures.assigned(assignment)
+        if self.folder is not None:
+            self.folder.event({"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)})
+
+    def moved(self, down: int = 0, up: int = 0) -> None:
+        """Count bytes over a link; from any thread."""
+        with self._lock:
+            self.bytes_down += down
+            self.bytes_up += up
+
+    def turned_away(self, reason: str) -> None:
+        """Count a connection that did not become a client; from any thread."""
+        with self._lock:
+            self._turned_away[reason] += 1
+
+    def kept_out(self, client: int) -> None:
+        """Count that a client was kept out for a while."""
+        self._kept_out[client] += 1
+
+    def settled(self, settled: Settled, now: float) -> None:
+        """Count the end of an assignment and write its row."""
+        assignment, update, outcome = settled.assignment, settled.update, settled.outcome
+        self.outcomes[outcome] += 1
+        if outcome == "merged":
+            self.participation[settled.client] = self.participation.get(settled.client, 0) + 1
+            self._staleness_sum += settled.staleness
+            self._staleness_max = max(self._staleness_max, settled.staleness)
+        if assignment is not None:
+            arrived = now if update is None else assignment.assigned_s + update.train_s
+            self._busy_s[settled.client] = self._busy_s.get(settled.client, 0.0) + arrived - assignment.assigned_s
+        self.num_rows += 1
+        cells = self.figures.settled(settled, self.metrics)
+        if self.folder is not None:
+            self.folder.client(self._client_row(settled, now) | cells)
+
+    def _client_row(self, settled: Settled, now: float) -> dict[str, Any]:
+        assignment, update = settled.assignment, settled.update
+        row: dict[str, Any] = {"client": settled.client, "outcome": settled.outcome, "merged_version": settled.version}
+        if assignment is not None:
+            row |= {
+                "task": assignment.task, "assignment": assignment.id, "incarnation": assignment.incarnation,
+                "spec": str(assignment.spec), "region": assignment.region, "version": assignment.version,
+                "staleness": settled.staleness, "assigned_s": assignment.assigned_s,
+            }  # fmt: skip
+        if update is not None:
+            row |= {
+                "arrived_s": now if assignment is None else assignment.assigned_s + update.train_s,
+                "train_s": update.train_s, "bytes_down": update.bytes_down, "bytes_up": update.bytes_up,
+                "num_samples": update.num_samples, "num_steps": update.num_steps, "loss": update.metrics.get("loss"),
+            }  # fmt: skip
+        return row
+
+    def due(self, version: int, now: float) -> None:
+        """Note how things stand as the global model of ``version`` is to be measured, which may take its time."""
+        self._due[version] = self._figures(version, now)
+
+    def _figures(self, version: int, now: float) -> dict[str, float | None]:
+        merged, num_clients, memory = self.outcomes["merged"], len(self.participation), self.figures.memory()
+        measured = memory["measured_bytes"]  # by no client of a simulation, which has no column for it
+        return {
+            **self.figures.clients(),
+            "utilisation": self._utilisation(now),
+            "participation": self.figures.participation(version, num_clients)["mean"],
+            "staleness": self._staleness_sum / merged if merged else 0.0,
+            "coverage": self.figures.coverage()["mean"],
+            "round_s": now / version if version else None,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "peak_bytes": memory["predicted_bytes"],
+            **({} if measured is None else {"measured_bytes": measured}),
+        }
+
+    def _utilisation(self, now: float) -> float:
+        """Return RU = sum over clients of seconds in tasks / (N * elapsed); the Co-S2P paper, eq. 12."""
+        busy = sum(self._busy_s.values()) + self.figures.working_s(now)
+        return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
+
+    @property
+    def client_metrics(self) -> dict[str, float]:
+        """Averages over clients, as they were when the version measured last was made."""
+        return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
+
+    def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
+        """Note the global model's metrics; return whether there are targets and all have been met by now."""
+        self.metrics, self.evaluated_version = metrics, version
+        self.row = self._due[version] if version in self._due else self._figures(version, now)
+        self.row = {name: value for name, value in self.row.items() if name not in metrics}
+        self._due = {later: row for later, row in self._due.items() if later > version}
+        for target in self.targets:
+            if self.time_to[str(target)] is None and target.met({**metrics, **self.client_metrics}):
+                self.time_to[str(target)] = now
+        times = {TIME_TO + target: at_s for target, at_s in self.time_to.items()}
+        self.row |= {name: at_s for name, at_s in times.items() if name not in metrics}
+        if self.folder is not None:
+            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics, **self.row})
+        return self.reached
+
+    # ---- interrupted and resumed ----
+
+    def save(self) -> dict[str, Any]:
+        """Return every count as plain data."""
+        return {
+            "wall_s": self.wall_s,
+            "outcomes": dict(self.outcomes),
+            "participation": dict(self.participation),
+            "bytes": [self.bytes_down, self.bytes_up],
+            "time_to": dict(self.time_to),
+            "metrics": dict(self.metrics),
+            "evaluated_version": self.evaluated_version,
+            "num_events": self.num_events,
+            "num_rows": self.num_rows - (self.folder.num_clients_dropped if self.folder is not None else 0),
+            "busy_s": dict(self._busy_s),
+            "staleness": [self._staleness_sum, self._staleness_max],
+            "turned_away": dict(self._turned_away),
+            "kept_out": dict(self._kept_out),
+            "figures": self.figures.save(),
+            "row": dict(self.row),
+        }
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on counting from what `save` returned."""
+        self.started = time.perf_counter() - data["wall_s"]
+        self.outcomes.update(data["outcomes"])
+        self.participation.update(data["participation"])
+        self.bytes_down, self.bytes_up = data["bytes"]
+        self.time_to.update({name: at_s for name, at_s in data["time_to"].items() if name in self.time_to})
+        self.metrics, self.evaluated_version = dict(data["metrics"]), data["evaluated_version"]
+        self.num_events, self.num_rows = data["num_events"], data["num_rows"]
+        self._busy_s.update(data["busy_s"])
+        self._staleness_sum, self._staleness_max = data["staleness"]
+        self._turned_away.update(data["turned_away"])
+        self._kept_out.update(data.get("kept_out", {}))
+        if "figures" in data:
+            self.figures.restore(data["figures"])
+            self.row = dict(data["row"])
+
+    def lose(self, num: int) -> None:
+        """Count assignments whose rows were marked lost when the run was resumed."""
+        self.outcomes["lost:restart"] += num
+        self.num_rows += num
+
+    # ---- at the end ----
+
+    def summary(
+        self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
+    ) -> dict[str, Any]:
+        """Return the summary: a contract that scripts rely on."""
+        merged = self.outcomes["merged"]
+
+        def by_reason(kind: str) -> dict[str, int]:
+            return {k.removeprefix(kind + ":"): n for k, n in sorted(self.outcomes.items()) if k.startswith(kind + ":")}
+
+        return {
+            "algorithm": algorithm,
+            "runtime": runtime,
+            "seed": seed,
+            "finished": reason,
+            "versions": version,
+            "updates_merged": merged,
+            "updates_refused": by_reason("refused"),
+            "updates_lost": sum(by_reason("lost").values()),
+            "updates_lost_by_reason": by_reason("lost"),
+            "updates_unused": self.outcomes["unused"],
+            "clients_kept_out": {str(client): n for client, n in sorted(self._kept_out.items())},
+            "connections_refused": dict(sorted(self._turned_away.items())),
+            "time_s": time_s,
+            "wall_s": self.wall_s,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "utilisation": self._utilisation(time_s),
+            "participation": {str(client): n for client, n in sorted(self.participation.items())},
+            "staleness": {"mean": self._staleness_sum / merged if merged else 0.0, "max": self._staleness_max},
+            "participation_rate": self.figures.participation(version, len(self.participation)),
+            "coverage": {
+                **self.figures.coverage(),
+                "regions": {str(region): n for region, n in sorted(self.figures.regions.items())},
+            },
+            "peak_memory": self.figures.memory(),
+            "round_s": time_s / version if version else None,
+            "final": {**self.metrics, **self.client_metrics},
+            "time_to": self.time_to,
+            "model_digest": values.model_digest(),
+        }
+
+
+def kept_out(client: int, until: float, now: float, reason: str) -> str:
+    """Return what to say of a client that is kept out for a while."""
+    return f"client {client} is asked for nothing for {until - now:g} s: its last updates were refused, as {reason}"

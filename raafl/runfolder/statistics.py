@@ -1,0 +1,197 @@
+"""What is known of a run beside the model's own metrics: who worked, on how much of the model, at what memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from raafl.compression.plan import Wires
+from raafl.core.types import Assignment, Settled, Update
+from raafl.local.metrics import PEAK, TEST
+from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+
+NUM_TESTED = TEST + "num_samples"
+CLIENT = "client_"
+"""Begins the names of averages over clients, in metrics.csv and the summary."""
+MAX_ELEMENTS = 50_000_000
+"""Elements of the largest model for which the union of several submodels is counted."""
+MOST = 2**53
+"""No client has as many samples or bytes."""
+_MAX_CACHED = 256
+
+
+class Coverage:
+    """How much of the model is trained from one version to the next."""
+
+    def __init__(self, submodels: Submodels) -> None:
+        """Look at submodels of this model."""
+        self._submodels, self._wires = submodels, Wires(submodels)
+        self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
+        self._layout = submodels.layout(FULL, "trained")  # without what is frozen, which may be most of the model
+        self._entries = [entry for entry in self._layout.entries if entry.name in submodels.parameters]
+        self._total = sum(entry.numel for entry in self._entries)
+
+    def share(self, specs: Iterable[Spec]) -> float | None:
+        """Return the share of the parameters that train which at least one of ``specs`` trains, 0 to 1.
+
+        None where several submodels of a model above `MAX_ELEMENTS` would have to be laid over each other.
+        """
+        key = frozenset(map(self._submodels.normal, specs))
+        if key not in self._shares:
+            self._shares[key] = self._share(key)
+            if len(self._shares) > _MAX_CACHED:
+                self._shares.popitem(last=False)
+        return self._shares[key]
+
+    def _share(self, specs: frozenset[Spec]) -> float | None:
+        if FULL in specs or not self._total:
+            return 1.0
+        if len(specs) == 1:
+            (spec,) = specs
+            entries = self._submodels.layout(spec, "trained").by_name
+            return sum(entries[e.name].numel for e in self._entries if e.name in entries) / self._total
+        if self._total > MAX_ELEMENTS:
+            return None
+        count = FlatTensors.zeros(self._layout)
+        for spec in specs:
+            self._wires.plan(spec, "trained").cover_(count)
+        return sum(int(count[entry.name].count_nonzero()) for entry in self._entries) / self._total
+
+
+class Figures:
+    """Running figures of a run, told of each assignment and of its end."""
+
+    def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
+        """Start at nothing.
+
+        Args:
+            coverage: of the model; None = coverage is not counted.
+            peak_bytes: the predicted memory of a task; None = it is not.
+        """
+        self._coverage, self._peak_bytes = coverage, peak_bytes
+        self._open: tuple[int, set[Spec]] = (0, set())  # the version that is being made, and what it trains
+        self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum over versions
+        self._since: dict[int, float] = {}  # assignment -> when it was handed out
+        self._rounds: dict[int, list[int]] = {}  # client -> the last version it took part in, and how many
+        self._tested: dict[int, tuple[float, dict[str, float]]] = {}  # client -> its data size and latest metrics
+        self._memory = [0.0, 0.0]  # highest predicted and measured
+        self.regions: Counter[int] = Counter()
+
+    # ---- as it happens ----
+
+    def assigned(self, assignment: Assignment) -> None:
+        """Note that a task begins."""
+        self._since[assignment.id] = assignment.assigned_s
+
+    def settled(self, settled: Settled, known: Mapping[str, float]) -> dict[str, Any]:
+        """Note the end of a task and return its cells for clients.csv.
+
+        Args:
+            settled: the end.
+            known: the metrics that the server itself has; a client's others are left out, whatever it sends.
+        """
+        assignment, update = settled.assignment, settled.update
+        cells: dict[str, Any] = {}
+        if assignment is not None:
+            self._since.pop(assignment.id, None)
+            if self._peak_bytes is not None:
+                cells["peak_bytes"] = self._peak_bytes(assignment)
+                self._memory[0] = max(self._memory[0], cells["peak_bytes"])
+        tested = {} if update is None else _own_metrics(update, known)
+        if update is not None:
+            measured = update.metrics.get(PEAK, 0.0)
+            if 0 < measured < MOST:
+                cells["measured_bytes"] = int(measured)
+                self._memory[1] = max(self._memory[1], measured)
+            cells |= {TEST + name: value for name, value in tested.items()}
+            cells |= {NUM_TESTED: int(update.metrics[NUM_TESTED])} if tested else {}
+        if settled.outcome == "merged" and assignment is not None:
+            self._merged(settled.client, settled.version, assignment)
+            if tested and update is not None:
+                self._tested[settled.client] = (update.num_samples + update.metrics[NUM_TESTED], tested)
+        return cells
+
+    def _merged(self, client: int, version: int, assignment: Assignment) -> None:
+        if self._open[0] != version:
+            self._close()
+            self._open = (version, set())
+        self._open[1].add(assignment.spec)
+        self.regions[assignment.region] += 1
+        rounds = self._rounds.setdefault(client, [0, 0])
+        rounds[1] += rounds[0] != version
+        rounds[0] = version
+
+    def _close(self) -> None:
+        """Count the coverage of the version that is being made, which is whole by now."""
+        specs = self._open[1]
+        share = self._coverage.share(specs) if self._coverage is not None and specs else None
+        if share is not None:
+            number, total, least = self._shares
+            self._shares = [number + 1, total + share, min(least, share)]
+        self._open = (self._open[0], set())
+
+    # ---- as it stands ----
+
+    def working_s(self, now: float) -> float:
+        """Return the seconds that tasks under way have taken so far, together."""
+        return sum(now - since for since in self._since.values())
+
+    def clients(self) -> dict[str, float]:
+        """Return each metric's average over clients of what each last measured on its own test part, by size of its data."""
+        means: dict[str, float] = {}
+        for name in dict.fromkeys(name for _, metrics in self._tested.values() for name in metrics):
+            having = [(size, metrics[name]) for size, metrics in self._tested.values() if name in metrics]
+            means[CLIENT + name] = sum(size * value for size, value in having) / sum(size for size, _ in having)
+        return means
+
+    def coverage(self) -> dict[str, float | None]:
+        """Return the mean and the least share of the model that is trained from one version to the next."""
+        self._close()
+        number, total, least = self._shares
+        return {"mean": total / number if number else None, "min": least if number else None}
+
+    def participation(self, version: int, num_clients: int) -> dict[str, float]:
+        """Return the mean and the least, over clients, of the share of versions that a client took part in."""
+        rounds = [num for _, num in self._rounds.values()]
+        least = min(rounds, default=0) if len(rounds) >= num_clients else 0
+        whole = max(version, 1)
+        return {"mean": sum(rounds) / (max(num_clients, 1) * whole), "min": least / whole}
+
+    def memory(self) -> dict[str, int | None]:
+        """Return the highest memory of a task: as predicted, and as clients' processes have measured it."""
+        predicted, measured = (int(value) or None for value in self._memory)
+        return {"predicted_bytes": predicted, "measured_bytes": measured}
+
+    # ---- interrupted and resumed ----
+
+    def save(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        self._close()
+        return {
+            "open": self._open[0],
+            "shares": list(self._shares),
+            "since": dict(self._since),
+            "rounds": {client: list(rounds) for client, rounds in self._rounds.items()},
+            "tested": {client: [size, dict(metrics)] for client, (size, metrics) in self._tested.items()},
+            "memory": list(self._memory),
+            "regions": dict(self.regions),
+        }
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on from what `save` returned."""
+        self._open = (data["open"], set())
+        self._shares, self._memory = list(data["shares"]), list(data["memory"])
+        self._since.update(data["since"])
+        self._rounds.update({client: list(rounds) for client, rounds in data["rounds"].items()})
+        self._tested.update({client: (size, dict(metrics)) for client, (size, metrics) in data["tested"].items()})
+        self.regions.update(data["regions"])
+
+
+def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
+    """Return what a client has measured on its own test part, of the metrics that are known; nothing without a sound size."""
+    if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
+        return {}
+    found = {name: update.metrics.get(TEST + name, math.nan) for name in known}
+    return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,114 @@
+"""Static batch norm on the server: running statistics collected for models that are measured or saved (HeteroFL's sBN)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.hooks import Hooks, Several
+from raafl.core.types import derive_seed
+from raafl.data.federated import FederatedData
+from raafl.local.record import Recorder, to_device
+from raafl.local.train import seed_everything
+from raafl.local.trial import explained
+from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
+from raafl.submodel.batch_norm import Pooling
+
+
+class StaticStatistics:
+    """Collects running statistics from the server's own view of the training data; see docs/submodels.md.
+
+    The global state never has them, so that a run replays and resumes the same whatever was measured. Always the same
+    samples are drawn, from the run's seed; a model's statistics depend on its values alone.
+    """
+
+    def __init__(
+        self, submodels: Submodels, data: FederatedData, num_batches: int, batch_size: int, seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        """Build the module that collects, if batch norm is static and there is any; else do nothing ever.
+
+        Args:
+            submodels: of the model.
+            data: its training samples are drawn from.
+            num_batches: how many batches, at most: there are no more than one epoch has.
+            batch_size: samples in each.
+            seed: of the draw.
+            device: where to compute.
+        """
+        self._norms = Pooling(submodels.module)
+        if submodels.batch_norm != "static":
+            self._norms.pairs = []
+        self.is_on = bool(self._norms.pairs)
+        if not self.is_on:
+            return
+        self._lock = threading.Lock()  # evaluations may have a thread of their own
+        self._latest: list[Tensor] | None = None
+        self._data, self._device = data, torch.device(device)
+        self._seed = derive_seed(seed, "statistics")
+        rows = torch.cat([data.indices(client) for client in range(1, data.num_clients + 1)])
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self._seed))
+        batches = torch.split(rows[order[: num_batches * batch_size]], batch_size)
+        self._rows = [batch for batch in batches if len(batch) == len(batches[0])]
+        shrunk = submodels.shrink(FULL, device=device)
+        self._module, self._present = shrunk.module, shrunk.present
+
+    def fill_(self, values: FlatTensors) -> None:
+        """Set the running statistics in ``values``, of the whole model, to those that its parameters have."""
+        if not self.is_on:
+            return
+        with self._lock:
+            self._present.copy_(values)
+            seed_everything(self._seed, self._device)
+            collect_statistics(self._module, enumerate(self._rows), self._run)
+            self._latest = [tensor.clone() for tensor in self._statistics(self._present)]
+            self._put(values)
+
+    @contextmanager
+    def filled(self, values: FlatTensors, *, anew: bool) -> Iterator[None]:
+        """Within this context ``values`` has running statistics: ``anew`` its own, else those last collected, at no cost."""
+        with self.untouched(values):
+            if anew or (self.is_on and self._latest is None):
+                self.fill_(values)
+            elif self.is_on:
+                self._put(values)
+            yield
+
+    def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
+        """Return a context after which ``values`` has the running statistics that it had before, if they are static."""
+        return self._norms.untouched(values)
+
+    def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
+        index, rows = numbered
+        batch = to_device(self._data.fetch(rows), self._device)
+        Recorder().attach(module)  # what is logged goes nowhere
+        with explained(module, "training_step without gradients, to collect static batch norm,", batch):
+            module.training_step(batch, index)  # type: ignore[operator]
+
+    def _statistics(self, values: FlatTensors) -> list[Tensor]:
+        means, variances = self._norms.statistics_in(values)
+        return [*means, *variances]
+
+    def _put(self, values: FlatTensors) -> None:
+        for tensor, found in zip(self._statistics(values), self._latest or [], strict=True):
+            tensor.copy_(found)
+
+
+class Filled(Several):
+    """Hooks that are given models with static running statistics when they save them."""
+
+    def __init__(self, statistics: StaticStatistics, *hooks: Hooks) -> None:
+        """Pass on to ``hooks``."""
+        super().__init__(*hooks)
+        self._filler = statistics
+
+    def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
+        """Pass it on, with the final model's own statistics; until then with the last model's that was measured."""
+        with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
+            super().on_checkpoint(coordinator, version, clock)

@@ -1,0 +1,80 @@
+"""What a client is made of, built once and used for every connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from raafl.config.experiment import Experiment
+from raafl.config.shared import sections
+from raafl.core.types import ClientInfo
+from raafl.data.federated import ClientData, FederatedData
+from raafl.data.partition import Iid
+from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
+from raafl.runtime.memory import settle_heap, with_memory
+from raafl.runtime.setup import client_infos, client_parts, load_data
+from raafl.submodel import Submodels
+
+
+@dataclass
+class ClientSetup:
+    """A client's parts, built once and used for every connection.
+
+    Attributes:
+        experiment: the run, as far as the client needs it.
+        info: what the server is told.
+        submodels: of the model, without values.
+        trainer: for the tasks.
+        data: the client's.
+        sections: of its config, for the server to compare.
+        notes: for the user, one line each.
+    """
+
+    experiment: Experiment
+    info: ClientInfo
+    submodels: Submodels
+    trainer: LocalTrainer
+    data: ClientData
+    sections: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls, experiment: Experiment, config_yaml: str, client: int, *, own_data: bool, data_named: bool = False
+    ) -> ClientSetup:
+        """Build a client's parts.
+
+        Args:
+            experiment: the run's.
+            config_yaml: its config.
+            client: 1 to the run's number of clients.
+            own_data: all of the training data is this client's; else its share.
+            data_named: the data section is the client's own, and not to be compared with the server's.
+
+        Raises:
+            BadInput: there is no such client, its model or data cannot be made, or its memory is too small.
+        """
+        replace(experiment, output=None, resume=None).check()
+        if not 1 <= client <= experiment.clients:
+            raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
+        torch.set_num_threads(experiment.threads)
+        if own_data:
+            data = whole(experiment)
+            mine = data.client(1)
+            profile = experiment.profiles()[client - 1]
+            info = ClientInfo(client, mine.num_samples, profile, own_data=True)
+        else:
+            data = load_data(experiment)
+            mine, info = data.client(client), client_infos(experiment, data)[client - 1]
+        submodels, trainer = client_parts(experiment, data, experiment.fabric.on_this_machine())
+        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+        settle_heap(experiment, info, submodels, data, trainer.fabric.device)
+        alike = sections(config_yaml, own_data=own_data or data_named)
+        return cls(experiment, info, submodels, trainer, mine, alike, notes)
+
+
+def whole(experiment: Experiment) -> FederatedData:
+    """Return the experiment's data as those of one client, who has all of them."""
+    return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)

@@ -1,0 +1,195 @@
+"""From an experiment to the parts of a run: data, model, submodels, coordinator, trainers; each is built once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from raafl.config.experiment import Experiment
+from raafl.core.algorithm import OwnTests
+from raafl.core.coordinator import Coordinator
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo, derive_seed
+from raafl.data.federated import ClientData, FederatedData, reading
+from raafl.errors import BadInput
+from raafl.local.train import FabricOptions, LocalTrainer
+from raafl.parts.merge.pooled import pooled
+from raafl.submodel import Submodels, skeleton
+
+if TYPE_CHECKING:
+    from lightning import LightningModule
+
+    from raafl.runtime.executors import Executor
+
+
+@dataclass
+class Parts:
+    """An experiment's parts on the server's side, built and checked."""
+
+    experiment: Experiment
+    data: FederatedData
+    module: LightningModule
+    submodels: Submodels
+    coordinator: Coordinator
+    clients: list[ClientInfo]
+
+
+def load_data(experiment: Experiment) -> FederatedData:
+    """Return the experiment's data, shared out among its clients."""
+    with reading("the data module"):
+        module = experiment.data()
+    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed)
+
+
+def make_model(experiment: Experiment) -> LightningModule:
+    """Return the model with the initial weights that the seed decides, as the algorithm's local part trains it."""
+    torch.manual_seed(derive_seed(experiment.seed, "model"))
+    return _prepared(experiment)
+
+
+def _prepared(experiment: Experiment) -> LightningModule:
+    try:
+        module = experiment.make()
+    except BadInput:
+        raise
+    except (ValueError, TypeError) as error:  # of the model's own arguments, or its library's config
+        raise BadInput(f"the model cannot be made: {' '.join(str(error).split())[:400]}") from error
+    prepared: LightningModule = experiment.algorithm.local.prepare(module)
+    return prepared
+
+
+def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
+    """Return the submodels of ``module``, the experiment's model, without the axes that are not proven."""
+
+    def plain() -> LightningModule:
+        with skeleton():
+            return experiment.make()
+
+    own = None if experiment.algorithm.local.proven_as_trained else plain
+    return experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select, own)
+
+
+def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
+    """Return what is known of clients 1..N before they join."""
+    pairs = zip(data.sizes, experiment.profiles(), strict=True)
+    return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
+
+
+def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True) -> Parts:
+    """Build the server's parts.
+
+    Args:
+        experiment: validated by `Experiment.check`.
+        pace: clients on the wall clock take their device's time.
+        min_clients: work starts once so many have joined; None = all that are available at the start.
+        count_lost: clients lost before the start count as joined.
+
+    Raises:
+        BadInput: data and clients, or clients and submodels, do not go together.
+    """
+    torch.set_num_threads(experiment.threads)
+    data = load_data(experiment)
+    module = make_model(experiment)
+    batch_size = batch_size_of(experiment, data)
+    submodels = proven(experiment, module, data)
+    state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
+    submodels.hold(state.values)
+    clients = client_infos(experiment, data)
+    if min_clients is None:
+        min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
+    algorithm = pooled(experiment.protected(), submodels)
+    coordinator = Coordinator(
+        algorithm, state, experiment.limits(min_clients, count_lost),
+        training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
+    )  # fmt: skip
+    furnish(coordinator, experiment, data)
+    fleet = coordinator.fleet.of(clients)
+    problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
+    if problems:
+        raise BadInput(
+            "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
+        )
+    return Parts(experiment, data, module, submodels, coordinator, clients)
+
+
+def data_notes(parts: Parts) -> list[str]:
+    """Return what a user should know, before a run, of what the model is measured on and of batches that are never full."""
+    size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
+    small = [n for n in sizes if n < size]
+    found = list(parts.data.notes)
+    if small:
+        least_to_most = f"{min(small)}" if min(small) == max(small) else f"{min(small)} to {max(small)}"
+        found.append(
+            f"batches of {size} are more than {len(small)} of {len(sizes)} clients have, who train on all of their "
+            f"{least_to_most} samples at once: give a smaller train.batch_size for more steps"
+        )
+    return found
+
+
+def furnish(coordinator: Coordinator, experiment: Experiment, data: FederatedData) -> None:
+    """Let the fleet know what of the run's config and data decides what tasks cost."""
+    coordinator.fleet = replace(
+        coordinator.fleet, wires=experiment.wires(coordinator.state.submodels), own_tests=own_tests(experiment, data),
+        drop_last=data.drop_last,
+    )  # fmt: skip
+
+
+def batch_size_of(experiment: Experiment, data: FederatedData) -> int:
+    """Return the local batch size: the run's own setting, or else the datamodule's."""
+    return experiment.train.batch_size or data.batch_size or 1
+
+
+def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
+    """Return on how many samples clients measure what they have trained."""
+    return OwnTests(dict(enumerate(data.test_sizes, start=1)), experiment.partition.test_share)
+
+
+def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
+    """Return a trainer for the experiment's local part."""
+    algorithm = experiment.algorithm
+    try:
+        return LocalTrainer(
+            submodels, algorithm.local, algorithm.merge.sends, experiment.train, options,
+            max_built=max_built, pools=True,
+        )  # fmt: skip
+    except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
+        raise BadInput(
+            f"fabric.accelerator is '{options.accelerator}', fabric.precision '{options.precision}': "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def client_parts(experiment: Experiment, data: FederatedData, options: FabricOptions) -> tuple[Submodels, LocalTrainer]:
+    """Return what a client's own process needs of the model: its structure, and the values of parameters that are frozen."""
+    with skeleton():
+        module = _prepared(experiment)
+    submodels = experiment.submodels.of(module, data.example_batch(2))
+    if submodels.frozen:
+        submodels.hold(make_model(experiment))
+    return submodels, make_trainer(experiment, submodels, options, max_built=1)
+
+
+def make_executor(parts: Parts, workers: int, own: Mapping[int, ClientData] | None = None) -> Executor:
+    """Return what trains the tasks of a simulated run or a replay, in so many processes.
+
+    Args:
+        parts: the run's.
+        workers: number of processes.
+        own: data of clients that do not train on their share of the run's.
+    """
+    from raafl.runtime.executors import Inline, Pool
+
+    own, max_built = own or {}, min(16, 2 * len(parts.clients))
+    trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built)
+
+    def data_of(client: int) -> ClientData:
+        return own[client] if client in own else parts.data.client(client)
+
+    for client in parts.clients:  # before workers are forked, so that they share what each client caches
+        data_of(client.id)
+    if workers > 1:
+        return Pool(trainer, data_of, parts.submodels, workers)
+    return Inline(trainer, data_of)

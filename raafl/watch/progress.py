@@ -1,0 +1,237 @@
+"""What a person sees while a run goes on: a live table in a terminal, plain lines in a log file; see docs/watch.md."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from raafl.config.options import MODES, Mode
+from raafl.watch.show import sentence, table
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from raafl.watch.pace import Eta
+
+_PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
+_EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
+_MAX_WARNINGS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ClientProgress:
+    """One client's line.
+
+    Attributes:
+        doing: what it trains now; empty when idle.
+        num_tasks: how many of its tasks were merged.
+        there: whether it is in the fleet.
+        version: that it trains from; ``behind``: versions made since.
+        since_s: for how long it has been at it; ``due_in_s``: when it should be back, negative when late.
+    """
+
+    client: int
+    doing: str = ""
+    num_tasks: int = 0
+    device: str = ""
+    there: bool = True
+    version: int | None = None
+    behind: int = 0
+    since_s: float | None = None
+    due_in_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """A snapshot of a run.
+
+    Attributes:
+        version: Of the global model.
+        num_updates: Updates merged so far.
+        time_s: The run's own time: wall time, or the virtual clock of a simulation.
+        metrics: The newest evaluation.
+        clients: One entry a client that is to be shown.
+        num_clients: That have ever joined, if more than are shown; ``num_there`` in the fleet, ``num_working`` at work now.
+        num_updates_goal: How many updates the run is for, where that is what ends it.
+        finished: Why the run has ended, if it has.
+        updates_per_s: Of late, on the run's clock; ``bytes_per_s`` up and down together.
+        staleness_mean: Of the updates merged so far.
+        outcomes: How many tasks ended as merged, refused, lost, unused.
+        etas: When each goal is met, and ``ends_in_s`` the run; seconds of the run's clock from now.
+        speed: Seconds of the run's clock in a second here.
+    """
+
+    version: int
+    num_updates: int
+    time_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    clients: tuple[ClientProgress, ...] = ()
+    num_updates_goal: int | None = None
+    title: str = ""
+    simulated: bool = False
+    finished: str | None = None
+    num_clients: int | None = None
+    num_there: int | None = None
+    num_working: int | None = None
+    bytes_down: int = 0
+    bytes_up: int = 0
+    updates_per_s: float | None = None
+    bytes_per_s: float | None = None
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    etas: tuple[Eta, ...] = ()
+    ends_in_s: float | None = None
+    speed: float | None = None
+
+
+class Progress:
+    """Shows snapshots of a run, as often as the mode allows.
+
+    `live` redraws a table four times a second and at each evaluation; `plain` writes a line every two seconds, and at
+    an evaluation when the last line is a second old; `quiet` writes nothing; `auto` is `live` on a terminal and `plain`
+    elsewhere, and `verbose` is `auto` with a line for each task that begins or ends. What the last evaluation found is
+    always shown, at the latest by `stop`. A file that can no longer be written (a closed pipe) makes the rest quiet: no
+    run fails because nobody watches it.
+
+    Args:
+        mode: One of the five.
+        file: Where to; standard output when None. Give standard error where standard output carries something else.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        warnings: What was said by `warn`, in order.
+        verbose: Whether a line for each task is wanted: whoever knows of tasks gives them to `note`.
+        source: Where snapshots come from, instead of those that `update` is given.
+    """
+
+    source: Callable[[], ProgressState] | None = None
+
+    def __init__(
+        self, mode: Mode = "auto", file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._file = sys.stdout if file is None else file
+        self.verbose = mode == "verbose"
+        if mode in ("auto", "verbose"):
+            watched = self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+            mode = "live" if watched else "plain"
+        if mode not in _PERIOD_S:
+            raise ValueError(f"progress is {mode!r}: give {', '.join(MODES[:-1])} or {MODES[-1]}")
+        self.mode: Mode = mode
+        self._clock = clock
+        self._period_s, self._evaluation_period_s = _PERIOD_S[mode], _EVALUATION_PERIOD_S[mode]
+        self._due_at = float("inf")
+        self._shown_at = float("-inf")
+        self._unseen: ProgressState | Callable[[], ProgressState] | None = None
+        self._live: Live | None = None
+        self._title = ""
+        self.warnings: list[str] = []
+
+    def start(self, title: str) -> None:
+        """Begin; `title` says what runs. Updates before this show nothing."""
+        self._title = title
+        now = self._clock()
+        self._due_at = now if self.mode == "live" else now + self._period_s
+        if self.mode == "live":
+            self._live = _make_live(self._file)
+            self._live.start()
+        self._line(title)
+
+    def update(self, snapshot: ProgressState | Callable[[], ProgressState], evaluated: bool = False) -> None:
+        """Show `snapshot` if it is time to, or if `evaluated` says that an evaluation has just ended.
+
+        A function is called only when something is shown; otherwise a call costs one look at the clock.
+        """
+        now = self._clock()
+        if now < self._due_at and not evaluated:
+            return
+        if self._due_at == float("inf"):
+            return
+        if evaluated and now < min(self._due_at, self._shown_at + self._evaluation_period_s):
+            self._unseen = snapshot
+            return
+        self._show(snapshot, now)
+
+    def _show(self, snapshot: ProgressState | Callable[[], ProgressState], now: float) -> None:
+        self._due_at, self._shown_at, self._unseen = now + self._period_s, now, None
+        snapshot = self.source or snapshot
+        state = snapshot() if callable(snapshot) else snapshot
+        if self._live is not None:
+            self._guard(lambda live: live.update(table(state, self._title), refresh=True), self._live)
+        else:
+            self._line(sentence(state))
+
+    def note(self, text: str) -> None:
+        """Say something once: above the table, or as a line of its own."""
+        if self._live is not None:
+            self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
+        else:
+            self._line(text)
+
+    def warn(self, text: str) -> None:
+        """Say what is wrong, in the view and on standard error, and keep it in `warnings`; from any thread.
+
+        What has been said is not said again. On a terminal that shows both it is said once.
+        """
+        if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
+            return
+        self.warnings.append(text)
+        alike = self._file is sys.stderr or (_is_terminal(self._file) and _is_terminal(sys.stderr))
+        if self.mode != "quiet":
+            self.note(f"warning: {text}")
+        if self.mode == "quiet" or not alike:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"raafl: warning: {text}\n")
+                sys.stderr.flush()
+
+    def abandon(self) -> None:
+        """Give the terminal its cursor back without waiting for anything; for a process that ends at once."""
+        if self._live is not None:
+            os.write(self._file.fileno(), b"\x1b[?25h\n")
+
+    def stop(self) -> None:
+        """Show what the last evaluation found, end, and give the terminal back; a second call does nothing."""
+        if self._unseen is not None and self._due_at != float("inf"):
+            self._show(self._unseen, self._clock())
+        live, self._live, self._due_at = self._live, None, float("inf")
+        if live is not None:
+            self._guard(lambda live: live.stop(), live)
+
+    def _line(self, text: str) -> None:
+        if self.mode == "plain":
+            self._guard(lambda file: (file.write(f"{text}\n"), file.flush()), self._file)
+
+    def _guard(self, write: Callable[[Any], object], target: object) -> None:
+        try:
+            write(target)
+        except (OSError, ValueError):  # ValueError is what a closed file raises
+            live, self._live, self._due_at, self.mode = self._live, None, float("inf"), "quiet"
+            if live is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()
+
+
+def _is_terminal(file: TextIO | None) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return file is not None and file.isatty()
+    return False
+
+
+def _make_live(file: TextIO) -> Live:
+    # rich takes 0.1 s to import, which only a watched run pays.
+    from rich.console import Console
+    from rich.live import Live
+
+    # No refresh thread: what is drawn changes only when update() is called. A stream that does not go to this terminal
+    # is left alone, so that a redirected standard output or error keeps its own content.
+    return Live(
+        console=Console(file=file, force_terminal=True),
+        auto_refresh=False,
+        redirect_stdout=file is sys.stdout,
+        redirect_stderr=file is sys.stderr or sys.stderr.isatty(),
+    )

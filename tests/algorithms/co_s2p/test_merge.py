@@ -1,0 +1,195 @@
+"""Scores of segments and the merge by them (Co-S2P, Eqs. 4 and 5), with numbers followed by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raafl.algorithms.co_s2p.merge import ImportanceMerge, importance
+from raafl.core import saving
+from raafl.core.state import GlobalState
+from raafl.core.types import Update, Work
+from raafl.parts.merge.personal import AT_WORK, SCORES, WithScores, forget_work, note_work
+from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+from tests.tools import filled, line_state
+
+FIRST = Spec.keep({"hidden": range(2)})
+
+
+def update(state, client, value, spec=FULL, **more):
+    return Update(0, client, 0, filled(state, value, spec), 1, **more)
+
+
+def set_to(state, value):
+    for buffer in state.values.buffers.values():
+        buffer.fill_(value)
+
+
+def test_a_score_by_hand():
+    score = importance(torch.tensor([6.0, 6.0]), torch.tensor([0.0, 8.0]), torch.tensor([4.0, 4.0]))
+    assert score.tolist() == [6.0, 2.0]
+    assert importance(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0])).tolist() == [1.0]
+    assert importance(torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([0.0])).item() < 1e-30
+
+
+def test_two_clients_one_of_them_late_by_hand():
+    """Two segments of two units. Client 2 started at 3 and has the first segment; now all values are 1.
+
+    Client 1 moves all by 0.5, scores 0.5 ||1||; client 2 by 1, scores 1 / (1 + 2/1) ||1|| = 1/3 ||1||. Where both are the
+    step is (0.5 * 0.5 + 1/3 * 1) / (0.5 + 1/3) = 0.7.
+    """
+    state, merge = line_state(value=3.0), ImportanceMerge(segments=2)
+    note_work(state, 2, Work(FIRST))
+    merge.receive(state, update(state, 1, -2.0), FULL, 0)
+    merge.apply(state)
+    assert {float(v) for b in state.values.buffers.values() for v in b} == {1.0}
+    note_work(state, 1, Work())
+    merge.receive(state, update(state, 1, 0.5), FULL, 0)
+    merge.receive(state, update(state, 2, 1.0, FIRST), FIRST, 1)
+    merge.apply(state)
+    values = state.values
+    torch.testing.assert_close(values["fc2.weight"], torch.tensor([[1.7, 1.7, 1.5, 1.5]]))
+    torch.testing.assert_close(values["fc1.weight"], torch.tensor([[1.7] * 2] * 2 + [[1.5] * 2] * 2))
+    torch.testing.assert_close(values["fc2.bias"], torch.tensor([1.7]))  # on no axis: a segment of its own
+
+
+def test_segments_are_weighed_apart():
+    """A client that moves one segment much and the other little weighs much in the first and little in the second."""
+    state, merge = line_state(value=1.0), ImportanceMerge(segments=2)
+    one, other = update(state, 1, 1.0), update(state, 2, 1.0)
+    one.tensors["fc2.weight"][0, :2], one.tensors["fc1.weight"][:2] = 3.0, 3.0
+    merge.receive(state, one, FULL, 0)
+    merge.receive(state, other, FULL, 0)
+    merge.apply(state)
+    torch.testing.assert_close(state.values["fc2.weight"], torch.tensor([[3.5, 3.5, 2.0, 2.0]]))  # (3*3 + 1*1) / 4
+
+
+def test_what_no_update_moves_or_covers_keeps_every_bit():
+    state, merge = line_state(value=0.1), ImportanceMerge(segments=2)
+    mine = update(state, 1, 0.0, FIRST)
+    mine.tensors["fc2.bias"][0] = 1.0
+    merge.receive(state, mine, FIRST, 0)
+    merge.apply(state)
+    assert torch.equal(state.values["fc1.weight"], torch.full((4, 2), 0.1))
+    assert state.values["fc2.bias"].item() == pytest.approx(1.1)
+
+
+def test_a_server_step_scales_the_delta():
+    state = line_state(value=1.0)
+    merge = ImportanceMerge(server_lr=0.5)
+    merge.receive(state, update(state, 1, 1.0), FULL, 0)
+    merge.apply(state)
+    assert state.values["fc2.bias"].item() == pytest.approx(1.5)
+
+
+class Net(nn.Module):
+    """Two hidden layers: the weight between them lies on two axes; a batch norm has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def slow_merge(values, updates, submodels, server_lr=1.0):
+    """Element by element: segment of its output unit (pairs), else its tensor; weights by norms over what a client holds."""
+    hidden = {"net.0.weight": "a", "net.0.bias": "a", "net.1.weight": "a", "net.1.bias": "a", "net.3.weight": "b"}
+    hidden |= {"net.3.bias": "b"}
+
+    def segment(name, place):
+        if name in hidden:
+            return hidden[name], place[0] // 2
+        return ("b", place[1] // 2) if name == "net.4.weight" else (name, 0)
+
+    new = {name: tensor.clone() for name, tensor in values.items()}
+    squares = []
+    for delta, held in updates:
+        mine = {}
+        for name in held:
+            for place in held[name]:
+                key = segment(name, place)
+                mine[key] = mine.get(key, 0.0) + delta[name][place].item() ** 2
+        squares.append(mine)
+    for name, tensor in new.items():
+        for place in [()] if tensor.dim() == 0 else [tuple(p) for p in (tensor == tensor).nonzero().tolist()]:
+            weights = [
+                (squares[n][segment(name, place)] ** 0.5 if "running" not in name else 1.0, delta[name][place].item())
+                for n, (delta, held) in enumerate(updates)
+                if place in held.get(name, ())
+            ]
+            if sum(w for w, _ in weights) > 0:
+                tensor[place] += server_lr * sum(w * d for w, d in weights) / sum(w for w, _ in weights)
+    return new
+
+
+def test_tensors_on_two_axes_and_statistics_against_a_slow_reference():
+    torch.manual_seed(0)
+    model = Net()
+    submodels = Submodels(model, (torch.zeros(2, 2), torch.zeros(2)))
+    first, second = submodels.axes
+    state = GlobalState(submodels, submodels.state(model))
+    merge = ImportanceMerge(segments=2)
+    specs = [FULL, Spec.keep({first: [0, 1, 3], second: [1, 2]}), Spec.keep({first: [2, 3]})]
+    before = {n: t.clone() for n, t in state.values.items() if t.is_floating_point()}
+    updates = []
+    for client, spec in enumerate(specs):
+        tensors = FlatTensors.empty(submodels.layout(spec, "trained"))
+        for buffer in tensors.buffers.values():
+            buffer.normal_()
+        full, count = (FlatTensors.zeros(submodels.layout()) for _ in range(2))
+        submodels.plan(spec).scatter_(full, tensors)
+        submodels.plan(spec).cover_(count)
+        held = {n: {tuple(p) for p in t.nonzero().tolist()} for n, t in count.items() if n in before}
+        updates.append(({n: full[n].clone() for n in before}, held))
+        merge.receive(state, Update(0, client, 0, tensors, 1), spec, 0)
+    merge.apply(state)
+    for name, wanted in slow_merge(before, updates, submodels).items():
+        torch.testing.assert_close(state.values[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is remembered ----
+
+
+def test_starts_are_kept_only_where_the_model_changes_under_a_client():
+    state, merge = line_state(value=1.0), WithScores(ImportanceMerge())
+    for client, work in (
+        (1, Work()),
+        (2, Work(FIRST)),
+        (3, Work(Spec(trained=()), extra={"scores": {"hidden": [0.0] * 4}})),
+    ):
+        note_work(state, client, work)
+    merge.receive(state, update(state, 1, 1.0), FULL, 0)
+    merge.apply(state)
+    at_work = state.memory[AT_WORK]
+    assert sorted(at_work) == [2, 3]
+    assert at_work[3]["start"] is None  # it trains no values
+    start = at_work[2]["start"]
+    assert start.layout == state.submodels.layout(FIRST, "trained")
+    assert start["fc1.weight"].tolist() == [[1.0, 1.0]] * 2 and state.values["fc1.weight"][0, 0] == 2.0
+    merge.receive(state, update(state, 1, 1.0), FULL, 0)
+    merge.apply(state)
+    assert state.memory[AT_WORK][2]["start"] is start  # what it started from, not what has come since
+    assert merge.report(state) == {"start_bytes": start.num_bytes}
+    forget_work(state, 2)
+    assert sorted(state.memory[AT_WORK]) == [3]
+
+
+def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
+    state, merge = line_state(value=1.0), WithScores(ImportanceMerge())
+    frozen = Spec(trained=())
+    for client in (1, 2):
+        note_work(state, client, Work(frozen, extra={"scores": {"hidden": [0.0] * 4}}))
+    mine = Update(0, 1, 0, FlatTensors.empty(state.submodels.layout(frozen, "trained")), 1)
+    assert merge.problem(state, mine, frozen, 0) == "wrong-scores"
+    mine.extra = {"scores": {"hidden": [1, 2.5, -1.0, 0.0]}}
+    assert merge.problem(state, mine, frozen, 0) is None
+    merge.receive(state, mine, frozen, 0)
+    merge.keep(state)
+    merge.apply(state)
+    assert state.memory[SCORES] == {1: {"hidden": [1.0, 2.5, -1.0, 0.0]}}
+    assert float(state.values["fc2.bias"]) == 1.0
+    assert saving.from_plain(saving.to_plain(state.memory)) == state.memory
+    assert merge.problem(state, update(state, 3, 1.0), FULL, 0) is None

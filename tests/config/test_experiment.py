@@ -1,0 +1,198 @@
+"""The typed config: every field out of range is found, all at once, before anything is built."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import raafl
+from raafl.config.experiment import Experiment, SubmodelOptions, seconds
+from raafl.config.options import Waits
+from raafl.core.algorithm import Training
+from raafl.devices.profiles import Device
+from raafl.errors import BadInput
+from raafl.local.train import FabricOptions
+
+
+def nothing():
+    raise AssertionError("a check builds neither model nor data")
+
+
+def make(**fields) -> Experiment:
+    return Experiment(**{"model": nothing, "data": nothing, "algorithm": raafl.fed_avg(), "max_updates": 1, **fields})
+
+
+def problems(**fields) -> list[str]:
+    try:
+        make(**fields).check()
+    except BadInput as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("90", 90.0),
+        ("90s", 90.0),
+        ("1.5m", 90.0),
+        ("2h", 7200.0),
+        ("1d", 86400.0),
+        (" 2 H ", 7200.0),
+        (0.5, 0.5),
+        ("1e3", 1000.0),
+        ("1e-2s", 0.01),
+        (None, None),
+    ],
+)
+def test_durations(text, value):
+    assert seconds("max_time", text) == value
+
+
+@pytest.mark.parametrize("text", ["2x", "", "h", "-1", "0", "1.2.3", "inf", "nan", "2 h 3 m", "1e999"])
+def test_no_durations(text):
+    with pytest.raises(BadInput, match=r"max_time is .*: give seconds above 0, or text such as 90s, 5m, 2h"):
+        seconds("max_time", text)
+
+
+def test_a_sound_experiment_has_no_problem():
+    assert problems() == []
+    assert problems(max_updates=None, max_time="2h") == []
+    assert problems(max_updates=None, target="accuracy=0.9") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"clients": 0}, "clients is 0: give 1 or more"),
+        ({"max_updates": -1}, "max_updates is -1: give 1 or more"),
+        ({"eval_every": 0}, "eval_every is 0: give 1 or more"),
+        ({"checkpoint_every": 0}, "checkpoint_every is 0: give 1 or more"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0: give 1 or more"),
+        ({"workers": 0}, "workers is 0: give 1 or more"),
+        ({"threads": 0}, "threads is 0: give 1 or more"),
+        ({"seed": -1}, "seed is -1: give 0 or more"),
+        ({"train": Training(num_epochs=0)}, "train.num_epochs is 0: give 1 or more"),
+        ({"train": Training(num_steps=0)}, "train.num_steps is 0: give 1 or more"),
+        ({"train": Training(batch_size=0)}, "train.batch_size is 0: give 1 or more"),
+        ({"train": Training(num_epochs=None)}, "train.num_epochs and train.num_steps are both null: give one of them"),
+        (
+            {"max_updates": None},
+            "max_updates, max_time and target are all null: give at least one, or the run would never end",
+        ),
+        ({"progress": "loud"}, "progress is 'loud': give auto, live, plain, verbose or quiet"),
+        ({"waits": Waits(task_s=0)}, "waits.task_s is 0: give seconds above 0"),
+        ({"fabric": FabricOptions(accumulate_grad_batches=0)}, "fabric.accumulate_grad_batches is 0: give 1 or more"),
+        (
+            {"fabric": FabricOptions(gradient_clip_val=0.0)},
+            "fabric.gradient_clip_val is 0.0: give a number above 0, or null for no clipping",
+        ),
+        ({"fabric": FabricOptions(accelerator="gpus")}, "fabric.accelerator is 'gpus': did you mean 'gpu'?"),
+        (
+            {"fabric": FabricOptions(accelerator="cuda"), "workers": 2},
+            "workers is 2, which is for the CPU: use 1 with fabric.accelerator cuda",
+        ),
+        ({"server_device": "gpu"}, "server_device is 'gpu': give cpu, or a GPU such as cuda:0"),
+        ({"server_device": "meta"}, "server_device is 'meta': give cpu, or a GPU such as cuda:0"),
+        (
+            {"algorithm": raafl.fed_avg(cohort=11)},
+            "cohort is 11, more than there are clients: give at most 10, or use more --clients",
+        ),
+        ({"target": ["accuracy=0.9", "loss"]}, "target is 'loss': give METRIC=VALUE, for example accuracy=0.93"),
+        ({"max_time": "soon"}, "max_time is soon: give seconds above 0, or text such as 90s, 5m, 2h"),
+        (
+            {"devices": "nowhere.csv"},
+            "no device file at nowhere.csv; give the path of a .yaml, .json or .csv file, or a list such as [{name: a100}]",
+        ),
+        (
+            {"devices": [Device(count=7), Device(count=4)]},
+            "the counts in devices add up to 11 but num_clients is 10; lower the counts or set num_clients to 11",
+        ),
+    ],
+)
+def test_each_problem_is_one_line(fields, line):
+    assert problems(**fields) == [line]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch_norm": "dynamic"}, "submodels.batch_norm is 'dynamic': give merged, static or null"),
+        ({"residual_width": "no"}, "submodels.residual_width is 'no': give true, false or null"),
+        ({"static_batches": 0}, "submodels.static_batches is 0: give a number above 0"),
+    ],
+)
+def test_how_a_model_is_cut_is_checked_where_it_is_said(fields, says):
+    with pytest.raises(BadInput, match=says):
+        SubmodelOptions(**fields)
+
+
+def test_settings_of_a_run_go_before_the_models_own():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module.submodel_batch_norm, module.submodel_residual_width = "static", True
+    found = SubmodelOptions().of(module)
+    assert (found.batch_norm, found.residual_width) == ("static", True)
+    found = SubmodelOptions(residual_width=False, batch_norm="merged").of(module)
+    assert (found.batch_norm, found.residual_width) == ("merged", False)
+
+
+def test_all_problems_are_named_at_once():
+    found = problems(clients=0, seed=-5, max_time="2x", progress="loud", target="x", train=Training(num_epochs=-1))
+    assert [line.split(" is ")[0] for line in found] == [
+        "clients", "train.num_epochs", "seed", "progress", "max_time", "target",
+    ]  # fmt: skip
+
+
+def test_output_may_be_new_or_empty_and_nothing_else(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert problems(output=str(tmp_path / "empty")) == []
+    assert problems(output=str(tmp_path / "new" / "folder")) == []
+    assert not (tmp_path / "new").exists(), "a check makes nothing"
+    for path in (tmp_path, tmp_path / "file"):
+        assert problems(output=str(path)) == [
+            f"output is '{path}', which is not an empty folder: name a new folder, or remove that one"
+        ]
+    below = tmp_path / "file" / "run"
+    assert problems(output=str(below)) == [
+        f"output is '{below}', but nothing may be written in {tmp_path / 'file'}: name another folder"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("- {name: a, flops: 1}\n", "unknown field flops"),
+        ("a: 1\n", "must hold a list of devices, alone or under the key 'devices'"),
+        ("[]\n", "holds no devices; write at least one entry"),
+        ("- {name: a, flops_per_s: [\n", "is not valid YAML"),
+        ("- {name: a, flops_per_s: 0}\n", "flops_per_s is 0; it must be a number above 0"),
+    ],
+)
+def test_a_bad_device_file_is_named(content, line, tmp_path):
+    path = tmp_path / "devices.yaml"
+    path.write_text(content)
+    found = problems(devices=str(path))
+    assert str(path) in found[0]
+    assert line in " ".join(found)
+
+
+def test_devices_are_dealt_in_turn():
+    devices = [Device(name="a", flops_per_s=1e9, count=2), Device(name="b", flops_per_s=1e9)]
+    assert [p.name for p in make(clients=5, devices=devices).profiles()] == ["a", "a", "b", "a", "a"]
+    assert [p.name for p in make(clients=2).profiles()] == ["default", "default"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "versions"),
+    [
+        (raafl.fed_avg(), 1),  # a version is a round: N updates
+        (raafl.fed_async(), 12),  # a version is an update
+        (raafl.fed_buff(buffer_size=5), 2),  # a version is five updates: two of them are nearest below twelve
+        (raafl.fed_buff(buffer_size=20), 1),
+        (raafl.fed_raa(trigger="all"), 1),
+    ],
+)
+def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algorithm, versions):
+    assert make(algorithm=algorithm, clients=12).limits(1).eval_every == versions
+    assert make(algorithm=algorithm, clients=12, eval_every=3).limits(1).eval_every == 3

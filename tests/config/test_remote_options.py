@@ -1,0 +1,125 @@
+"""What `raafl serve` and `raafl join` take beside the config, and what is wrong with it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raafl.commands.cli import main
+from raafl.commands.serve import listener
+from raafl.config.argv import names_section
+from raafl.config.parse import parse
+from raafl.config.remote_options import split
+from raafl.config.shared import SHARED, for_clients, sections
+from raafl.config.trust import from_server
+from raafl.devices import load_devices
+from raafl.errors import BadInput
+from raafl.runtime.session import Terms
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_own_options_are_taken_out_wherever_they_stand():
+    own, rest = split("serve", ["--config", "c.yaml", "--address=0.0.0.0:99", "--seed", "3", "--min_clients", "2"])
+    assert (own.address, own.min_clients, own.encrypt, own.secret_file) == ("0.0.0.0:99", 2, None, None)
+    assert rest == ["--config", "c.yaml", "--seed", "3"]
+    own, rest = split("join", ["--data.root", "/d", "--client", "3", "--encrypt", "true", "--address", "h:1"])
+    assert (own.client, own.encrypt, own.share_of_data, rest) == (3, True, False, ["--data.root", "/d"])
+    assert split("serve", [])[0].address == "127.0.0.1:0"  # loopback unless told otherwise
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "named"),
+    [
+        ("join", ["--client", "1"], "join needs --address HOST:PORT"),
+        ("join", ["--address", "h:1"], "join needs --client ID"),
+        ("join", ["--address", "h:1", "--client", "0"], "client is '0': give a whole number from 1"),
+        ("join", ["--address", "h:1", "--client", "two"], "client is 'two': give a whole number from 1"),
+        ("serve", ["--min_clients", "-1"], "min_clients is '-1': give a whole number from 1"),
+        ("serve", ["--encrypt", "yes"], "encrypt is 'yes': give true or false"),
+        ("serve", ["--address"], "--address: expected one argument"),
+    ],
+)
+def test_bad_options_are_named(command, argv, named):
+    with pytest.raises(BadInput, match=named):
+        split(command, argv)
+
+
+def test_own_data_is_what_a_data_option_asks_for():
+    assert names_section(["--data", "x.Y"], "--data") and names_section(["--data.root=/d"], "--data")
+    assert not names_section(["--devices", "d.yaml", "--database", "1"], "--data")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["serve", "--address", "here"], "address is 'here': give HOST:PORT"),
+        (["serve", "--address", "127.0.0.1:99999"], "whose port is '99999'"),
+        (["serve", "--address", "fd:77"], "address is 'fd:77'"),
+        (["serve", "--min_clients", "9"], "min_clients is 9: give 1 to 4, the run's number of clients"),
+        (["join", "--address", "127.0.0.1:1", "--client", "5"], "client is 5: this run has clients 1 to 4"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_exit_code_2(monkeypatch, capsys, argv, named):
+    monkeypatch.setenv("RAAFL_SECRET", "a secret of the tests")
+    assert main([*argv, "--config", str(QUICKSTART), "--progress=quiet"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("raafl: ") and named in line
+
+
+def test_without_a_secret_nothing_starts_and_the_remedy_is_named(monkeypatch, capsys):
+    for name in ("RAAFL_SECRET", "RAAFL_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for argv in (["serve"], ["join", "--address", "127.0.0.1:1", "--client", "1"]):
+        assert main([*argv, "--config", str(QUICKSTART)]) == 2
+        assert "no secret: give --secret_file FILE" in capsys.readouterr().err
+
+
+def test_an_operator_can_hand_out_one_client_s_key(monkeypatch, capsys):
+    from raafl.runtime.transport.handshake import Secret
+
+    monkeypatch.setenv("RAAFL_SECRET", "a secret of the tests")
+    assert main(["key", "--client", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == Secret(b"a secret of the tests").for_client(3).text()
+    assert main(["key"]) == 2
+    assert "key needs --client ID" in capsys.readouterr().err
+
+
+def test_an_inherited_socket_must_listen():
+    with socket.socket() as quiet, pytest.raises(BadInput, match="it does not listen: give HOST:PORT, or fd:N"):
+        quiet.bind(("127.0.0.1", 0))
+        listener(f"fd:{quiet.detach()}")
+    with socket.create_server(("127.0.0.1", 0)) as open_door:
+        port = open_door.getsockname()[1]
+        found = listener(f"fd:{open_door.detach()}")
+        assert found.getsockname()[1] == port
+        found.close()
+
+
+def test_clients_are_told_what_they_use_and_what_a_device_file_holds(tmp_path):
+    file = tmp_path / "devices.yaml"
+    file.write_text("- {name: phone, flops_per_s: 3.0e8, availability: [[0, 5], [7, 9]], count: 3}\n- {name: a100}\n")
+    told = yaml.safe_load(
+        for_clients(yaml.safe_dump({**yaml.safe_load(QUICKSTART.read_text()), "devices": str(file), "output": "x"}))
+    )
+    assert set(told) == {"model", "data", "algorithm", "partition", "clients", "seed", "train", "devices"}
+    taken = parse("join", [], config_yaml=from_server(yaml.safe_dump(told))).experiment
+    assert taken.devices == load_devices(file) and taken.devices[0].availability == ((0.0, 5.0), (7.0, 9.0))
+    assert for_clients("") == ""
+
+
+def test_only_sections_that_matter_to_a_client_are_compared():
+    text = QUICKSTART.read_text()
+    config = yaml.safe_load(text)
+    mine = Terms(text, sections(text))
+    assert mine.problem(sections(yaml.safe_dump({**config, "max_updates": 7, "devices": None, "name": "x"}))) is None
+    for name in SHARED:
+        changed = sections(yaml.safe_dump({**config, name: "something else"}))
+        assert mine.problem(changed) == f"different config: '{name}' is not as in the server's config.yaml"
+    assert mine.problem(sections(yaml.safe_dump({**config, "data": "mine"}), own_data=True)) is None
+    assert mine.problem(None) == "the client names no config"
+    assert Terms().problem(None) is None  # ranks of torchrun read one file

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raafl.errors import BadInput
+from raafl.parts.select import Coverage, arbitrary, mask_level, of_regions
+from raafl.parts.select.coverage import topped_up
+from raafl.submodel import FULL, Axis, Member, Spec, Stack
+
+AXES = {
+    "a": Axis("a", 8, (Member("a.weight", 0),)),
+    "blocks": Stack("blocks", ("0", "1", "2", "3")),
+}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Coverage:
+    """Any schedule that can be kept, with rest from the least to more than is ever used."""
+    regions = draw(st.integers(1, 6))
+    trained = draw(st.integers(1, regions))
+    takes = draw(st.lists(st.integers(1, trained), min_size=trained, max_size=9))
+    coverage = draw(st.integers(1, min(sum(takes) // trained, len(takes))))
+    period = -(-regions // trained) * -(-trained // min(takes))
+    rest = draw(st.none() | st.integers(period - 1, 2 * period + 1))
+    return Coverage(tuple(takes), regions, trained, coverage, rest)
+
+
+@given(schedules(), st.integers(0, 99))
+@settings(max_examples=80, deadline=None)
+def test_every_round_keeps_the_numbers_it_was_given(schedule, seed):
+    rounds = range(3 * schedule.period + 2)
+    taken = [schedule.taken(q, seed) for q in rounds]
+    for mine in taken:
+        assert [len(regions) for regions in mine] == list(schedule.takes)
+        covered = Counter(i for regions in mine for i in regions)
+        assert len(covered) == schedule.trained  # S*
+        assert min(covered.values()) >= schedule.coverage  # Gamma*
+        assert set(covered) <= set(range(schedule.regions))
+    if schedule.rest is not None:
+        for n in range(len(schedule.takes)):
+            for region in range(schedule.regions):
+                at = [-1, *(q for q in rounds if region in taken[q][n])]
+                assert all(after - before - 1 <= schedule.rest for before, after in pairwise(at))
+                assert rounds[-1] - at[-1] <= schedule.rest  # tau
+    assert taken == [schedule.taken(q, seed) for q in rounds]
+
+
+@pytest.mark.parametrize("rest", [3, 4, 200, None])
+def test_the_papers_settings(rest):
+    """S-Arb of 10 clients (sections 6.4.1 and 6.4.2): each takes one of four regions."""
+    takes = mask_level("S-Arb", 10)
+    for coverage, trained in ((1, 4), (2, 4)):
+        schedule = Coverage(takes, 4, trained, coverage, rest)
+        for q in range(20):
+            covered = Counter(i for mine in schedule.taken(q) for i in mine)
+            assert sorted(covered) == [0, 1, 2, 3] and min(covered.values()) >= coverage
+    everyone = Coverage(takes, 4, 1, 10, rest)
+    assert {mine for q in range(8) for mine in everyone.taken(q)} == {(0,), (1,), (2,), (3,)}
+    assert all(len(set(everyone.taken(q))) == 1 for q in range(8))
+
+
+def test_rounds_differ_where_they_may():
+    takes = mask_level("L-Arb", 10)
+    drawn = Coverage(takes)
+    # C(4, 2) = 6 kinds of submodel (section 6.2)
+    assert {mine for q in range(40) for mine in drawn.taken(q)} == {(i, j) for j in range(4) for i in range(j)}
+    assert drawn.taken(0, seed=1) != drawn.taken(0, seed=2)
+    strict = Coverage(mask_level("S-Arb", 4), rest=3)
+    assert [strict.taken(q) for q in range(4)] == [strict.taken(q) for q in range(4, 8)]
+    loose = Coverage(mask_level("S-Arb", 4), rest=6)
+    assert [loose.taken(q) for q in range(40)] != [loose.taken(q) for q in range(4)] * 10
+
+
+def test_regions_are_added_among_those_of_the_round():
+    rng = random.Random(0)
+    assert topped_up(((0,), (2,), (0, 2)), (2, 1, 2), rng) == ((0, 2), (2,), (0, 2))
+    assert topped_up(((1,), (1,)), (2, 2), rng) == ((1,), (1,))  # nobody trains another
+    drawn = {topped_up(((0,), (1,), (2,)), (2, 1, 1), rng) for _ in range(40)}
+    assert drawn == {((0, 1), (1,), (2,)), ((0, 2), (1,), (2,))}
+
+
+def test_mask_levels():
+    assert mask_level("L-Arb", 3) == (2, 2, 2) and mask_level("S-Arb", 3) == (1, 1, 1)
+    assert Counter(mask_level("MIX-Arb", 10, seed=3)) == {1: 5, 2: 5}
+    assert mask_level("MIX-Arb", 10, seed=3) != mask_level("MIX-Arb", 10, seed=4)
+    with pytest.raises(BadInput, match="mask level is 'M-Arb'"):
+        mask_level("M-Arb", 3)
+
+
+def test_regions_are_equal_ranges_of_every_axis():
+    assert of_regions(AXES, [0], 4) == Spec.keep({"a": range(2)}, blocks={"blocks": [0]})
+    assert of_regions(AXES, [1, 3], 4) == Spec.keep({"a": [2, 3, 6, 7]}, blocks={"blocks": [1, 3]})
+    assert of_regions(AXES, range(4), 4) == FULL and of_regions(AXES, [0], 1) == FULL
+
+
+def test_regions_share_the_units_of_an_axis_that_has_fewer():
+    # the middles of five regions lie in blocks 0.4, 1.2, 2, 2.8 and 3.6; eight units are cut at 1.6, 3.2, 4.8 and 6.4
+    kept = [of_regions(AXES, [region], 5) for region in range(5)]
+    assert [list(dict(spec.blocks)["blocks"]) for spec in kept] == [[0], [1], [2], [2], [3]]
+    assert [list(spec.indices("a")) for spec in kept] == [[0, 1], [2], [3, 4], [5], [6, 7]]
+    assert of_regions(AXES, [2, 3], 5) == Spec.keep({"a": [3, 4, 5]}, blocks={"blocks": [2]})
+    assert of_regions(AXES, range(5), 5) == FULL
+
+
+def test_a_round_gives_each_client_its_submodel():
+    schedule = Coverage((1, 3), rest=3)
+    specs = arbitrary(AXES, schedule, seed=5, round=7)
+    assert specs == tuple(of_regions(AXES, mine, 4) for mine in schedule.taken(7, 5))
+    assert len(dict(specs[1].blocks)["blocks"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"takes": ()}, "takes is empty"),
+        ({"takes": (5,)}, "takes has 5: give 1 to 4"),
+        ({"takes": (1, 1), "trained": 5}, "trained is 5: give 1 to 4"),
+        ({"takes": (1, 1)}, "cover 4 regions 0 times: give fewer trained regions, or more takes"),
+        ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
+        ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),
+        ({"takes": (1,) * 4, "rest": 2}, "rest is 2: it takes 4 rounds .* give at least 3"),
+        ({"takes": (2,) * 4, "trained": 2, "rest": 0}, "rest is 0: it takes 2 rounds"),
+        ({"takes": (1,), "regions": 0}, "regions is 0"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        Coverage(**arguments)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from raafl.algorithms import ALGORITHMS
+from raafl.commands.replay import replay
+from raafl.commands.run import simulate
+from raafl.config.parse import load_experiment, parse
+from raafl.core import saving
+from raafl.core.algorithm import Fleet, OwnTests, Training
+from raafl.core.coordinator import Coordinator
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo
+from raafl.devices.profiles import Profile
+from raafl.errors import BadInput
+from raafl.parts import Rated
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.select import window
+from raafl.submodel import FULL, Spec, Submodels
+from tests.federation import Finished
+from tests.submodel.models import Blocks
+from tests.tools import Line, answer, assigned, coordinator_for, join, line_state
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+RATES = [1.0, 0.5625, 0.25, 0.0625]
+
+
+def client(number=1, **profile):
+    return ClientInfo(number, 5, Profile(**profile))
+
+
+def fleet_of(*clients, state=None, seed=0):
+    known = {one.id: one for one in clients}
+    return Fleet(state or line_state(16), known, random.Random(0), Training(num_epochs=1), 1, seed=seed)
+
+
+def hidden(units):
+    return Spec.keep({"hidden": units})
+
+
+# ---- rates ----
+
+
+def test_rates_are_dealt_to_the_clients():
+    clients = [client(number) for number in range(1, 6)]
+    select, fleet = Rated(rates=RATES), fleet_of(*clients)
+    specs = [select(one, fleet).spec for one in clients]
+    # roots 1, 3/4, 1/2, 1/4 of 16 units, and from the beginning again
+    assert specs == [FULL, hidden(range(12)), hidden(range(8)), hidden(range(4)), FULL]
+    assert select.check(fleet) == []
+
+
+def test_rates_by_name_of_device():
+    phone, server = client(1, name="phone"), client(2, name="server")
+    select, fleet = Rated(rates={"phone": 0.25, "server": 1}), fleet_of(phone, server)
+    assert [select(one, fleet).spec for one in (phone, server)] == [hidden(range(8)), FULL]
+    other = client(3, name="phony")
+    problem = "client 3: rates has none for its device 'phony'; did you mean 'phone'?"
+    assert select.check(fleet_of(phone, other)) == [problem]
+    with pytest.raises(BadInput, match="client 3: rates has none"):
+        select(other, fleet_of(phone, other))
+
+
+def test_what_a_rate_is_a_share_of():
+    one = client()
+    assert Rated(rates=0.25, rate_of="width")(one, fleet_of(one)).spec == hidden(range(4))
+    # 16 units of 3 and a bias are 49 parameters, a quarter is 12.25: 3 units are 10, 4 are 13
+    assert Rated(rates=0.25, rate_of="parameters")(one, fleet_of(one)).spec == hidden(range(3))
+    problems = Rated(rates=0.05, rate_of="parameters").check(fleet_of(one))
+    assert problems[0].startswith("client 1: params is 2.45, too little for any submodel (the smallest, hidden[0:1]")
+
+
+@pytest.mark.parametrize("selector", ["leading", "rolling", "random", "magnitude"])
+def test_a_client_has_the_same_size_whatever_the_selector(selector):
+    one, state = client(), line_state(16)
+    state.values["fc1.weight"][5:13] = 1.0
+    state.counts[1] = 3
+    fleet = fleet_of(one, state=state, seed=9)
+    work = Rated(selector=selector, rates=0.25)(one, fleet)
+    assert len(work.spec.indices("hidden")) == 8 and work.region == 1
+    expected = {"leading": range(8), "rolling": range(3, 11), "magnitude": range(5, 13)}
+    if selector in expected:
+        assert work.spec == hidden(expected[selector])
+    else:
+        assert work == Rated(selector=selector, rates=0.25)(one, fleet)
+        assert work != Rated(selector=selector, rates=0.25)(one, fleet_of(one, state=state, seed=10))
+
+
+def test_rounds_are_the_clients_own_or_the_servers():
+    one, state = client(2), line_state(16)
+    state.version, state.counts[2], state.counts[1] = 7, 3, 4
+    fleet = fleet_of(one, state=state)
+    assert Rated(selector="rolling", rates=0.25)(one, fleet).spec == hidden(range(3, 11))
+    assert Rated(selector="rolling", rates=0.25, rounds="server")(one, fleet).spec == hidden(range(7, 15))
+
+
+# ---- limits ----
+
+
+def needed(spec, state=None):
+    return (state or line_state(16)).submodels.cost(spec, 1)
+
+
+def test_memory_decides_what_a_client_may_get():
+    room = needed(hidden(range(6))).peak_bytes
+    exact, short = client(1, memory_bytes=room), client(2, memory_bytes=room - 1)
+    fleet = fleet_of(exact, short)
+    assert Rated()(exact, fleet).spec == hidden(range(6))
+    assert Rated()(short, fleet).spec == hidden(range(5))
+    assert Rated(rates=1 / 16)(short, fleet_of(exact, short)).spec == hidden(range(4))  # a rate is the most it gets
+    assert all(fleet.fits(one, Rated()(one, fleet).spec) for one in (exact, short))
+    least = needed(hidden([0])).peak_bytes
+    none = client(3, memory_bytes=least - 1)
+    problem = f"client 3: memory_bytes is {least - 1:.4g}, too little for any submodel (the smallest, hidden[0:1]"
+    assert Rated().check(fleet_of(none))[0].startswith(problem)
+    with pytest.raises(BadInput, match="raise memory_bytes"):
+        Rated()(none, fleet_of(none))
+
+
+def test_limits_of_a_task():
+    one = client(1, flops_per_s=100.0, down_bytes_per_s=50.0, up_bytes_per_s=50.0)
+    cost = needed(hidden(range(6)))
+    seconds = 5 * cost.flops_per_sample / 100 + 2 * cost.up_bytes / 50  # 5 samples
+    limits = {"seconds": seconds, "flops": 5 * cost.flops_per_sample, "wire_bytes": 2.0 * cost.up_bytes}
+    for name, limit in limits.items():
+        assert Rated(**{name: limit})(one, fleet_of(one)).spec == hidden(range(6)), name
+        assert Rated(**{name: 0.99 * limit})(one, fleet_of(one)).spec == hidden(range(5)), name
+    tightest = {**limits, "flops": 0.6 * limits["flops"]}
+    assert Rated(**tightest)(one, fleet_of(one)).spec == Rated(flops=tightest["flops"])(one, fleet_of(one)).spec
+
+
+def test_what_a_client_measures_itself_is_part_of_its_seconds():
+    one, flops = client(1, flops_per_s=100.0), needed(hidden(range(6))).flops_per_sample
+
+    def given(**limits):
+        fleet = replace(fleet_of(one), own_tests=OwnTests({1: 3}))  # as long as one sample more than its five
+        work = Rated(**limits)(one, fleet)
+        assert "seconds" not in limits or fleet.cost_s(one, work) <= limits["seconds"]
+        return work.spec
+
+    assert given(seconds=1.001 * 5 * flops / 100) == hidden(range(5))
+    assert given(seconds=1.001 * 6 * flops / 100) == hidden(range(6))
+    assert given(flops=5 * flops) == hidden(range(6))
+
+
+def test_of_data_that_only_a_client_has_the_test_part_goes_by_its_share():
+    tests, one = OwnTests({1: 100}, share=0.2), client(1)
+    assert tests.of(one) == 100 and tests.of(client(2)) == 0
+    assert tests.of(replace(one, num_samples=8, own_data=True)) == pytest.approx(2)
+
+
+def test_a_client_that_comes_back_with_less_memory_gets_less():
+    fleet = fleet_of(client(1), client(2))
+    select = Rated()
+    assert select(fleet.clients[1], fleet).spec == FULL
+    weaker = client(1, memory_bytes=needed(hidden(range(6))).peak_bytes)
+    select.lost(fleet.clients[1], fleet)
+    fleet.clients[1] = weaker
+    select.joined(weaker, fleet)
+    assert select(weaker, fleet).spec == hidden(range(6))
+
+
+# ---- depth ----
+
+
+def blocks_state(**arguments):
+    torch.manual_seed(0)
+    module = Blocks()
+    submodels = Submodels(module, torch.zeros(2, 4), **arguments)
+    return GlobalState(submodels, submodels.state(module))
+
+
+def test_depth_is_one_more_axis():
+    one, state = client(), blocks_state()
+    fleet = fleet_of(one, state=state)
+    # the root of a quarter, of 4 blocks and of 6 units in each
+    spec = Rated(rates=0.25, depth="leading")(one, fleet).spec
+    assert dict(spec.blocks) == {"depth": range(2)}
+    assert {len(units) for _, units in spec.kept} == {3}
+    assert not Rated(rates=0.25)(one, fleet_of(one, state=state)).spec.blocks
+
+
+def test_a_window_moves_over_the_rounds_as_far_as_memory_allows():
+    one, state = client(), blocks_state()
+    seen = []
+    for merged in range(4):
+        state.counts[1] = merged
+        seen.append(Rated(rates=0.25, depth="window")(one, fleet_of(one, state=state)).spec)
+    kept = {axis: range(3) for axis in state.submodels.axes}
+    assert seen == [window(state.submodels, 0.5, kept=kept, round=q) for q in (0, 1, 0, 1)]
+    low, high = (needed(spec, state).peak_bytes for spec in seen[:2])
+    assert low < high
+    small = client(1, memory_bytes=high - 1)
+    for merged in range(3):
+        state.counts[1] = merged
+        spec = Rated(rates=0.25, depth="window")(small, fleet_of(small, state=state)).spec
+        assert spec.trained == seen[0].trained
+
+
+@pytest.mark.parametrize("rate_of", ["model", "width", "parameters"])
+def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
+    class Fixed(Line):
+        def submodel_axes(self):
+            return {}
+
+    state = GlobalState(Submodels(Fixed()), Submodels(Fixed()).state(Fixed()))
+    peak = state.submodels.cost(FULL, 1).peak_bytes
+    one, small = client(memory_bytes=peak), client(2, memory_bytes=peak - 1)
+    fleet = fleet_of(one, state=state)
+    for rates in (1.0, 0.5, [1.0, 0.25]):
+        select = Rated(rates=rates, rate_of=rate_of)
+        assert select(one, fleet).spec == FULL and select.check(fleet) == []
+        notes = select.notes(fleet)
+        assert len(notes) == (rates != 1.0)
+        assert all("trains all of the model, which has no axes to cut by rates: " in note for note in notes)
+        assert all("submodel_axes" in note for note in notes)
+        (problem,) = select.check(fleet_of(one, small, state=state))
+        assert problem.startswith("client 2: memory_bytes is") and "use a smaller batch or model" in problem
+    assert Rated(rates=0.5, rate_of=rate_of).notes(fleet_of(one)) == []
+
+
+def test_a_depth_that_is_not_there_is_named():
+    one = client()
+    assert "leave depth whole" in Rated(depth="leading").check(fleet_of(one))[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"selector": "leadin"}, "selector is 'leadin': did you mean 'leading'"),
+        ({"rates": [1.0, 0.0]}, "a rate in rates is 0.0"),
+        ({"rates": {"phone": 2.0}}, "a rate in rates is 2.0"),
+        ({"rates": []}, "rates is empty"),
+        ({"rate_of": "params"}, "rate_of is 'params': did you mean 'parameters'"),
+        ({"depth": "windows"}, "depth is 'windows': did you mean 'window'"),
+        ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
+        ({"seconds": 0}, "seconds is 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(BadInput, match=message):
+        Rated(**arguments)
+
+
+def test_in_words():
+    assert str(Rated(rates=RATES)) == "leading units, at most 1, 0.5625, 0.25, 0.0625 of the model"
+    assert str(Rated("rolling", {"phone": 0.5}, "width", "window", seconds=9)) == (
+        "rolling units of a window of blocks, at most phone 0.5 of the width, 9 s"
+    )
+
+
+# ---- in algorithms ----
+
+
+FIXED = {"ada_vit", "platon", "split_fed", "timely_fl"}
+"""Methods whose submodels, or whole models, are what they are about."""
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in FIXED])
+def test_every_other_algorithm_takes_a_submodel(name):
+    rated = Rated(rates=RATES)
+    algorithm = ALGORITHMS[name](submodel=rated)
+    assert getattr(algorithm.select, "inner", algorithm.select) is rated
+    assert algorithm.describe()["select"] == str(rated)
+    assert algorithm.merge == ALGORITHMS[name]().merge
+
+
+def test_the_unequal_clients_of_sst2_can_be_said_in_a_config(tmp_path):
+    file = tmp_path / "rated.yaml"
+    file.write_text("""
+algorithm:
+  class_path: raafl.fed_raa
+  init_args:
+    alpha: 0.6
+    staleness: polynomial
+    submodel:
+      class_path: raafl.parts.Rated
+      init_args: {rates: [1, 0.5625, 0.25, 0.0625]}
+""")
+    experiment = load_experiment(CONFIGS / "sst2-minilm.yaml", "--config", str(file))
+    rated = Rated(rates=RATES, rate_of="width", selector="magnitude")  # both as the config has them
+    assert experiment.algorithm.select == rated
+    assert experiment.algorithm.merge == Mean(0.6, Staleness("polynomial"), by_samples=False)
+    assert experiment.algorithm.trigger.restart == "arrival"
+    other = load_experiment(CONFIGS / "sst2-minilm.yaml", "--config", str(file), "--algorithm", "fed_buff")
+    assert other.algorithm.select == rated  # a rival's clients have the same submodels
+
+
+def test_a_run_on_digits_replays_to_the_last_bit(tmp_path):
+    argv = [
+        "--config", str(CONFIGS / "quickstart.yaml"), "--progress=quiet", f"--output={tmp_path / 'run'}", "--max_updates=16",
+        "--algorithm", "fed_async", "--algorithm.submodel", "raafl.parts.Rated", "--algorithm.submodel.rates", str(RATES),
+        "--algorithm.submodel.selector=magnitude", "--train.num_steps=3",
+    ]  # fmt: skip
+    parsed = parse("simulate", argv)
+    run = Finished(*simulate(parsed.experiment, parsed.config_yaml))
+    result = replay(tmp_path / "run")
+    assert result["equal"] is True and result["model_digest"] == run.digest
+    merged = [row for row in run.rows() if row["outcome"] == "merged"]
+    assert {row["client"] for row in merged} == {"1", "2", "3", "4"}
+    for row in merged:
+        # 200 units: the share kept of each client, in bytes of 64 inputs, a bias and 10 outputs for each
+        units = {"1": 200, "2": 150, "3": 100, "4": 50}[row["client"]]
+        assert int(row["bytes_down"]) == 4 * (units * 75 + 10)
+
+
+def test_a_window_rolls_on_after_a_checkpoint():
+    def rolled() -> Coordinator:
+        return coordinator_for(ALGORITHMS["fed_async"](submodel=Rated("rolling", 0.25)), line_state(16))
+
+    first = rolled()
+    tasks = assigned(join(first, [1, 2]))
+    for value in range(5):
+        tasks |= assigned(answer(first, tasks[1], float(value)))
+    assert tasks[1].spec == hidden(range(5, 13)) and tasks[2].spec == hidden(range(8))
+    second = rolled()
+    saving.restore(second, saving.save(first))
+    assert assigned(answer(second, tasks[1], 0.0))[1].spec == hidden(range(6, 14))
+    assert assigned(answer(second, tasks[2], 0.0))[2].spec == hidden(range(1, 9))

@@ -1,0 +1,232 @@
+"""A plan says what the runs then take: hand counts for the table and the advice, real simulated runs for the predictions."""
+
+import json
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+
+from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
+from raafl.commands.cli import main
+from raafl.commands.run import simulate
+from raafl.config.parse import load_experiment
+from raafl.core.algorithm import Fleet, Training
+from raafl.core.types import ClientInfo, Warn
+from raafl.devices import Profile, load_devices
+from raafl.devices.link import Answerer
+from raafl.errors import BadInput
+from raafl.plan import plan as planning
+from raafl.plan import show, tasks
+from raafl.plan.dry import World, predict
+from tests.tools import line_state
+
+SMALL = ["--config", "configs/quickstart.yaml", "--progress", "quiet"]
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World(load_experiment("configs/quickstart.yaml", "--max_updates", "24"))
+
+
+def fleet_of(*profiles, hidden=4, samples=6):
+    import random
+
+    clients = {i: ClientInfo(i, samples, profile) for i, profile in enumerate(profiles, start=1)}
+    return Fleet(line_state(hidden), clients, random.Random(0), Training(), 2), list(clients.values())
+
+
+# ---- what a run then takes ----
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fed_raa", []),
+        ("fed_avg", []),
+        ("fed_buff", ["--algorithm.buffer_size", "3"]),
+        ("timely_fl", ["--algorithm.participation", "0.75"]),
+        ("timely_fl", ["--partition.test_share", "0.3"]),
+        ("fed_raa", ["--partition.test_share", "0.3"]),
+        ("hetero_fl", []),
+        ("fed_async", ["--algorithm.concurrency", "2"]),
+    ],
+)
+def test_a_prediction_is_what_the_simulated_run_takes(name, options, tmp_path):
+    """The simulated run trains; the plan goes by the same clock, the same choices and the same seed."""
+    chosen = ["--algorithm", name, *options, "--max_updates", "24", "--train.num_epochs", "1"]
+    experiment = load_experiment(
+        "configs/quickstart.yaml", *chosen, "--progress", "quiet", "--output", str(tmp_path / "run")
+    )
+    found = predict(World(experiment), experiment.algorithm)
+    summary, _ = simulate(experiment)
+    assert found.problem is None
+    assert (found.updates, found.versions) == (summary["updates_merged"], summary["versions"])
+    assert found.time_s == pytest.approx(summary["time_s"], rel=1e-9)
+    assert found.utilisation == pytest.approx(summary["utilisation"])
+    assert found.staleness == pytest.approx(summary["staleness"]["mean"])
+    moved = summary["bytes_up"] + summary["bytes_down"]
+    assert found.bytes_per_update == pytest.approx(moved / summary["updates_merged"])
+
+
+def test_a_round_of_fed_avg_takes_what_its_slowest_client_takes(world):
+    """By hand: an MLP of 64-200-10 has 15010 parameters; two epochs on the client's share, and both ways over its link."""
+    found = predict(world, fed_avg())
+    slowest = max(
+        4 * 15010 / client.profile.down_bytes_per_s
+        + 4 * 15010 / client.profile.up_bytes_per_s
+        + 2 * client.num_samples * 63200 / client.profile.flops_per_s
+        for client in world.clients
+    )
+    assert found.version_s == pytest.approx(slowest) and found.update_s == pytest.approx(slowest / 4)
+    assert (found.updates, found.versions, found.least, found.most) == (24, 6, 6, 6)
+    assert found.run_s == pytest.approx(6 * slowest)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_is_predicted_or_says_why_not(name, world):
+    found = predict(world, ALGORITHMS[name](), max_updates=8)
+    assert found.problem or (found.version_s > 0 and 0 < found.utilisation <= 1 and found.updates >= 8)
+    assert "need trained updates" not in (found.problem or "")
+
+
+def test_updates_that_come_too_late_to_learn_from_are_said_at_the_start_and_in_the_plan(world, monkeypatch):
+    """Nineteen merges late on average, 0.9 of each: 17.1 / 18.1 of the work is taken back."""
+    fleet, late = world.fleet(fed_raa()), fed_raa(staleness="constant")
+    (said,) = [note for note in late.notes(fleet, 20) if "taken back" in note]
+    assert (
+        isinstance(said, Warn) and said.startswith("will hardly learn: updates come 19 merges late") and "94%" in said
+    )
+    for good in (fed_raa(), fed_raa(staleness="constant", concurrency=8), fed_raa(staleness="constant", trigger="all")):
+        assert not any("taken back" in note for note in good.notes(fleet, 20))
+
+    assert predict(world, late).note is None  # four clients
+    monkeypatch.setattr("raafl.parts.merge.mean.MOST_UNDONE", 2.0)
+    plan = planning.make_plan(replace(world.experiment, algorithm=late), [], 24)
+    assert "fed_raa (as configured) will hardly learn: updates come 2." in show.text(plan, 100, terminal=False)
+
+
+def test_clients_without_the_memory_are_the_reason_why_not(world):
+    poor = [replace(c, profile=replace(c.profile, memory_bytes=1e5)) for c in world.clients]
+    small = World.__new__(World)
+    small.__dict__.update(world.__dict__, clients=poor)
+    assert "memory_bytes is 1e+05" in (predict(small, fed_avg()).problem or "")
+    assert predict(small, fed_raa(fragments=3)).problem is None
+    with pytest.raises(BadInput, match="algorithms has 'fed_avgg'"):
+        planning.make_plan(world.experiment, ["fed_avgg"])
+
+
+# ---- who is slow, and what to choose ----
+
+
+def test_stragglers_and_choices_follow_from_the_times():
+    """Whole-model times go as 1/speed: 1, 1, 1.25, 2.5 and 10 of the median 1.25; more than twice that is 10 alone."""
+    fleet, clients = fleet_of(*(Profile(flops_per_s=speed) for speed in (100.0, 100.0, 80.0, 40.0, 10.0)))
+    unit = fleet.cost_s(clients[2], tasks.Work())
+    advice = tasks.advise(fleet, clients)
+    assert advice.stragglers == [5] and advice.median_s == unit
+    assert (advice.buffer_size, advice.participation) == (4, 0.8)
+    assert advice.deadline_s == pytest.approx(2 * unit) and advice.slowest_s == pytest.approx(8 * unit)
+
+
+def test_fragments_are_the_fewest_with_which_the_slowest_keeps_up():
+    """With 100 units the smallest of M fragments has 100, 40, 20, 10, 5 of them (Table 4), and nearly that share of the time."""
+    for ratio, fragments in ((1.0, 1), (2.0, 2), (4.0, 3), (8.0, 4), (15.0, 5), (60.0, 5)):
+        speeds = (100.0, 100.0, 100.0, 100.0 / ratio)
+        fleet, clients = fleet_of(*(Profile(flops_per_s=s) for s in speeds), hidden=100)
+        assert tasks.advise(fleet, clients).fragments == fragments, ratio
+
+
+def test_a_client_that_cannot_hold_the_model_is_a_straggler_and_gets_no_time_for_it():
+    fleet, clients = fleet_of(Profile("big"), Profile("small"))
+    need = fleet.cost(tasks.FULL).peak_bytes
+    fleet, clients = fleet_of(Profile("big"), Profile("small", memory_bytes=need - 1))
+    rows = tasks.submodel_rows(fleet)
+    assert [row.name for row in rows] == ["1", "1/2", "1/4"]  # of 4 units 2 and 1; 1/8 and 1/16 keep one, too
+    big, small = tasks.device_rows(fleet, clients, rows)
+    assert big.stragglers == [] and small.stragglers == [2]
+    assert small.seconds[0] is None and small.seconds[1:] == big.seconds[1:]
+
+
+def test_a_model_without_axes_has_no_fragments():
+    from torch import nn
+
+    from raafl.core.state import GlobalState
+    from raafl.submodel import Submodels
+
+    fleet, clients = fleet_of(Profile())
+    module = nn.Linear(3, 2)
+    submodels = Submodels(module)
+    bare = replace(fleet, state=GlobalState(submodels, submodels.state(module)), cache={})
+    assert [row.name for row in tasks.submodel_rows(bare)] == ["1"]
+    assert tasks.advise(bare, clients).fragments is None
+
+
+# ---- the command ----
+
+
+def test_json_alone_on_standard_output(capsys):
+    assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "fed_avg", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["name"], plan["num_clients"], plan["params"]) == ("quickstart", 4, 15010)
+    assert [one["name"] for one in plan["algorithms"]] == ["fed_raa (as configured)", "fed_avg"]
+    assert plan["submodels"][0] == {
+        "name": "1", "params": 15010, "peak_bytes": 274216, "down_bytes": 60040, "up_bytes": 60040,
+        "flops_per_sample": 63200.0, "spec": "full",
+    }  # fmt: skip
+    assert [row["name"] for row in plan["devices"]] == ["fast", "middling", "slow", "slowest"]
+    assert plan["devices"][0]["memory_bytes"] is None and plan["advice"]["stragglers"] == [4]
+
+
+def test_plain_text_in_a_pipe_and_colour_on_a_terminal(world):
+    plan = planning.make_plan(world.experiment, [], 8)
+    plain, coloured = (show.text(plan, 140, terminal=terminal) for terminal in (False, True))
+    assert "\x1b" not in plain and "\x1b" in coloured
+    for words in ("15,010", "straggler", "fragments: 3", "buffer_size: 3", "fed_raa (as configured)"):
+        assert words in plain and words in coloured
+
+
+def test_bad_options_name_the_remedy(capsys, tmp_path):
+    for argv, said in (
+        ([], "plan needs a config"),
+        ([*SMALL, "--updates", "0"], "updates is 0"),
+        ([*SMALL, "--algorithms", "fedavg"], "algorithms has 'fedavg': did you mean 'fed_avg'"),
+        (["--address", "h:1", *SMALL], "address is for --measure"),
+        (["--measure", "x.txt"], "measure is 'x.txt'"),
+        (["--measure", str(tmp_path / "x.yaml"), "--device", "cuda:99x"], "device is 'cuda:99x'"),
+        ([*SMALL, "--max_updatess", "3"], "unknown option --max_updatess"),
+    ):
+        assert main(["plan", *argv]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_help_and_the_profiles_that_a_config_may_name(capsys):
+    assert main(["plan", "--help"]) == 0
+    assert "--measure" in capsys.readouterr().out
+    assert main(["plan", "--profiles"]) == 0
+    shown = capsys.readouterr().out
+    assert "jetson-nano" in shown and "PKU-Chengxu/FLASH" in shown and "\x1b" not in shown
+    assert main(["plan", "--profiles", "--json"]) == 0
+    assert {"device", "field", "value", "source"} == set(json.loads(capsys.readouterr().out)[0])
+
+
+def test_this_machine_is_measured_into_a_file_that_devices_reads(tmp_path, capsys, monkeypatch):
+    from raafl.devices import measure
+
+    quick = measure.measure_speeds
+    monkeypatch.setattr(measure, "measure_speeds", lambda device, duration_s: quick(device, 0.02))
+    answerer = Answerer("127.0.0.1:0", deadline_s=20.0)
+    thread = threading.Thread(target=answerer.serve, kwargs={"num_peers": 1}, daemon=True)
+    thread.start()
+    file = tmp_path / "here.yaml"
+    assert main(["plan", "--measure", str(file), "--address", f"127.0.0.1:{answerer.port}"]) == 0
+    thread.join(20)
+    answerer.close()
+    assert str(file) in capsys.readouterr().out
+    (here,) = load_devices(file)
+    assert here.name == "here" and 0 < here.flops_per_s < math.inf and 0 < (here.bytes_per_s or 0) < math.inf
+    assert 1e5 < here.down_bytes_per_s < math.inf and 1e5 < here.up_bytes_per_s < math.inf and here.memory_bytes > 1e6
+    options = ["--devices", str(file), "--max_updates", "4", "--algorithms", "", "--json"]
+    assert main(["plan", *SMALL, *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["clients"]) for row in plan["devices"]] == [("here", [1, 2, 3, 4])]

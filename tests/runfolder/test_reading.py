@@ -1,0 +1,109 @@
+"""What is read of a run folder, whole, unfinished or damaged."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from raafl.errors import BadInput
+from raafl.runfolder.reading import number, read
+from tests.report.folders import EVENTS, SUMMARY, TASKS, write
+
+
+def test_a_whole_folder_is_read_without_a_note(tmp_path):
+    run = read(write(tmp_path / "run"))
+    assert run.notes == []
+    assert (run.name, run.seed, run.end_s, run.is_simulated) == ("run", 0, 10.0, True)
+    assert run.tasks.client.tolist() == [1, 2, 1, 2, 1]
+    assert run.tasks.kind.tolist() == [0, 0, 0, 3, 1]
+    assert run.tasks["arrived_s"][:3].tolist() == [4.0, 5.0, 9.0]
+    assert np.isnan(run.tasks["arrived_s"][3:]).all()
+    assert run.metrics["accuracy"].tolist() == [0.1, 0.5, 0.9]
+    assert run.clients[2].spells == [(0.0, 6.0), (8.0, math.inf)]
+    assert (run.clients[1].device, run.clients[1].flops_per_s, run.clients[1].num_samples) == ("quick", 2e9, 30)
+    assert run.open_tasks == [(2, 8.0)]
+    assert run.lost_at == {2: [6.0]}
+
+
+@pytest.mark.parametrize("missing", ["config", "events", "tasks", "metrics", "summary"])
+def test_a_folder_that_lacks_a_file_is_read_and_says_so(tmp_path, missing):
+    run = read(write(tmp_path / "run", **{missing: None}))
+    files = {"events": "events.jsonl", "tasks": "clients.csv", "metrics": "metrics.csv", "config": "config.yaml"}
+    assert len(run.notes) == 1
+    assert f"there is no {files.get(missing, 'summary.json')}" in run.notes[0]
+    assert run.is_simulated
+    assert run.end_s == (10.0 if missing != "summary" else 9.0)
+    assert run.client_ids() == [1, 2]
+
+
+def test_only_what_is_damaged_is_left_out(tmp_path):
+    folder = write(tmp_path / "run")
+    with (folder / "clients.csv").open("a") as file:
+        file.write("2,5,torn\nx" + "," * 17 + "merged\n" + '1,"' + "y" * 200_000 + '"\n')
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"time_s": 9.0, "event": "lost", "client": 1}\nnot JSON\n{"event": "joined", "client": 7}\n')
+    with (folder / "metrics.csv").open("ab") as file:
+        file.write(b"\xff\xfe,\x00\n3,zero,1,nan,1,1\n")
+    (folder / "summary.json").write_text('{"algo')
+    run = read(folder)
+    assert len(run.tasks) == len(TASKS)
+    assert run.clients[1].spells == [(0.0, 9.0)]
+    assert 7 not in run.clients
+    assert run.metrics["version"].tolist() == [0.0, 2.0, 3.0, 3.0]
+    assert np.isnan([run.metrics["time_s"][3], run.metrics["accuracy"][3]]).all()
+    assert run.summary is None
+    said = "\n".join(run.notes)
+    for part in ("2 damaged rows", "1 rows without a client", "journal is damaged", "summary.json is damaged"):
+        assert part in said
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words", "!!python/object:os.system {}"])
+def test_a_config_that_is_none_is_noted(tmp_path, text):
+    folder = write(tmp_path / "run")
+    (folder / "config.yaml").write_text(text)
+    run = read(folder)
+    assert run.config == {}
+    assert "config.yaml" in run.notes[0]
+
+
+def test_values_of_other_types_than_they_should_have_do_no_harm(tmp_path):
+    odd = [
+        {"time_s": "soon", "event": "joined", "client": 1},
+        {"time_s": 1.0, "event": "joined", "client": "one"},
+        {"time_s": 1.0, "event": "joined", "client": 3, "num_samples": "many", "profile": [1]},
+        {"time_s": 1.0, "event": "assigned", "client": 3, "id": "x"},
+        {"event": ["lost"], "client": {}},
+    ]
+    run = read(
+        write(tmp_path / "run", events=EVENTS + odd, summary={**SUMMARY, "time_s": "long", "final": [], "seed": {}})
+    )
+    assert run.client_ids() == [1, 2, 3]
+    assert math.isnan(run.clients[3].flops_per_s)
+    assert run.end_s == 9.0
+
+
+def test_an_empty_run_is_read(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("")
+    run = read(folder)
+    assert (len(run.tasks), run.metrics, run.end_s, run.client_ids()) == (0, {}, 0.0, [])
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    write(tmp_path / "runs" / "one")
+    for name, said in (
+        ("nowhere", "nothing there"),
+        ("file", "it is a file"),
+        ("runs", r"it holds 1 of them: raafl report"),
+    ):
+        with pytest.raises(BadInput, match=f"not a run folder: .*{said}"):
+            read(tmp_path / name)
+
+
+def test_numbers_are_finite_or_nan():
+    assert [number(value) for value in (1, 2.5, "3e2")] == [1.0, 2.5, 300.0]
+    assert all(math.isnan(number(value)) for value in (None, True, "x", "inf", math.inf, [], {}, 10**400))

@@ -1,0 +1,438 @@
+"""The way in: addresses, who is admitted, who is turned away and why, and that nothing is left when it closes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+from raafl.errors import BadInput
+from raafl.runtime.transport import (
+    ClientKey,
+    Door,
+    Kind,
+    Message,
+    PeerLost,
+    PeerTimeout,
+    Refused,
+    Secret,
+    call,
+    handshake,
+    parse_address,
+)
+from raafl.runtime.transport import listener as door
+from raafl.runtime.transport.stream import Budget, SocketStream
+from raafl.runtime.transport.turns import Turns
+from raafl.submodel.flat import FlatTensors
+
+SECRET = Secret(b"sixteen bytes or more")
+WAIT_S = 30
+pytestmark = pytest.mark.timeout(90)
+
+
+class House:
+    """A door, what it admits and whom it turns away."""
+
+    def __init__(self, address="127.0.0.1:0", admit=None, **more):
+        self.admitted, self.refused = queue.Queue(), queue.Queue()
+        self.door = Door(address, SECRET, admit or self.admit, self.refused.put, **more)
+        self.pairs = []
+
+    def admit(self, pair, client, address):
+        self.pairs.append(pair)
+        self.admitted.put((pair, client, address))
+
+    def call(self, client=1, **more):
+        return call(self.door.address, SECRET.for_client(client), timeout_s=WAIT_S, **more)
+
+    def reason(self):
+        return self.refused.get(timeout=WAIT_S)
+
+    def __enter__(self):
+        self.door.start()
+        return self
+
+    def __exit__(self, *error):
+        self.door.close()
+        for pair in self.pairs:
+            pair.close()
+
+
+def nothing(kind, assignment, meta):
+    return None
+
+
+def raw(address):
+    return socket.create_connection(parse_address(address), WAIT_S)
+
+
+def all_bytes(sock):
+    """Whatever comes until the other end hangs up, and whether it did so in an orderly way."""
+    data = b""
+    try:
+        while more := sock.recv(4096):
+            data += more
+    except ConnectionResetError:
+        return data, False
+    return data, True
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:29500", ("127.0.0.1", 29500)),
+        ("server.example.org:0", ("server.example.org", 0)),
+        ("[::1]:65535", ("::1", 65535)),
+        (" 0.0.0.0:80 ", ("0.0.0.0", 80)),
+    ],
+)
+def test_addresses(text, expected):
+    assert parse_address(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("", "give HOST:PORT"), ("29500", "give HOST:PORT"), (":29500", "127.0.0.1:29500 for this machine only"),
+        ("host", "give HOST:PORT"), ("host:", "give 0 to 65535"), ("host:65536", "give 0 to 65535"), ("host:-1", "0 to"),
+        ("host:http", "give 0 to 65535"), ("::1:29500", r"in brackets, e.g. \[::1\]:29500"), ("host:٣", "0 to 65535"),
+    ],
+)  # fmt: skip
+def test_bad_addresses_name_the_remedy(text, remedy):
+    with pytest.raises(BadInput, match=remedy):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", False), ("127.8.9.10", False), ("[::1]", False), ("localhost", False),
+        ("0.0.0.0", True), ("[::]", True), ("10.0.0.1", True), ("server", True), ("127.0.0.1.example.org", True),
+        ("localhost.example.org", True), ("[::ffff:10.0.0.1]", True), ("127.1", True),
+    ],
+)  # fmt: skip
+def test_whoever_is_not_alone_encrypts(host, expected):
+    assert door.encrypts(f"{host}:29500", None) is expected
+    assert door.encrypts(f"{host}:29500", False) is False and door.encrypts(f"{host}:29500", True) is True
+
+
+def test_a_socket_that_listens_says_itself_who_can_reach_it():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        assert door.encrypts(sock, None) is False and door.encrypts(sock, True) is True
+
+
+def test_where_nothing_can_listen_is_bad_input():
+    with House() as house:
+        for address in (house.door.address, "192.0.2.1:0", "no.such.host.invalid:1"):
+            with pytest.raises(BadInput, match="where nothing can listen"):
+                Door(address, SECRET, print, print)
+
+
+def test_a_clients_key_is_not_enough_for_a_server():
+    with pytest.raises(BadInput, match="client 3 alone: a server needs the run's whole secret"):
+        Door("127.0.0.1:0", Secret(b"k" * 32, client=3), print, print)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_client_with_the_secret_is_admitted_and_heard(encrypt):
+    with House(encrypt=encrypt) as house, house.call(3) as client:
+        pair, number, address = house.admitted.get(timeout=WAIT_S)
+        assert number == 3 and pair.sealed == client.sealed == encrypt
+        assert address.startswith("127.0.0.1:")
+        tensors = FlatTensors.from_named({"w": torch.randn(100_000)})
+        target = FlatTensors.empty(tensors.layout)
+        assert client.send(Message(Kind.UPDATE, 5, 1, {"a": 1}, tensors)) > 400_000
+        got = pair.recv(lambda *args: target, WAIT_S, finite=True)
+        assert got.meta == {"a": 1} and target.fingerprint() == tensors.fingerprint()
+        pair.send(Message(Kind.STOP))
+        assert client.recv(nothing, WAIT_S).kind is Kind.STOP
+    assert house.refused.empty()
+
+
+def test_a_client_with_its_own_key_only(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(SECRET.for_client(3).text())
+    path.chmod(0o600)
+    with House() as house, call(house.door.address, handshake.load_secret(str(path)).for_client(3), timeout_s=WAIT_S):
+        assert house.admitted.get(timeout=WAIT_S)[1] == 3
+
+
+@pytest.mark.parametrize("key", [Secret(b"not the run's secret").for_client(3), ClientKey(4, SECRET.for_client(3).key)])
+def test_a_wrong_key_is_refused_on_both_sides(key):
+    with House() as house:
+        with pytest.raises(Refused) as caught:
+            call(house.door.address, key, timeout_s=WAIT_S)
+        assert caught.value.reason == "wrong-secret" and house.door.address in str(caught.value)
+        assert house.reason() == "wrong-secret"
+        with house.call(3):
+            assert house.admitted.get(timeout=WAIT_S)[1] == 3
+        assert house.refused.empty()
+
+
+def test_demanded_encryption():
+    with House() as house:
+        with pytest.raises(Refused, match=r"not-encrypted: 127.*--encrypt true"):
+            house.call(demand_encryption=True)
+        assert house.reason() == "not-encrypted"
+    with House(encrypt=True) as house, house.call(demand_encryption=True) as pair:
+        assert pair.sealed
+
+
+def test_another_version(monkeypatch, caplog):
+    with House() as house:
+        with raw(house.door.address) as sock:
+            sock.sendall(b"RAHS" + struct.pack("<HH", 9, 0) + b"more than is read of an unknown version" * 10)
+            data, orderly = all_bytes(sock)
+            assert data[:8] == b"RAHS\x01\x00\x00\x00" and len(data) == 40 and orderly
+        assert house.reason() == "bad-version"
+    assert "the client speaks version 9 of the handshake, this server 1" in caplog.text
+
+
+def test_an_unauthenticated_peer_gets_a_challenge_and_not_a_byte_more():
+    """Everything that a peer without the secret can get out of a server, whatever it serves."""
+    hello = b"RAHS" + struct.pack("<HHI", 1, 0, 3) + os.urandom(32)
+    tries = {
+        "nothing": b"",
+        "a tls client": bytes.fromhex("16030100") + os.urandom(300),
+        "http": b"GET /model HTTP/1.1\r\nHost: x\r\n\r\n",
+        "half a hello": hello[:20],
+        "a hello": hello,
+        "a hello that demands encryption": hello[:6] + b"\x01\x00" + hello[8:],
+        "unknown flags": hello[:6] + b"\xfe\xff" + hello[8:],
+        "client 0": hello[:8] + bytes(4) + hello[12:],
+        "the last client": hello[:8] + b"\xff" * 4 + hello[12:],
+        "a guessed proof": hello + os.urandom(64),
+        "an all-zero proof": hello + bytes(64),
+        "a guess and frames": hello + os.urandom(64) + b"RAFL" * 1000,
+        "another version": b"RAHS" + struct.pack("<HH", 2, 0) + os.urandom(500),
+    }
+    silent = ("nothing", "a tls client", "http", "half a hello")
+    nonces = set()
+    for house in (House(), House(encrypt=True, timeout_s=1.0)):
+        with house:
+            for name, said in tries.items():
+                with raw(house.door.address) as sock:
+                    with contextlib.suppress(OSError):  # it may have hung up before all was said
+                        sock.sendall(said)
+                        sock.shutdown(socket.SHUT_WR)
+                    data, _ = all_bytes(sock)
+                if name in silent:
+                    assert data == b"", name
+                else:
+                    assert data[:8] == b"RAHS\x01\x00\x00\x00" and len(data) == 40, name
+                    nonces.add(data[8:])
+                house.reason()
+            assert house.admitted.empty() and house.refused.empty()
+    assert len(nonces) == 2 * (len(tries) - len(silent)), "a nonce came twice"
+
+
+def test_a_silent_caller_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
+    with House() as house, raw(house.door.address) as sock:
+        assert house.reason() == "timeout"
+        assert all_bytes(sock) == (b"", False)
+
+
+def test_a_caller_that_drips_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
+    with House() as house, raw(house.door.address) as sock:
+        with pytest.raises(OSError):
+            for byte in b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(500):
+                sock.send(bytes([byte]))
+                time.sleep(0.05)
+        assert house.reason() == "timeout"
+
+
+def test_a_caller_that_goes_is_closed():
+    with House() as house:
+        raw(house.door.address).close()
+        assert house.reason() == "closed"
+
+
+def test_the_longest_waiting_gives_up_its_place():
+    with House(max_callers=3) as house:
+        silent = [raw(house.door.address) for _ in range(3)]
+        with house.call(1):
+            assert house.admitted.get(timeout=WAIT_S)[1] == 1
+        assert house.reason() == "busy" and house.refused.empty()
+        assert all_bytes(silent[0]) == (b"", False), "the first to come went first"
+        for sock in silent:
+            sock.close()
+        assert sorted(house.reason() for _ in silent[1:]) == ["closed", "closed"]
+
+
+def test_a_place_is_taken_from_the_host_that_holds_most():
+    with House(max_callers=4) as house:
+        address = parse_address(house.door.address)
+        lonely = socket.create_connection(address, WAIT_S, source_address=("127.0.0.2", 0))
+        crowd = [raw(house.door.address) for _ in range(20)]
+        for _ in range(17):
+            assert house.reason() == "busy"
+        handshake.introduce(SocketStream(lonely, Budget(WAIT_S), 0), SECRET.for_client(2), False)
+        assert house.admitted.get(timeout=WAIT_S)[1:] == (2, f"127.0.0.2:{lonely.getsockname()[1]}")
+        for sock in (lonely, *crowd):
+            sock.close()
+
+
+def test_a_host_may_hold_only_so_many_places():
+    with House(max_callers=10, max_per_host=2) as house:
+        crowd = [raw(house.door.address) for _ in range(5)]
+        assert [house.reason() for _ in range(3)] == ["busy"] * 3
+        assert all_bytes(crowd[0])[0] == b""
+        for sock in crowd:
+            sock.close()
+
+
+def test_those_who_are_being_admitted_keep_their_places():
+    inside, leave = threading.Event(), threading.Event()
+
+    def admit(pair, client, address):
+        inside.set()
+        assert leave.wait(WAIT_S)
+        pair.close()
+
+    with House(admit=admit, max_callers=1) as house:
+        first = house.call(1)
+        assert inside.wait(WAIT_S)
+        with pytest.raises((PeerLost, PeerTimeout)):
+            house.call(2)
+        assert house.reason() == "busy"
+        leave.set()
+        first.close()
+
+
+def test_admit_may_refuse():
+    def admit(pair, client, address):
+        pair.send(Message(Kind.STOP, meta={"reason": "no such client"}))
+        raise Refused("unknown-client", str(client))
+
+    with House(admit=admit) as house, house.call(99) as pair:
+        pair.send(Message(Kind.HELLO))  # which nobody reads
+        assert pair.recv(nothing, WAIT_S).meta == {"reason": "no such client"}
+        assert house.reason() == "unknown-client"
+        with pytest.raises(PeerLost):
+            pair.recv(nothing, WAIT_S)
+
+
+def test_an_admit_that_fails_is_counted_and_the_door_stays_open(caplog):
+    with House(admit=lambda *args: 1 // 0) as house:
+        for client in (1, 2):
+            with house.call(client):
+                assert house.reason() == "failed"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_report_that_fails_does_not_shut_the_door(caplog):
+    house = House()
+
+    def report(reason):
+        house.refused.put(reason)
+        raise OSError("the disk is full")
+
+    house.door._refused = report
+    with house:
+        raw(house.door.address).close()
+        assert house.reason() == "closed"
+        with house.call(1):
+            house.admitted.get(timeout=WAIT_S)
+
+
+def test_an_inherited_listening_socket():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with House(listener) as house, house.call(1):
+        assert house.door.address == f"127.0.0.1:{parse_address(house.door.address)[1]}"
+        assert house.admitted.get(timeout=WAIT_S)[1] == 1
+    assert listener.fileno() == -1
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this system has no IPv6")
+def test_ipv6():
+    try:
+        house = House("[::1]:0")
+    except BadInput:
+        pytest.skip("the loopback interface has no IPv6 address")
+    with house, house.call(1):
+        assert house.door.address.startswith("[::1]:")
+        assert house.admitted.get(timeout=WAIT_S)[2].startswith("[::1]:")
+
+
+def test_close_ends_threads_frees_the_port_and_leaves_admitted_pairs():
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    house = House()
+    with house:
+        client = house.call(1)
+        pair, *_ = house.admitted.get(timeout=WAIT_S)
+        waiting = [raw(house.door.address) for _ in range(3)]
+        for sock in waiting:
+            sock.sendall(b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(32))
+            assert len(sock.recv(40, socket.MSG_WAITALL)) == 40
+        house.door.close()
+        assert [house.reason() for _ in waiting] == ["stopped"] * 3
+        for sock in waiting:
+            assert all_bytes(sock) == (b"", False), "an end that is no judgement on a proof is a reset"
+            sock.close()
+        with pytest.raises(PeerLost, match="connection-refused: nothing listens at"):
+            house.call(1)
+        client.send(Message(Kind.KEEPALIVE))
+        assert pair.recv(nothing, WAIT_S).kind is Kind.KEEPALIVE
+        with House(house.door.address):
+            pass
+        client.close()
+    house.door.close()
+    # no more than before: what a test before this one left may have ended meanwhile
+    assert threading.active_count() <= before[0] and len(os.listdir("/proc/self/fd")) <= before[1]
+
+
+def test_a_door_that_was_never_opened_can_be_closed():
+    House().door.close()
+
+
+def test_call_where_something_else_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer():
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"220 mail.example.org ESMTP\r\n")
+                sock.recv(1000)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Refused, match=f"bad-magic: {address}: what answers is no raafl server"):
+            call(address, SECRET.for_client(1), timeout_s=WAIT_S)
+        thread.join()
+        with pytest.raises(PeerTimeout):
+            call(address, SECRET.for_client(1), timeout_s=0.3)
+    with pytest.raises(PeerLost, match="cannot reach"):
+        call("no.such.host.invalid:1", SECRET.for_client(1), timeout_s=5)
+
+
+def test_who_comes_too_often_is_turned_away_before_anything_is_reckoned_and_nobody_else(monkeypatch):
+    now = [0.0]
+    greeted = []
+    monkeypatch.setattr(handshake, "_client_key", lambda secret, client, made=handshake._client_key: (
+        greeted.append(threading.current_thread().name), made(secret, client))[1])  # fmt: skip
+    with House(turns=Turns(2, 10.0, lambda: now[0])) as house:
+        for _ in range(2):
+            house.call(1).close()
+            house.admitted.get(timeout=WAIT_S)
+        with contextlib.closing(house.call(1)) as pair, pytest.raises(PeerLost):  # proven, and one too many
+            pair.recv(nothing, WAIT_S)
+        assert house.reason() == "too-often"
+        before = greeted.count("caller")
+        with pytest.raises(PeerLost):
+            house.call(1)
+        assert house.reason() == "too-often" and greeted.count("caller") == before
+        house.call(2).close()
+        house.admitted.get(timeout=WAIT_S)
+        now[0] = 10.0
+        house.call(1).close()
+        house.admitted.get(timeout=WAIT_S)

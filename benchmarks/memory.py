@@ -129,7 +129,7 @@ def _costs(setting: Setting) -> list[Any]:
     import torch
 
     from model_zoo import MLP
-    from raafl.parts.select.fragments import fragment_ratios, fragment_specs
+    from raafl.parts.select.submodels import fragment_ratios, fragment_specs
     from raafl.submodel import Submodels, skeleton
 
     with skeleton():

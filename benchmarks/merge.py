@@ -26,7 +26,7 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
-from raafl.parts.select.fragments import fragment_specs
+from raafl.parts.select.submodels import fragment_specs
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels, skeleton
 
 NUM_UPDATES = 10

@@ -15,7 +15,7 @@ from raafl.core.algorithm import Algorithm, Local, Merge, Select
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Deltas, ServerKind, ServerOptimizer
 from raafl.parts.merge.staleness import Kind, Staleness
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import Buffered
 
 

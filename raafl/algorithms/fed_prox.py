@@ -9,7 +9,7 @@ from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
 
 

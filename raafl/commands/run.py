@@ -21,8 +21,8 @@ from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.local.trial import explained, try_training
 from raafl.loggers.loggers import Loggers, hyper_parameters
-from raafl.parts.select.fragments import Full
 from raafl.parts.select.leaves import leaves, sentence_of
+from raafl.parts.select.submodels import Full
 from raafl.runfolder.journal import default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.statistics import CLIENT, Coverage, Figures

@@ -26,7 +26,7 @@ from raafl.local.prepare import prepare
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.privacy import Privacy, noise_key, private
 from raafl.parts.protect.robust import Guard, guarded
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.submodel import Submodels
 from raafl.submodel.batch_norm import BatchNorm
 from raafl.submodel.exits import give_exits

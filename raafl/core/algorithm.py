@@ -4,7 +4,7 @@ A toy algorithm, whole: clients train the full model one at a time, and the newe
 
 >>> from raafl.parts.merge.mean import Mean
 >>> from raafl.core.sample import Sample
->>> from raafl.parts.select.fragments import Full
+>>> from raafl.parts.select.submodels import Full
 >>> from raafl.parts.trigger import EachArrival
 >>> def relay() -> Algorithm:
 ...     return Algorithm(name="relay", paper="none", sample=Sample(concurrency=1), select=Full(),

@@ -15,7 +15,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
 from raafl.runtime.setup import batch_size_of, client_infos, furnish, load_data, make_model, proven

@@ -10,7 +10,7 @@ from fractions import Fraction
 from raafl.core.algorithm import Fleet
 from raafl.core.types import ClientInfo, Work
 from raafl.parts.select import leading
-from raafl.parts.select.fragments import TABLE_4, OneOf, fragment_specs
+from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs
 from raafl.parts.select.units import axes_of
 from raafl.submodel import FULL, Spec
 

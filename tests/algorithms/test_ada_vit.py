@@ -12,7 +12,7 @@ from raafl.algorithms.ada_vit.adaptive import Adaptive, Policy, usage_loss
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.federation import experiment, finish
 

@@ -32,8 +32,8 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Wo
 from raafl.data import Digits, FederatedData, Iid
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.parts.select.fragments import Full
 from raafl.parts.select.rated import Rated
+from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.lora import is_lora
 from tests.federation import digits, experiment, finish, small_mlp

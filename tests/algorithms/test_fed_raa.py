@@ -20,7 +20,7 @@ from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.select.fragments import Fragments, Full
+from raafl.parts.select.submodels import Fragments, Full
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FlatTensors, Spec
 from tests.federation import experiment, finish

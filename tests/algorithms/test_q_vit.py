@@ -13,8 +13,8 @@ from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.fragments import Full
 from raafl.parts.select.rated import Rated
+from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.federation import experiment, finish
 

@@ -15,7 +15,11 @@ from raafl.parts.merge.staleness import Staleness
 from tests.habits.source import ROOT
 
 PARTS = ("sample", "select", "local", "trigger", "merge")
-FILES = sorted(path.stem for path in (ROOT / "raafl" / "algorithms").glob("*.py") if path.stem != "__init__")
+FILES = sorted(
+    path.stem
+    for path in (ROOT / "raafl" / "algorithms").iterdir()
+    if (path.suffix == ".py" or (path / "__init__.py").is_file()) and path.stem != "__init__"
+)
 
 
 def documented(factory) -> dict[str, str]:

@@ -138,7 +138,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch):
 
 def test_a_run_killed_while_it_saves_leaves_only_whole_checkpoints(tmp_path):
     code = (
-        "import torch; from raafl.runtime import checkpoint\n"
+        "import torch; from raafl.runfolder import checkpoints as checkpoint\n"
         "state = {'w': torch.zeros(500_000)}\n"
         "for version in range(1, 10**6):\n"
         "    state['w'].fill_(version)\n"

@@ -32,7 +32,7 @@ from raafl.algorithms.ada_vit.adaptive import Adaptive
 from raafl.core.algorithm import Algorithm
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
 
 

@@ -39,7 +39,7 @@ from raafl.core.algorithm import Algorithm, Select
 from raafl.core.sample import Sample
 from raafl.errors import BadInput, nearest
 from raafl.parts.merge.staleness import Kind, Staleness
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported, EachArrival
 
 TRIGGERS = {"each": EachArrival, "all": AllReported}

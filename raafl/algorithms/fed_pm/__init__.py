@@ -37,7 +37,7 @@ from __future__ import annotations
 from raafl.algorithms.fed_pm.masks import BayesianMasks, MaskTraining
 from raafl.core.algorithm import Algorithm, Select
 from raafl.core.sample import Sample
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
 
 

@@ -10,7 +10,7 @@ from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput
 from raafl.parts.select import Axes, shared_fragments, spec_of
-from raafl.parts.select.fragments import uncut
+from raafl.parts.select.submodels import uncut
 from raafl.submodel import Axis, Spec
 
 MEMORY = "dealt"

@@ -18,8 +18,8 @@ from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select import Budget, largest_rate, unit_scores
-from raafl.parts.select.fragments import uncut
 from raafl.parts.select.rated import Rated, Rates
+from raafl.parts.select.submodels import uncut
 from raafl.submodel import FULL, Spec, Submodels
 
 Unit = tuple[str, int]

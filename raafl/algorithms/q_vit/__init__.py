@@ -33,7 +33,7 @@ from raafl.algorithms.q_vit.quantised import Quantised
 from raafl.core.algorithm import Algorithm, Select
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.fragments import Full
+from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
 
 

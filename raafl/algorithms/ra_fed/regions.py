@@ -10,8 +10,8 @@ from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.select.coverage import LEVELS, Coverage, Level, Taken, mask_level, of_regions, topped_up
-from raafl.parts.select.fragments import uncut
 from raafl.parts.select.rated import ROUNDS, Rounds
+from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import shared_fragments, size_of, spec_of
 from raafl.submodel import Spec, Submodels
 

@@ -13,7 +13,7 @@ from raafl.core.algorithm import Fleet, Local, Restart, Select, Trigger, Waiting
 from raafl.core.types import Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, nearest, refuse_unused
 from raafl.parts.select import leading, steps
-from raafl.parts.select.fragments import uncut
+from raafl.parts.select.submodels import uncut
 from raafl.submodel import FULL, Spec, Submodels, last_fraction
 from raafl.submodel.cost import Cost
 

@@ -11,7 +11,7 @@ from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, positive, refuse_unused
 from raafl.parts.select import SELECTORS, Budget, largest_rate, leading, steps, width_of, window, window_starts
 from raafl.parts.select.depth import stack_of
-from raafl.parts.select.fragments import uncut
+from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import Axes, axes_of
 from raafl.submodel import Spec, Submodels
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from raafl.core.algorithm import Fleet
 from raafl.errors import BadInput, fraction
-from raafl.parts.select.fragments import Choice, OneOf
 from raafl.parts.select.segments import cuts_of, stack_of
+from raafl.parts.select.submodels import Choice, OneOf
 from raafl.parts.select.units import count
 from raafl.parts.select.windows import RollingWindows, split_rate, window_notes
 from raafl.submodel import Spec, Submodels

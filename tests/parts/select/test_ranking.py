@@ -7,8 +7,8 @@ import pytest
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
-from raafl.parts.select.fragments import Fragments
 from raafl.parts.select.ranking import Ranking
+from raafl.parts.select.submodels import Fragments
 from tests.tools import line_state
 
 

@@ -11,7 +11,7 @@ from raafl.core.algorithm import Fleet, Training
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.select.fragments import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs, offline_bound
+from raafl.parts.select.submodels import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs, offline_bound
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import FULL, Axis, Member
 from tests.tools import line_state

@@ -9,7 +9,7 @@ JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
-BENCHMARKS = $(filter-out common workloads pictures,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(filter-out common workloads pictures architecture,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .PHONY: help setup demo test chaos lint format bench pictures docs clean
 

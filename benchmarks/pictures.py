@@ -3,6 +3,7 @@
 - `learning-curve.svg`: the quick start beside FedAvg on the same clients, over virtual time, some seeds each.
 - `timeline.svg`: the first seconds of both, from what `raafl report` draws as "Who did what when".
 - `way-of-an-update.svg`: what happens to an update, as a diagram.
+- `architecture.svg`: the same in the code, see `benchmarks.architecture`.
 
 The background is the page's, and colours are such as can be read on white and on black. Runs are kept, and not made again.
 """
@@ -308,12 +309,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds of each run")
     options = parser.parse_args(argv)
+    from benchmarks import architecture  # it draws with what is here
+
     runs = simulated(options.runs, options.seeds, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     pictures = {
         "learning-curve": learning_curve(runs, options.seconds),
         "timeline": who_did_what(runs, min(options.seconds, 8.0)),
         "way-of-an-update": way_of_an_update(),
+        "architecture": architecture.draw(),
     }
     for name, svg in pictures.items():
         (options.out / f"{name}.svg").write_text(svg, encoding="utf-8")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks import pictures
+from benchmarks import architecture, pictures
 from tests.habits.source import ROOT
 
 
@@ -16,20 +18,28 @@ def texts(svg: str) -> list[str]:
     return ["".join(node.itertext()) for node in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_the_command_draws_all_three(tmp_path, capsys):
+def test_the_command_draws_all(tmp_path, capsys):
     options = ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs"), "--seeds", "1", "--seconds", "1"]
     pictures.main(options)
     drawn = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert {str(tmp_path / "out" / name) for name in drawn} == set(capsys.readouterr().out.split())
-    assert set(drawn) == {"learning-curve.svg", "timeline.svg", "way-of-an-update.svg"}
+    assert set(drawn) == {"architecture.svg", "learning-curve.svg", "timeline.svg", "way-of-an-update.svg"}
     assert {"Fed-RAA", "FedAvg", "60 %", "95 % target"} <= set(texts(drawn["learning-curve.svg"]))
     assert {"1 fast", "4 slowest", "waiting for a task"} <= set(texts(drawn["timeline.svg"]))
     pictures.main(options)  # from the same runs, the same pictures
     assert drawn == {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
 
 
-def test_the_diagram_of_the_docs_is_what_is_drawn():
-    assert (ROOT / "docs" / "images" / "way-of-an-update.svg").read_text() == pictures.way_of_an_update()
+@pytest.mark.parametrize(
+    "name, draw", [("way-of-an-update", pictures.way_of_an_update), ("architecture", architecture.draw)]
+)
+def test_the_diagrams_of_the_docs_are_what_is_drawn(name, draw):
+    assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == draw()
+
+
+@pytest.mark.parametrize("step", architecture.STEPS, ids=lambda step: step.name)
+def test_every_name_in_the_architecture_exists(step):
+    assert callable(functools.reduce(getattr, step.name.split("."), importlib.import_module(step.module)))
 
 
 def test_a_value_lies_where_it_should():

@@ -1,6 +1,6 @@
 """The picture of docs/architecture.md: the way of one task and its update through the code, in names that exist.
 
-`python -m benchmarks.pictures` draws it. Each step has a lane, a name in the code, and what happens there; a test imports every name.
+`python -m benchmarks.pictures` draws it. Each step has a lane, a name, and what happens there; a test imports all names.
 """
 
 from __future__ import annotations

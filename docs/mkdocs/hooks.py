@@ -24,7 +24,9 @@ API = {
     "raafl": ["raafl"],
     "Interfaces of parts": ["raafl.core.algorithm", "raafl.core.local"],
     "Parts": [
-        f"raafl.parts.{name}" for name in ("sample", "select", "rated", "windows", "trigger", "merge", "staleness")
+        "raafl.core.sample",
+        *(f"raafl.parts.{n}" for n in ("select", "select.rated", "select.windows", "trigger")),
+        *(f"raafl.parts.merge.{n}" for n in ("mean", "staleness")),
     ],
     "Records": ["raafl.core.types", "raafl.core.state"],
     "Submodels": ["raafl.submodel"],
@@ -147,7 +149,8 @@ def algorithm_page(name: str) -> str:
     configs = [path.name for path in sorted((ROOT / "configs").glob("*.yaml")) if f"raafl.{name}\n" in path.read_text()]
     if configs:
         lines += ["", "Configs made for it: " + ", ".join(f"`configs/{config}`" for config in configs) + "."]
-    lines += ["", f"The equations are in `raafl/algorithms/{name}.py`; [methods](../methods.md) has the prose."]
+    file = Path(module.__file__ or "").relative_to(ROOT)
+    lines += ["", f"The equations are in `{file}`; [methods](../methods.md) has the prose."]
     return "\n".join(lines) + "\n"
 
 

@@ -40,7 +40,14 @@ def test_the_file_defines_the_factory_of_its_name(name):
     factory = ALGORITHMS[name]
     assert (factory.__name__, factory.__module__) == (name, f"raafl.algorithms.{name}")
     assert getattr(raafl, name) is factory
-    assert name in raafl.__all__
+    assert name in raafl.__all__ and name in dir(raafl)
+
+
+def test_a_star_import_has_every_method_and_an_unknown_name_is_none():
+    names: dict = {}
+    exec("from raafl import *", names)
+    assert {*FILES, "Federation", "Algorithm"} <= set(names)
+    assert not hasattr(raafl, "fed_nothing")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -59,6 +66,13 @@ def test_describe_gives_name_paper_and_five_answers(name):
         assert "object at 0x" not in words  # a part without words of its own
         assert "(" not in words[:1]
     assert re.search(r"\b(19|20)\d\d\b", described["paper"]), "the paper's year"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_docs_have_the_row_that_the_algorithm_says_of_itself(name):
+    said = ALGORITHMS[name]().describe()
+    cells = (f"`{name}`", *(said[part] for part in ("paper", "select", "trigger", "merge")))
+    assert f"| {' | '.join(cells)} |\n" in (ROOT / "docs" / "algorithms.md").read_text()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from raafl.algorithms import ALGORITHMS
 from raafl.commands.cli import main
 from tests.habits.source import ROOT
 
@@ -34,11 +33,6 @@ def test_every_make_target_exists():
 def test_every_benchmark_exists():
     for name in re.findall(r"python -m benchmarks\.(\w+)", README):
         assert (ROOT / "benchmarks" / f"{name}.py").exists()
-
-
-def test_the_table_names_every_algorithm():
-    table = (ROOT / "docs" / "algorithms.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) >= set(ALGORITHMS)
 
 
 def test_it_is_short_and_shows_its_pictures():

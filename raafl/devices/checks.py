@@ -19,12 +19,12 @@ def number(field: str, value: Any) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Return whether ``value`` is a number, not a truth value and not NaN."""
+    """Check whether ``value`` is a number, not a truth value and not NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def are_pairs(pairs: object) -> bool:
-    """Return whether ``pairs`` is a sequence of two numbers each."""
+    """Check whether ``pairs`` is a sequence of two numbers each."""
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         return False
     return all(isinstance(w, Sequence) and len(w) == 2 and all(map(is_number, w)) for w in pairs)

@@ -87,7 +87,7 @@ def presence(
 
 
 def presence_problems(kind: str, on_s: Any, off_s: Any, has_windows: bool) -> list[str]:
-    """Return what is wrong with a presence, one line each."""
+    """List the faults of a presence, one line each."""
     if kind not in PRESENCES:
         return [f"presence is {kind!r}; write {', '.join(PRESENCES[:-1])} or {PRESENCES[-1]}"]
     if kind == "always":

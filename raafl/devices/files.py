@@ -39,7 +39,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def no_file(text: str) -> str:
-    """Return what is wrong with a text that names no file, which may have been meant as something else."""
+    """Explain a text that names no file, which may have been meant as something else."""
     if text == "auto" or text.isdecimal():
         return (
             f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "
@@ -51,7 +51,7 @@ def no_file(text: str) -> str:
 
 
 def is_list(text: str) -> bool:
-    """Return whether ``text`` is meant as a list of devices rather than as a path."""
+    """Check whether ``text`` is meant as a list of devices rather than as a path."""
     return text.lstrip().startswith(("[", "{")) or "\n" in text
 
 

@@ -138,7 +138,7 @@ RESERVE_SHARE, RESERVE_BYTES = 0.1, 64 * 2**20
 
 
 def memory_room(device: str | torch.device = "cpu", num_sharing: int | None = None) -> Room:
-    """Return what this process can still get on top of what it has, by the limit that is met first.
+    """Measure the memory that this process can still get on top of what it has, by the limit that is met first.
 
     For the CPU these are its own limits (``RLIMIT_AS``, ``RLIMIT_DATA``), those of the control groups that it is in (v1 or
     v2, each with all above it; file cache that they would give up is taken as free), and the memory that the kernel calls
@@ -196,7 +196,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "t
 
 
 def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Return what the tightest of this process's control groups leaves; infinite without any limit."""
+    """Measure the memory that the tightest of this process's control groups leaves; infinite without any limit."""
     try:
         entries = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:

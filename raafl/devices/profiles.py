@@ -97,7 +97,7 @@ class Profile:
         )
 
     def as_it_goes(self, predicted: TaskTime, start_s: float) -> TaskTime:
-        """Return what a task that was predicted so really takes when it starts at this time: the speed may change under way."""
+        """Correct a task's predicted time for its start: the speed may change under way."""
         if self.speed_changes is None:
             return predicted
         begun = now = start_s + predicted.down_s

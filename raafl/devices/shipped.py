@@ -35,7 +35,7 @@ def figures(name: str) -> dict[str, float]:
 
 
 def is_drawn(name: str) -> bool:
-    """Return whether each client of that name is drawn anew."""
+    """Check whether each client of that name is drawn anew."""
     return name in catalogue()["generators"]
 
 

@@ -43,7 +43,7 @@ class Buffered(Trigger):
         positive("buffer_size", self.size)
 
     def due(self, waiting: Waiting) -> bool:
-        """Return whether K updates wait."""
+        """Check whether K updates wait."""
         return len(waiting.arrived_s) >= self.size
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class AllReported(Trigger):
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: Waiting) -> bool:
-        """Return whether nothing is out any more."""
+        """Check whether nothing is out any more."""
         return waiting.num_active == 0
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Deadline(Trigger):
         positive("deadline seconds", self.seconds)
 
     def due(self, waiting: Waiting) -> bool:
-        """Return whether the deadline has passed or everyone has reported."""
+        """Check whether the deadline has passed or everyone has reported."""
         return waiting.num_active == 0 or waiting.now_s >= waiting.opened_s + self.seconds
 
     def wake_at(self, waiting: Waiting) -> float | None:
@@ -111,7 +111,7 @@ class MinRatio(Trigger):
             positive("wait_s", self.wait_s)
 
     def due(self, waiting: Waiting) -> bool:
-        """Return whether enough have reported for long enough, or everyone has."""
+        """Check whether enough have reported for long enough, or everyone has."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)

@@ -85,7 +85,7 @@ class World:
         return self._submodels[key]
 
     def fleet(self, algorithm: Algorithm) -> Fleet:
-        """Return what the parts are told of all clients, whether the algorithm suits them or not."""
+        """Collect the parts' notes on all clients, whether the algorithm suits them or not."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 

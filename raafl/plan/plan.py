@@ -91,7 +91,7 @@ def make_plan(
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:
-    """Return what is predicted for an algorithm with its defaults, or with the choice that the plan makes for it."""
+    """Predict a run of an algorithm with its defaults, or with the choice that the plan makes for it."""
     choices: dict[str, dict[str, Any]] = {
         "fed_raa": {"fragments": advice.fragments} if advice.fragments else {},
         "fed_buff": {"buffer_size": advice.buffer_size},

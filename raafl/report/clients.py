@@ -35,7 +35,7 @@ class Point:
 
 
 def participation(groups: Sequence[Group]) -> Chart:
-    """Return how much each client took part, against its speed."""
+    """Draw each client's participation against its speed."""
     speeds = {
         "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
         "time of a task": ("task_s", "median seconds of a task"),
@@ -137,7 +137,7 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
 
 
 def partition(runs: Sequence[tuple[str, Run]], classes: Mapping[int, Classes | str], left_out: int = 0) -> Chart:
-    """Return how many samples each client has; of which classes, for the runs (by id) of which that is known.
+    """Draw each client's number of samples; by class, for the runs (by id) of which that is known.
 
     Args:
         runs: named.

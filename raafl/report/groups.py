@@ -138,7 +138,7 @@ def _short(value: str) -> str:
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:
-    """Return what to call each run, by its id(): its group, its seed, and its folder where those do not tell it apart."""
+    """Name each run, by its id(): its group, its seed, and its folder where those do not tell it apart."""
     called: dict[int, str] = {}
     for group in groups:
         for run in group.runs:

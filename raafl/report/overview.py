@@ -53,7 +53,7 @@ def figures(run: Run) -> dict[str, Cell]:
 
 
 def ended(run: Run) -> str:
-    """Return why a run ended, in words."""
+    """Say in words why a run ended."""
     reason = (run.summary or {}).get("finished")
     return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
 
@@ -102,7 +102,7 @@ def groups_table(groups: Sequence[Group]) -> Table | None:
 
 
 def outcomes_table(groups: Sequence[Group]) -> Table:
-    """Return how the tasks of each run ended, by outcome."""
+    """Count the tasks of each run by outcome."""
     counts = {id(run): Counter(run.tasks.outcome) for group in groups for run in group.runs}
     outcomes = sorted({o for some in counts.values() for o in some}, key=lambda o: (o != MERGED, o))[:40]
     rows: list[list[Cell]] = [
@@ -121,7 +121,7 @@ def differences_table(groups: Sequence[Group]) -> Table | None:
 
 
 def notes_of(run: Run) -> list[str]:
-    """Return what a reader has to know of a run: what is missing, what was not written, what was warned of."""
+    """List the faults of a run that a reader has to know: what is missing, what was not written, what was warned of."""
     summary = run.summary or {}
     notes = list(run.notes)
     unwritten = summary.get("unwritten")

@@ -67,7 +67,7 @@ def _words(is_text: bool) -> str:
 
 
 def folded(title: str, inner: str) -> str:
-    """Return what is shown when its title is clicked."""
+    """Write the block that is shown when its title is clicked."""
     return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
 
 

@@ -19,7 +19,7 @@ _LONGEST_SPEC = 60
 
 
 def staleness(groups: Sequence[Group]) -> Chart:
-    """Return how stale the merged updates were."""
+    """Draw the staleness of the merged updates."""
     values = {group.label: _of_merged(group, "staleness") for group in groups}
     known = [some for some in values.values() if len(some)]
     if not known:
@@ -52,7 +52,7 @@ def staleness(groups: Sequence[Group]) -> Chart:
 
 
 def regions(groups: Sequence[Group]) -> Chart:
-    """Return how often each region of the model was merged, how stale, and for how long it was not."""
+    """Draw the merges of each region of the model: how often, how stale, how long ago."""
     figures = {group.label: _regions(group) for group in groups}
     numbers = sorted({region for some in figures.values() for region in some})
     if not numbers:

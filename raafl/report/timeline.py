@@ -32,7 +32,7 @@ def in_order(run: Run) -> list[int]:
 
 
 def lane(run: Run, client: int) -> str:
-    """Return what to call a client: its number and its device."""
+    """Name a client: its number and its device."""
     device = run.clients[client].device if client in run.clients else ""
     device = device if len(device) <= _LABEL else device[: _LABEL - 1] + "…"
     return f"{client} {device}".strip()
@@ -166,7 +166,7 @@ def _tasks_table(name: str, run: Run, found: Stretches) -> Table:
 
 
 def time_spent(runs: Sequence[tuple[str, Run]], left_out: int = 0) -> Chart:
-    """Return what the time of each client, and of all of them, went into."""
+    """Draw the uses of the time of each client, and of all of them."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
     totals: dict[str, dict[str, float]] = {}

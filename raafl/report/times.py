@@ -81,7 +81,7 @@ def _after(times: Sequence[float], since: float, otherwise: float) -> float:
 
 
 def uses(run: Run, found: Stretches) -> dict[int, dict[str, float]]:
-    """Return what each client's seconds went into, from 0 to the run's end, by client and `USES`.
+    """Divide each client's seconds, from 0 to the run's end, by client and `USES`.
 
     The transfers of a task are what its device's links take for its bytes; where they are not known, a task is not divided.
     """

@@ -79,7 +79,7 @@ class AxisTable:
                 )
 
     def is_whole(self, name: str, kept: Kept) -> bool:
-        """Return whether all indices of axis ``name`` are kept."""
+        """Check whether all indices of axis ``name`` are kept."""
         return len(kept) == self.axes[name].size
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:

@@ -53,7 +53,7 @@ def join(*parts: str) -> str:
 
 
 def within(name: str, paths: Iterable[str]) -> bool:
-    """Return whether a tensor or module of this name is one of ``paths``, or lies in one; all lies in the root, ''."""
+    """Check whether a tensor or module of this name is one of ``paths``, or lies in one; all lies in the root, ''."""
     return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 

@@ -116,7 +116,7 @@ def discover_axes(
 
 
 def _unknown(module: nn.Module) -> str | None:
-    """Return which sealed model has blocks of a type without a rule."""
+    """Name the sealed model that has blocks of a type without a rule."""
     for path, model in sealed_models(module):
         if next(composites(model), None) is None:
             name, block = next(

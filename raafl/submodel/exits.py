@@ -111,7 +111,7 @@ _tail(
 
 
 def tail_of(model: nn.Module) -> Tail | None:
-    """Return what is known of the model's last layers."""
+    """Look up the model's last layers."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
     return next((TAILS[name] for name in names if name in TAILS), None)
 

@@ -137,7 +137,7 @@ class Layout:
         return cls.pack(_checked(item) for item in tensors)
 
     def is_prefix_of(self, other: Layout) -> bool:
-        """Return whether each buffer of this layout is the beginning of ``other``'s."""
+        """Check whether each buffer of this layout is the beginning of ``other``'s."""
         return all(other.by_name.get(entry.name) == entry for entry in self.entries)
 
 
@@ -221,7 +221,7 @@ class FlatTensors:
         return buffer.as_strided(entry.shape, entry.stride, buffer.storage_offset() + entry.offset)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a tensor of that name is here."""
+        """Check whether a tensor of that name is here."""
         return name in self.layout.by_name
 
     def __len__(self) -> int:
@@ -271,7 +271,7 @@ class FlatTensors:
         return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
 
     def is_finite(self) -> bool:
-        """Return whether no element is NaN or infinite. A sum is enough unless it overflows."""
+        """Check that no element is NaN or infinite. A sum is enough unless it overflows."""
         for dtype, buffer in self.buffers.items():
             if not (dtype.is_floating_point or dtype.is_complex) or buffer.numel() == 0:
                 continue

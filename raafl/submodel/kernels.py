@@ -154,7 +154,7 @@ def _bytes(value: Tensor) -> int:
 
 
 def _uses_onednn(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Return whether torch hands a convolution on one thread to oneDNN, by its own rule."""
+    """Check whether torch hands a convolution on one thread to oneDNN, by its own rule."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return True
     kernel = weight.shape[2:]

@@ -95,7 +95,7 @@ class Counted(NamedTuple):
 
 
 def counted(func: Any, args: Any, kwargs: Any, result: Any) -> Counted:
-    """Return what an operation does; nothing where it is not one of torch's own."""
+    """Look up the ledger entry of an operation; none where it is not one of torch's own."""
     if not isinstance(func, torch._ops.OpOverload):
         return Counted()
     packet, made = func._overloadpacket, tensors_in(result)
@@ -146,7 +146,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells storages apart while they are alive, those on the meta device as well, unlike `data_ptr`."""
+    """Identify a storage while it is alive, on the meta device as well, unlike `data_ptr`."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -182,7 +182,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return what the kernel makes of tensors without values, shapes (batch, heads, positions, width); None = not for it."""
+    """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
     if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
     if enable_gqa:

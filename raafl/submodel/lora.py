@@ -20,7 +20,7 @@ _LORA = "peft.tuners.lora.layer.LoraLayer"
 
 
 def is_lora(layer: nn.Module) -> bool:
-    """Return whether this is a LoRA layer of peft, whatever kind of layer it adapts."""
+    """Check whether this is a LoRA layer of peft, whatever kind of layer it adapts."""
     return any(f"{base.__module__}.{base.__qualname__}" == _LORA for base in type(layer).__mro__)
 
 

@@ -133,7 +133,7 @@ class _Proof:
         self.generator = torch.Generator().manual_seed(11)
 
     def begin(self) -> str | None:
-        """Return why the whole model can be held beside nothing."""
+        """Explain why the whole model cannot be compared with a smaller one."""
         try:
             self.whole = self._made(FULL, self.values)
             self.first = step = self._step(self.whole)
@@ -173,7 +173,7 @@ class _Proof:
         return all(self._differs(self._spec(part, _half)) is None for part in _separating(names))
 
     def _problem(self, names: Sequence[str]) -> str | None:
-        """Return how a model with these axes cut, to one unit or to random ones, differs from the whole."""
+        """Compare a model with these axes cut, to one unit or to random ones, with the whole; None = alike."""
         return self._differs(self._spec(names, _one)) or self._differs(self._spec(names, _half))
 
     def _spec(self, names: Sequence[str], choose: Callable[[int, torch.Generator], list[int]]) -> Spec:
@@ -202,7 +202,7 @@ class _Proof:
         return self._compared(equal, small, self._step(self.whole))
 
     def _runs(self, spec: Spec) -> str | None:
-        """Return what is wrong with a step where a norm spans an axis, so that results are others: shapes, finiteness."""
+        """Check a step where a norm spans an axis, so that results are others: shapes, finiteness."""
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)))
         except Exception as error:
@@ -338,7 +338,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:
-    """Return whether a norm takes its statistics across the axis: such a model is not the whole one with units zeroed."""
+    """Check whether a norm takes its statistics across the axis: such a model is not the whole one with units zeroed."""
     owners = {member.name.rpartition(".")[0] for member in axis.members}
     return any(type(module.get_submodule(path)).__name__.endswith(_EDGES) for path in owners)
 

@@ -80,7 +80,7 @@ def _registered(layer: nn.Module) -> tuple[Rule | None, type[nn.Module]]:
 
 
 def _runs(layer: nn.Module, layer_type: type[nn.Module]) -> bool:
-    """Return whether the layer's `forward` is that of ``layer_type``, or a wrapper that its packages puts around it."""
+    """Check whether the layer's `forward` is that of ``layer_type``, or a wrapper that its package puts around it."""
     forward: Any = type(layer).forward
     wanted: Any = getattr(layer_type, "forward", None)  # a mix-in has none of its own
     while wanted is not None and forward is not wanted:

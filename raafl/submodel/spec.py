@@ -77,7 +77,7 @@ class Spec:
         return next((indices for name, indices in self.kept if name == axis), None)
 
     def __str__(self) -> str:
-        """Return what is kept in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2``.
+        """Name the spec in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2``.
 
         Where more than four axes keep the same, they are only counted: ``12 axes[0:8]``.
         """

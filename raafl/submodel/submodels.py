@@ -373,7 +373,7 @@ class Submodels:
     # ---- what they cost ----
 
     def cost(self, spec: Spec = FULL, batch_size: int = 1, num_optimizer_slots: int = 2) -> Cost:
-        """Return what training ``spec`` costs a client; see `raafl.submodel.cost.predict`. Cached.
+        """Predict the cost of training ``spec``; see `raafl.submodel.cost.predict`. Cached.
 
         Only how many indices are kept matters, not which.
         """

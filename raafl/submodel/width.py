@@ -27,7 +27,7 @@ def _bases(module: nn.Module) -> set[str]:
 
 
 def is_sealed(module: nn.Module) -> bool:
-    """Return whether the module is a whole transformer of a package, whose forward is not traced."""
+    """Check whether the module is a whole transformer of a package, whose forward is not traced."""
     return not _bases(module).isdisjoint((_PRETRAINED, _TORCHVISION))
 
 

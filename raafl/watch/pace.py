@@ -23,7 +23,7 @@ class Aim:
     at_most: bool = False
 
     def met(self, value: float) -> bool:
-        """Return whether ``value`` reaches it."""
+        """Check whether ``value`` reaches it."""
         return value <= self.value if self.at_most else value >= self.value
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Goals:
 
     @classmethod
     def from_json(cls, data: Any) -> Goals:
-        """Return what `to_json` gave; no goals for anything else."""
+        """Read goals that `to_json` wrote; none from anything else."""
         try:
             targets = [Aim(str(one["metric"]), float(one["value"]), bool(one["at_most"])) for one in data["targets"]]
             return cls(data["max_updates"], data["max_time_s"], tuple(targets))

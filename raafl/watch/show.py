@@ -29,7 +29,7 @@ def sentence(state: ProgressState) -> str:
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:
-    """Return what a terminal shows: the title, a line a client, the run's figures, its metrics and when it ends."""
+    """Draw the table of a terminal: the title, a line a client, the run's figures, its metrics and when it ends."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -204,7 +204,7 @@ class RunState:
         return self.time_s + (idle_s if self.runtime == "distributed" else 0.0)
 
     def snapshot(self, most: int | None = MAX_CLIENTS) -> ProgressState:
-        """Return how the run stands now, with ``most`` of its clients: those at work first, the longest first."""
+        """Describe the run as it stands now, with ``most`` of its clients: those at work first, the longest first."""
         now_s, summary = self.now_s(), self.summary or {}
         updates = int(summary.get("updates_merged", self._updates))
         down, up = (int(summary.get(f"bytes_{way}", n)) for way, n in zip(("down", "up"), self._bytes, strict=True))

@@ -68,7 +68,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def students_of(module: nn.Module) -> EarlyLogits | None:
-    """Return what gives the logits of the exits in ``module`` that train and do not end it; None where there are none."""
+    """Find the heads that give logits of the exits in ``module`` that train and do not end it; None where there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)

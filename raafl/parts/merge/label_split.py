@@ -89,7 +89,7 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return what is to be said where one joint update of many reaches ``merge``."""
+    """Explain, where one joint update of many reaches ``merge``, what that means."""
     if not isinstance(merge, LabelSplit):
         return []
     return [

@@ -39,11 +39,11 @@ class Wrapped(Merge):
         return self.inner.notes(state, num_clients)
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return what the inner merge says."""
+        """Pass on the notes of the inner merge."""
         return self.inner.too_stale(staleness)
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return what the inner merge objects to."""
+        """Pass on the objection of the inner merge."""
         return self.inner.problem(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -63,7 +63,7 @@ class Wrapped(Merge):
         self.inner.undone(state, merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return what the inner merge reports."""
+        """Pass on the report of the inner merge."""
         return self.inner.report(state)
 
 

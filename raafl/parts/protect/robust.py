@@ -103,7 +103,7 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Return what ``update`` would change: its own tensors where those are deltas (only to be read), else new storage."""
+    """Subtract the model from ``update``: its own tensors where those are deltas (only to be read), else new storage."""
     if sends == "delta":
         return update.tensors
     change = state.submodels.plan(spec).gather(state.values)
@@ -217,7 +217,7 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Return how many of ``num`` values are dropped at each end: floor(trim * num), or all but the middle one or two."""
+    """Count the values of ``num`` that are dropped at each end: floor(trim * num), or all but the middle one or two."""
     if combine == "median":
         return max(num - 1, 0) // 2
     return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0  # 0.29 * 100 is a little less than 29

@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return what a task of this cost needs, by the name of each limit."""
+        """Name a task's needs, by the name of each limit."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,7 +54,7 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Return what is needed of each limit that is not kept; nothing where the task fits."""
+        """Name the needs beyond each limit that is not kept; none where the task fits."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 

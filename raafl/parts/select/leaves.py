@@ -26,6 +26,6 @@ def leaves(fleet: Fleet) -> dict[str, dict[str, float]]:
 
 
 def sentence_of(shares: dict[str, dict[str, float]]) -> str:
-    """Return what `leaves` found in words."""
+    """Say in words what `leaves` found."""
     words = [f"{rate}: {one['parameters']:.2f} and {one['flops']:.2f}" for rate, one in shares.items()]
     return f"of parameters and FLOPs a rate leaves {', '.join(words)}"

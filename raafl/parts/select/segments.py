@@ -91,7 +91,7 @@ def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
 
 
 def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
-    """Return whether another axis lies on the member's dimension as well."""
+    """Check whether another axis lies on the member's dimension as well."""
     others = (m for other in submodels.axes.values() if other.name != axis.name for m in other.members)
     return any((m.name, m.dim) == (member.name, member.dim) for m in others)
 

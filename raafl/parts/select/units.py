@@ -44,7 +44,7 @@ def size_of(axis: Axis | Stack) -> int:
 
 
 def count(size: int, rate: float) -> int:
-    """Return how many of ``size`` units a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
+    """Count the units of ``size`` that a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
 
     Raises:
         BadInput: a rate that is not in (0, 1].
@@ -55,7 +55,7 @@ def count(size: int, rate: float) -> int:
 
 
 def counts(axes: Axes, rate: Rate) -> dict[str, int]:
-    """Return how many units are kept of each axis that shrinks.
+    """Count the units that are kept of each axis that shrinks.
 
     Raises:
         BadInput: a rate out of (0, 1], or for an axis that is not there.

@@ -52,7 +52,7 @@ def window_notes(submodels: Submodels) -> list[str]:
 
 
 def first_window(client: int, num: int) -> int:
-    """Return which of ``num`` windows a client begins with, so that clients are spread over all of them from the start.
+    """Choose the one of ``num`` windows that a client begins with; clients are spread over all of them from the start.
 
     The sum of the digits of ``client - 1`` to base ``num``: client 1 begins with the lowest; any ``num`` neighbours have all, and
     clients of one kind that come at equal distances are spread as well.
@@ -78,7 +78,7 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def turn(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return which of its rounds a client is at after so many merged tasks, and the axes whose scores train now."""
+        """Count the rounds of a client after so many merged tasks, and name the axes whose scores train now."""
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
                 if merged == 0:

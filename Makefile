@@ -11,10 +11,10 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 BENCHMARKS = $(filter-out common workloads pictures architecture,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
-.PHONY: help setup demo test chaos lint format bench pictures docs clean
+.PHONY: help setup demo test test-long chaos lint format bench pictures docs clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: .venv/.full  ## make .venv with everything the tests need
 
@@ -22,9 +22,12 @@ demo: .venv/.light  ## train the quick start on this machine: one coordinator, f
 	@echo "[raafl] $(RANKS) ranks train $(CONFIG): rank 0 coordinates, the others are the clients"
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m raafl fit --config $(CONFIG) $(ARGS)
 
-test: .venv/.full  ## run the tests, JOBS=2 at a time where they do not mind (ARGS="-k journal" to choose)
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || test $$? -eq 5  # 5: none chosen
-	@$(BIN)/python -m pytest -q -m alone $(ARGS) || test $$? -eq 5
+test: .venv/.full  ## run the tests, JOBS=2 at a time and those that measure alone (ARGS="-k journal" to choose)
+	@$(BIN)/python -m pytest -q --durations=10 -n $(JOBS) --dist worksteal -m "not alone and not long" $(ARGS) || test $$? -eq 5  # 5: none chosen
+	@$(BIN)/python -m pytest -q --durations=10 -m "alone and not long" $(ARGS) || test $$? -eq 5
+
+test-long: .venv/.full  ## run what is long and rare: tests marked long, 100,000 damaged frames, 200 faults; an hour or more
+	$(BIN)/python -m tests.long --out build/test-long.json $(ARGS)
 
 chaos: .venv/.full  ## torment a federation for KILLS=200 (or SECONDS=600), SEED=0; report in build/chaos/report.json
 	rm -rf build/chaos

@@ -197,7 +197,7 @@ def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
     assert server.err.splitlines() == [f"raafl: warning: {summary['warnings'][0]}"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("torchrun and three ranks start from nothing")
 def test_under_torchrun_once_and_twice(tmp_path):
     """As from a terminal: every process has the signal, and torchrun passes it on once more."""
     run = tmp_path / "run"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.habits.source import ROOT
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]  # starts processes
+pytestmark = pytest.mark.timeout(900)
 DEADLINE_S = 300
 
 

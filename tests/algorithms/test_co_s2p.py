@@ -295,7 +295,7 @@ def eyes():
     return Small("micro", image_size=8, patch_size=4, in_channels=1, lr=3e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a transformer learns, twice")
 def test_a_transformer_learns_and_repeats_bit_for_bit_with_any_number_of_workers(tmp_path):
     pytest.importorskip("transformers")
     algorithm = co_s2p(rates=[1.0, 0.25, 0.0625, 0.25], mask_rounds=1, mask_steps=2)

@@ -249,7 +249,7 @@ def test_the_full_model_is_never_rescaled():
     assert not any(layer._forward_hooks for layer in module.modules())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)  # a quarter of that on an idle core
 def test_fragments_reach_90_percent_of_mnist_well_before_whole_models(raafl_data, tmp_path):
     """A short form of benchmarks/fed_raa.py; the paper's ratios at 93 % are 4.46 over FedAvg and 2.66 over FedAsync."""

@@ -246,7 +246,7 @@ def test_commands_and_their_misspellings(capsys):
     assert "unknown option '--jsn'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow("every kind of bad input in a process of its own")
 def test_bad_input_in_real_processes(tmp_path):
     """Exit code 2, nothing on standard output, no traceback, whatever the kind."""
     (tmp_path / "full").mkdir()
@@ -402,7 +402,7 @@ class Chatty(MLP):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a process starts from nothing")
 def test_json_prints_json_alone_even_with_a_model_that_prints(tmp_path):
     """Also: a module of the folder in which the command is run needs no installing."""
     (tmp_path / "chatty.py").write_text(CHATTY)
@@ -421,7 +421,7 @@ def test_json_prints_json_alone_even_with_a_model_that_prints(tmp_path):
     assert json.loads((folder / "summary.json").read_text())["model_digest"] == result["model_digest"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a process starts from nothing")
 def test_ctrl_c_ends_with_a_summary(tmp_path):
     argv = command("simulate", "--config", QUICKSTART, "--max_updates", "1000000", "--output", tmp_path / "run")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -446,7 +446,7 @@ def test_ctrl_c_ends_with_a_summary(tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a process starts from nothing")
 def test_a_reader_that_goes_away_ends_nothing(tmp_path):
     argv = command("simulate", "--config", QUICKSTART, "--max_updates", "50", "--output", tmp_path / "run")
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -464,7 +464,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path):
 # ---- fit ----
 
 
-@pytest.mark.slow
+@pytest.mark.slow("torchrun and three ranks start from nothing")
 @pytest.mark.timeout(240)
 def test_fit_under_torchrun(tmp_path):
     options = ["--clients", "2", "--output", tmp_path / "run", "--waits.join_s", "90"]
@@ -486,7 +486,7 @@ def test_fit_under_torchrun(tmp_path):
     assert str(ROOT / "raafl") not in done.stderr  # torchrun has a traceback of its own, which is not ours
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a process starts from nothing, for each case")
 def test_ranks_started_by_hand_with_bad_places(tmp_path):
     ready = {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with socket.create_server(("127.0.0.1", 0)) as taken:

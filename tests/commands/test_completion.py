@@ -14,7 +14,7 @@ from raafl.errors import BadInput
 from tests.habits.source import ROOT
 
 pytest.importorskip("shtab")
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]  # starts a shell
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests import ranks as here
 from tests.federation import experiment
 from tests.ranks import Watched, held, ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]  # most look at the clock
 SHORT = Waits(join_s=40.0, task_s=20.0, idle_s=20.0, stop_s=5.0)
 
 

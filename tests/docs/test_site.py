@@ -15,7 +15,7 @@ from tests.habits.source import ROOT
 
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]  # starts a process, and much of a minute of computing
+pytestmark = pytest.mark.timeout(900)
 FETCHED = re.compile(
     r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"?(https?:)?//|@import\s+(?:url\()?[\"']?(?:https?:)?//"
 )

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.guards import BUDGET_S, over_budget, unnamed
 from tests.habits.source import ROOT
 
 TESTS = """
@@ -34,7 +35,7 @@ def test_environment():
 def test_folder(tmp_path):
     os.chdir(tmp_path)
 
-def test_clean(monkeypatch, tmp_path, free_port):
+def test_clean(monkeypatch, tmp_path):
     assert "LEFT_OVER" not in os.environ
     monkeypatch.setenv("PUT_BACK", "1")
     monkeypatch.chdir(tmp_path)
@@ -47,13 +48,26 @@ def test_data(raafl_data):
 
 def test_skipped():
     pytest.skip("needs two GPUs")
+
+@pytest.fixture
+def costly(monkeypatch):
+    # on this clock of CPU time every look is 99 seconds later
+    looks = iter(range(0, 999, 99))
+    monkeypatch.setattr(sys.modules["conftest"], "cpu_s", lambda: next(looks))
+
+def test_costly(costly):
+    pass
+
+@pytest.mark.slow("it costs")
+def test_costly_for_a_reason(costly):
+    pass
 """
 
 
 @pytest.fixture
 def outcomes(tmp_path):
     """A function that runs some of TESTS under the project's conftest; returns each one's outcomes and the output."""
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "guards.py", tmp_path / "conftest.py")
     (tmp_path / "test_it.py").write_text(TESTS)
 
     def run(*options, **environment):
@@ -75,7 +89,7 @@ def test_each_leftover_fails_its_test_and_no_other(outcomes):
     left = ["PASSED", "ERROR"]  # the test itself passes; what it left is found when it is torn down
     assert found == {
         **dict.fromkeys(("process", "thread", "group", "environment", "folder"), left),
-        "clean": ["PASSED"],
+        **dict.fromkeys(("clean", "costly", "costly_for_a_reason"), ["PASSED"]),
         "data": ["SKIPPED"],
         "skipped": ["SKIPPED"],
     }
@@ -94,3 +108,18 @@ def test_required_data_may_not_be_skipped(outcomes):
     assert found["data"] == ["ERROR"]
     assert found["skipped"] == ["SKIPPED"]
     assert "RAAFL_REQUIRE_DATA=1 forbids this skip" in text
+
+
+def test_the_budget_asks_for_a_reason():
+    assert over_budget(2.0 * BUDGET_S, []) is None
+    assert over_budget(2.1 * BUDGET_S, [pytest.mark.slow("it learns").mark]) is None
+    complaint = over_budget(2.1 * BUDGET_S, [])
+    assert complaint and "took 10.5 s of CPU; a test may take 5" in complaint
+    marks = [pytest.mark.slow.mark, pytest.mark.slow("").mark, pytest.mark.slow(3).mark, pytest.mark.slow("why").mark]
+    assert unnamed(marks) == marks[:3]
+
+
+def test_a_test_over_the_budget_fails_where_it_is_asked_for(outcomes):
+    found, text = outcomes("-k", "costly", RAAFL_TEST_BUDGET="1")
+    assert found == {"costly": ["FAILED"], "costly_for_a_reason": ["PASSED"]}
+    assert "test_costly took 99.0 s of CPU" in text

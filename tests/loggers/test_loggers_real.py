@@ -101,7 +101,7 @@ def sweep_command() -> list[str]:
     return words[5:]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("wandb starts its own service, five times")
 @pytest.mark.timeout(600)
 def test_wandb_offline_has_it_all_and_goes_on_with_a_resumed_run(tmp_path):
     """Without a key, and with one but a server that takes connections and never says a word."""
@@ -187,7 +187,7 @@ assert main(["simulate", "--config=configs/quickstart.yaml", *options]) == 0
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("mlflow is imported by a process of its own")
 @pytest.mark.timeout(600)
 def test_mlflow_in_files_has_metrics_tables_and_the_model(tmp_path):
     if importlib.util.find_spec("mlflow") is None:

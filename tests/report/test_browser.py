@@ -16,10 +16,7 @@ from tests.report.folders import CONFIG, write
 from tests.report.test_page import CHARTS, hostile_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium or google-chrome"),
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium or google-chrome")
 DARK, LIGHT = "0", "1"
 DEADLINE_S = 100
 

@@ -234,6 +234,7 @@ def test_an_idle_client_hears_that_the_server_is_alive():
     table.close()
 
 
+@pytest.mark.alone
 def test_abandoning_wakes_a_session_that_waits_for_an_answer():
     table = Table()
     table.greet()

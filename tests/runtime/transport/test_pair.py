@@ -278,6 +278,7 @@ def test_refused_payload_over_the_limit_closes_the_pair(how, pool):
             sent.result(5)
 
 
+@pytest.mark.alone
 def test_refused_payloads_do_not_grow_memory(pool):
     with GlooPairs() as ends:
         message = Message(Kind.UPDATE, 9, 0, {}, random_flat(8 * CHUNK))
@@ -336,6 +337,7 @@ def test_the_last_words_arrive_after_close(ends):
         client.recv(nothing, 5)
 
 
+@pytest.mark.alone
 def test_a_silent_peer_is_a_timeout_at_the_deadline(ends):
     start = time.monotonic()
     with pytest.raises(PeerTimeout):
@@ -364,6 +366,7 @@ def test_a_wait_may_outlast_the_timeout_of_the_pair(pool):
         assert waiting.result(5).kind is Kind.KEEPALIVE
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", ["recv", "send"])
 def test_close_wakes_a_waiter_and_is_idempotent(ends, pool, what):
     server, _ = ends
@@ -400,6 +403,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("doing", ["idle", "sending", "receiving"])
 def test_a_killed_process_is_noticed_at_once(doing, tmp_path, pool):
     store = new_store()
@@ -437,6 +441,7 @@ def test_a_killed_process_is_noticed_at_once(doing, tmp_path, pool):
         client.wait()
 
 
+@pytest.mark.alone
 def test_a_missing_peer_blocks_nobody_else(pool):
     store = new_store()
     missing = pool.submit(GlooPair.connect, store, "pair/2/0", True, 3.0, HOST)
@@ -458,6 +463,7 @@ def test_a_peer_comes_back_under_a_new_prefix(how, pool):
             server.recv(nothing, 5)
 
 
+@pytest.mark.alone
 def test_threads_and_descriptors_return_to_their_level(how, pool):
     store = new_store()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -78,6 +79,7 @@ def _pending(pid: int, number: signal.Signals) -> bool:
 
 def _run(argv: list[str], folder: Path, environment: dict[str, str], before: Callable[[], None] | None) -> None:
     os.setsid()
+    gc.freeze()  # what came from the parent is not looked through for garbage again
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)

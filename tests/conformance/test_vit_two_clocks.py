@@ -58,4 +58,4 @@ def test_ten_updates_repeat_and_are_the_same_on_real_ranks(tmp_path, name):
 
 def test_every_algorithm_is_among_the_variants():
     assert {algorithm.name for algorithm in VARIANTS.values()} == ALGORITHMS.keys()
-    assert CUT_DIFFERENTLY <= VARIANTS.keys()
+    assert VARIANTS.keys() >= CUT_DIFFERENTLY

@@ -89,7 +89,7 @@ def test_each_leftover_fails_its_test_and_no_other(outcomes):
     left = ["PASSED", "ERROR"]  # the test itself passes; what it left is found when it is torn down
     assert found == {
         **dict.fromkeys(("process", "thread", "group", "environment", "folder"), left),
-        **dict.fromkeys(("clean", "costly", "costly_for_a_reason"), ["PASSED"]),
+        **{name: ["PASSED"] for name in ("clean", "costly", "costly_for_a_reason")},
         "data": ["SKIPPED"],
         "skipped": ["SKIPPED"],
     }

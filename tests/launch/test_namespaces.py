@@ -143,6 +143,7 @@ def check(folder, link, far_client):
         assert float(row["train_s"]) >= link.least_s(down) + link.least_s(up) > 2.0
 
 
+@pytest.mark.long
 def test_torchrun_meets_and_trains_across_two_nodes(link, tmp_path):
     """Ranks 0 and 1 are on the near node, whose address comes first; rank 2 is on the far one."""
     options = ("launch/multi-node.sh", *RUN[1:], "--output", str(tmp_path / "run"))
@@ -155,6 +156,7 @@ def test_torchrun_meets_and_trains_across_two_nodes(link, tmp_path):
     check(tmp_path / "run", link, far_client=2)
 
 
+@pytest.mark.slow("a server and two clients start from nothing")
 def test_clients_join_across_the_link(link, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a secret for tests only")

@@ -83,10 +83,13 @@ def test_without_arguments_a_script_says_what_it_takes(script):
 
 
 def test_one_node_runs_as_many_ranks_as_asked_for(cluster, tmp_path):
-    options = ("--clients", "1", "--output", str(tmp_path / "run"), *SHORT)
-    code, _, err = run(cluster, "launch/one-node.sh", "configs/quickstart.yaml", *options, RANKS="2")
-    assert code == 0, err
-    assert merged_of(tmp_path / "run") == {"1": 4}
+    """With a stand-in for torchrun; what that does with such a line is in tests/distributed/test_torchrun.py."""
+    (tmp_path / "tools" / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "tools" / "torchrun").chmod(0o755)
+    code, _, err = run(cluster, "launch/one-node.sh", "configs/quickstart.yaml", "--clients", "1", RANKS="2")
+    assert code == 3, err  # torchrun's
+    raafl = "-m raafl fit --config configs/quickstart.yaml --clients 1"
+    assert (tmp_path / "calls").read_text() == f"|--standalone --nproc-per-node 2 {raafl}\n"
 
 
 def slurm(cluster, number):
@@ -97,6 +100,7 @@ def slurm(cluster, number):
     }  # fmt: skip
 
 
+@pytest.mark.slow("torchrun starts ranks from nothing on two nodes")
 def test_a_slurm_job_runs_on_all_its_nodes(cluster):
     """Both nodes are this machine: the ranks of each meet over the store that the first one holds."""
     port = next(port for port in range(20100, 40000) if _is_free(port))
@@ -128,6 +132,7 @@ def _is_free(port):
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.slow("a server and two clients start from nothing, one twice")
 def test_ssh_starts_clients_with_keys_of_their_own_and_again_when_they_fail(cluster, tmp_path, free_port):
     here, _ = cluster
     (here / "hosts").write_text("# the lab\nme@one ~/\n\ntwo  ~/some where\n")
@@ -154,6 +159,7 @@ def test_ssh_starts_clients_with_keys_of_their_own_and_again_when_they_fail(clus
     assert not [shown for shown in (secret, *keys) if shown in said + logs]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_run_over_ssh_with_its_summary_and_the_clients_with_it(cluster, tmp_path, free_port):
     """In a terminal the signal goes to the script and to all that is in its process group."""
     here, environment = cluster

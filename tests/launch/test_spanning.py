@@ -22,6 +22,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 pytestmark = pytest.mark.timeout(480)
 
 
+@pytest.mark.slow("two processes start from nothing under torchrun")
 def test_two_processes_come_to_the_update_of_one(tmp_path):
     """Batches of 64 in float32: 32 and 32 rows summed apart; the last batch is of another size, whose halves may differ."""
     with started(*TORCHRUN, "tests/launch/one_task.py", str(tmp_path)) as process:
@@ -37,6 +38,7 @@ def test_two_processes_come_to_the_update_of_one(tmp_path):
             torch.testing.assert_close(found[name]["tensors"][key], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow("a server, torchrun and two processes start from nothing")
 def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, free_port):
     secret, folder = tmp_path / "secret", tmp_path / "run"
     secret.write_text("a secret for tests only")
@@ -74,6 +76,7 @@ def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, f
     assert events("lost")[0]["reason"].startswith("disconnected")
 
 
+@pytest.mark.long
 def test_when_processes_are_unlike_none_waits_for_the_others(tmp_path):
     """A follower that waited to be joined would have to be killed by torchrun, half a minute later."""
     with started(*TORCHRUN, "tests/launch/unlike.py", str(tmp_path)) as process:

@@ -26,6 +26,7 @@ from raafl.algorithms.prune_fl import prune_fl as prune_fl
 from raafl.algorithms.q_vit import q_vit as q_vit
 from raafl.algorithms.ra_fed import ra_fed as ra_fed
 from raafl.algorithms.ram_fed import ram_fed as ram_fed
+from raafl.algorithms.scaffold import scaffold as scaffold
 from raafl.algorithms.split_fed import split_fed as split_fed
 from raafl.algorithms.timely_fl import timely_fl as timely_fl
 from raafl.core.algorithm import Algorithm as Algorithm

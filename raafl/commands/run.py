@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raafl.compression.plan import Wires
 from raafl.config.experiment import Experiment, seconds
 from raafl.core import saving
 from raafl.core.hooks import Watcher
@@ -313,7 +314,7 @@ def _serve(
     sessions = [
         Session(
             client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
-            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=parts.coordinator.fleet.wires,
+            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=Wires.on(parts.coordinator),
             share=client.num_samples,
         )
         for client in parts.clients

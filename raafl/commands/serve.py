@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.commands.fit_local import NOTE
 from raafl.commands.run import Run, coordinate, make_server
+from raafl.compression.plan import Wires
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput
@@ -143,7 +144,7 @@ class _Lobby:
         def session(incarnation: int) -> Session:
             return Session(
                 client, incarnation, lambda: pair, self._submodels, self.inbox, self._waits, self.record.moved,
-                self._experiment.server_device, self._terms, self.server.coordinator.fleet.wires,
+                self._experiment.server_device, self._terms, Wires.on(self.server.coordinator),
                 share=self._shares[client - 1],
             )  # fmt: skip
 

@@ -7,30 +7,29 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from raafl.compression.compressors import Compress, Compressor, compressor, up_name
+from raafl.core.payload import MAX_CACHED, Payload, Way
 from raafl.parts.split_half import Half
-from raafl.submodel.axes import Axis, AxisTable
 from raafl.submodel.extract import Plan
 from raafl.submodel.spec import FULL, Spec
 
 if TYPE_CHECKING:
     from raafl.core.algorithm import Local, Merge
+    from raafl.core.coordinator import Coordinator
     from raafl.submodel.cost import Cost
-    from raafl.submodel.flat import Layout
+    from raafl.submodel.flat import Entry, Layout
     from raafl.submodel.submodels import Submodels
 
-Way = Literal["sent", "trained"]
 WAYS: tuple[Way, Way] = ("sent", "trained")
-MAX_CACHED = 256
-"""Specs of which layouts and plans are remembered."""
 
 
 class Wires:
-    """The compressors of a run and what they make of its submodels; the same on server and clients, without state.
+    """The compressors of a run and what they make of its payloads; the same on server and clients, without state.
 
-    Parameters are compressed. Running statistics and other buffers are few and no step in a direction: they travel as
+    Parameters and bundles are compressed. Running statistics and other buffers are few and no step in a direction: they travel as
     they are.
 
     Attributes:
+        payload: what travels, as it is before it is compressed.
         submodels: of the model, or of the part of it that travels.
         down: compresses what clients are sent; None = nothing does.
         up: compresses what they send back.
@@ -39,19 +38,17 @@ class Wires:
     """
 
     def __init__(
-        self, submodels: Submodels, sends: Literal["values", "delta"] = "values", down: Compressor | None = None,
+        self, payload: Payload, sends: Literal["values", "delta"] = "values", down: Compressor | None = None,
         up: Compressor | None = None,
     ) -> None:  # fmt: skip
         """Join the compressors and what they are for; ``sends`` is the merge's."""
-        self.submodels, self.down, self.up = submodels, down, up
+        self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"
-        self._plan = lru_cache(MAX_CACHED)(self._make_plan)
-        self._table = lru_cache(2)(self._make_table)
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
 
     @classmethod
     def of(cls, submodels: Submodels, compress: Compress, merge: Merge, local: Local | None = None) -> Wires | None:
-        """Return what a config's section and an algorithm's own merge ask for; None where nothing is compressed.
+        """Return what a config's section and an algorithm's own merge ask for; None where plain submodels travel.
 
         Args:
             submodels: of the model.
@@ -62,12 +59,19 @@ class Wires:
         Raises:
             BadInput: they contradict each other.
         """
-        names = frozenset(submodels.parameter_names)
+        payload = Payload(submodels) if local is None else local.payload(local.travelling(submodels))
+        names = payload.names
         down = compressor(compress.down, compress.top_k, names)
         up = compressor(up_name(compress, merge.wire), compress.top_k, names)
-        if down is None and up is None:
+        if down is None and up is None and not payload.has_bundles:
             return None
-        return cls(submodels if local is None else local.travelling(submodels), merge.sends, down, up)
+        return cls(payload, merge.sends, down, up)
+
+    @classmethod
+    def on(cls, coordinator: Coordinator) -> Wires:
+        """Return those of a coordinator's run."""
+        wires = coordinator.fleet.wires
+        return wires if isinstance(wires, cls) else cls(coordinator.payload)
 
     @property
     def sender_unpacks(self) -> bool:
@@ -85,24 +89,18 @@ class Wires:
 
     def layout(self, spec: Spec, way: Way) -> Layout:
         """Return the layout of what travels one way for a task of ``spec``."""
-        one, plain = self.compressor(way), self.submodels.layout(spec, way)
+        one, plain = self.compressor(way), self.payload.layout(spec, way)
         return plain if one is None else one.layout(plain)
+
+    def added_back(self, layout: Layout) -> list[Entry]:
+        """Return what of an update in ``layout`` travels as a difference though the merge wants values; bundles are steps."""
+        if self.up is None or not self.adds_back:
+            return []
+        return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> Plan:
         """Return the plan between that part of the whole model and of ``spec``; both without what does not travel."""
-        return self._plan(self.submodels.normal(spec), way)
-
-    def _make_plan(self, spec: Spec, way: Way) -> Plan:
-        whole, small = self.submodels.layout(part=way), self.submodels.layout(spec, way)
-        return Plan(spec, whole, small, self._table(way).selections(spec) if spec.kept else {})
-
-    def _make_table(self, way: Way) -> AxisTable:
-        whole = self.submodels.layout(part=way)
-        axes = [
-            Axis(axis.name, axis.size, tuple(m for m in axis.members if m.name in whole.by_name))
-            for axis in self.submodels.axes.values()
-        ]
-        return AxisTable(axes, {entry.name: entry.shape for entry in whole.entries})
+        return self.payload.plan(spec, way)
 
     # ---- what it costs ----
 
@@ -124,18 +122,22 @@ class Wires:
         """Return how many bytes more go down, go up, and are held by the client beside the plain tensors."""
         more, held = [], 0
         for way in WAYS:
-            one, plain, wire = self.compressor(way), self.submodels.layout(spec, way), self.layout(spec, way)
-            more.append(wire.num_bytes - plain.num_bytes)
+            one, plain, wire = self.compressor(way), self.payload.layout(spec, way), self.layout(spec, way)
+            values = self.submodels.layout(spec, way).num_bytes
+            more.append(wire.num_bytes - values)
+            held += plain.num_bytes - values
             if one is not None:  # what travels; the difference; residual or copy, what is taken of it, what went
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
                 if one.feeds_back:
-                    held += self.submodels.layout(part=way).num_bytes + plain.num_bytes * (1 + (way == "trained"))
+                    held += self.payload.layout(way=way).num_bytes + plain.num_bytes * (1 + (way == "trained"))
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
         """Return what the user is to know at the start: what travels, and what the server holds for it."""
+        if self.down is None and self.up is None:
+            return []
         texts, held = [], 0
-        sent, trained = (self.submodels.layout(part=way).num_bytes for way in WAYS)
+        sent, trained = (self.payload.layout(way=way).num_bytes for way in WAYS)
         for word, way, plain in zip(("down", "up"), WAYS, (sent, trained), strict=True):
             one = self.compressor(way)
             if one is not None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from raafl.core.state import GlobalState
+from raafl.core.coordinator import Coordinator
 from raafl.core.types import Assignment
 from raafl.submodel import FlatTensors, Layout, Spec
 
 
 class Snapshots:
-    """Submodel values as they were at assignment: one copy for all tasks of the same version and spec.
+    """Payloads as they were at assignment: one copy for all tasks of the same version and spec, but where each has its own.
 
     Storage that has been given back is used again: allocating it anew costs more than filling it.
     """
 
-    def __init__(self, state: GlobalState) -> None:
-        """Cut from ``state`` as it goes on."""
-        self._state = state
+    def __init__(self, coordinator: Coordinator) -> None:
+        """Cut from the coordinator's state as it goes on."""
+        self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
         self._current: dict[Spec, FlatTensors] = {}
         self._users: dict[int, int] = {}
@@ -23,6 +23,8 @@ class Snapshots:
 
     def cut(self, assignment: Assignment) -> FlatTensors:
         """Return the values to send; they stay as they are, however the state goes on, until given back."""
+        if self._merge.hands:
+            return self._own(assignment)
         if assignment.version != self._version:
             old, self._version, self._current = self._current, assignment.version, {}
             for snapshot in old.values():
@@ -35,6 +37,18 @@ class Snapshots:
             self._users[id(current)] = 0
         self._users[id(current)] += 1
         return current
+
+    def _own(self, assignment: Assignment) -> FlatTensors:
+        """Return what one client is sent that has something of its own."""
+        spec = assignment.spec
+        layout = self._payload.layout(spec, "sent")
+        free = self._free.get(layout)
+        out = free.pop() if free else FlatTensors.empty(layout, self._state.values.device)
+        values, bundles = self._payload.split(out, spec, "sent")
+        self._state.submodels.plan(spec, "sent").gather(self._state.values, values)
+        self._merge.hand(self._state, assignment.client, spec, values, bundles)
+        self._users[id(out)] = 1
+        return out
 
     def adopt(self, snapshot: FlatTensors) -> FlatTensors:
         """Take over a restored snapshot that no task uses yet."""

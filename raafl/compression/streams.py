@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from raafl.compression.compressors import Unsound
-from raafl.compression.plan import Way, Wires
+from raafl.compression.plan import Wires
 from raafl.compression.snapshots import Snapshots
 from raafl.core.coordinator import Coordinator
+from raafl.core.payload import Way
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.parts.split_half import Half
@@ -59,7 +60,7 @@ class Down:
     def layout(self, spec: Spec) -> Layout:
         """Return the layout of what travels for the next task, of ``spec``."""
         if self._is_whole(spec):
-            return self._wires.submodels.layout(spec, "sent")
+            return self._wires.payload.layout(spec, "sent")
         return self._wires.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
@@ -82,7 +83,7 @@ class Down:
         Raises:
             Unsound: it is none of `pack`'s.
         """
-        one, layout = self._wires.down, self._wires.submodels.layout(spec, "sent")
+        one, layout = self._wires.down, self._wires.payload.layout(spec, "sent")
         if one is None:
             return wire
         known, whole = self._known(spec), self._is_whole(spec)
@@ -96,7 +97,7 @@ class Down:
                 out.view(entry).add_(known.view(entry))
         if one.feeds_back:
             if self.copy is None:
-                self.copy = _unknown(self._wires.submodels.layout(part="sent"), wire.device)
+                self.copy = _unknown(self._wires.payload.layout(way="sent"), wire.device)
             self._wires.plan(spec, "sent").scatter_(self.copy, out)
         self._next = None
         return out
@@ -138,7 +139,7 @@ class Up:
         change, taken = trained, one.taken(trained.layout)
         if self._wires.adds_back or one.feeds_back:
             change = self._scratch("difference", trained.layout, trained.device).copy_(trained)
-        for entry in taken if self._wires.adds_back else ():
+        for entry in self._wires.added_back(trained.layout):
             change.view(entry).sub_(received[entry.name].to(change.device))
         if self.residual is not None:
             plan = self._wires.plan(assignment.spec, "trained")
@@ -182,10 +183,10 @@ class Up:
         one = self._wires.up
         if one is None:
             return wire
-        out = self._scratch("update", self._wires.submodels.layout(spec, "trained"), wire.device)
+        out = self._scratch("update", self._wires.payload.layout(spec, "trained"), wire.device)
         one.decode(wire, out)
-        if self._wires.adds_back and received is not None:
-            for entry in one.taken(out.layout):
+        if received is not None:
+            for entry in self._wires.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
         if not out.is_finite():
             raise Unsound("non-finite")
@@ -193,10 +194,8 @@ class Up:
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
         """Return zeros in the place of an update that is refused for what it is."""
-        out = self._scratch("update", self._wires.submodels.layout(spec, "trained"), device)
-        for buffer in out.buffers.values():
-            buffer.zero_()
-        return out
+        out = self._scratch("update", self._wires.payload.layout(spec, "trained"), device)
+        return out.zero_()
 
 
 def _unknown(layout: Layout, device: torch.device) -> FlatTensors:
@@ -238,8 +237,8 @@ class Carried(Snapshots):
 
     def __init__(self, coordinator: Coordinator) -> None:
         """Cut from the coordinator's state as it goes on."""
-        super().__init__(coordinator.state)
-        self._wires = coordinator.fleet.wires or Wires(coordinator.state.submodels)
+        super().__init__(coordinator)
+        self._wires = Wires.on(coordinator)
         self._half = self._wires.submodels if isinstance(self._wires.submodels, Half) else None
         self._scratch = _Scratch()
         self._lives: dict[int, _Life] = {}

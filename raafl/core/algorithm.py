@@ -19,18 +19,17 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
+from raafl.core.payload import Bundles, Wire
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work
 from raafl.devices.profiles import TaskTime
 from raafl.errors import BadInput
 from raafl.submodel.cost import Cost
+from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Spec
-
-if TYPE_CHECKING:
-    from raafl.compression.plan import Wires
 
 __all__ = [
     "Algorithm", "Fleet", "Hook", "Local", "Merge", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
@@ -94,7 +93,7 @@ class Fleet:
         cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
         seed: the run's, for draws that must not depend on those before them.
         local: what clients do with their submodels, for what it costs.
-        wires: how what travels is compressed; None = it is not.
+        wires: how what travels does so; None = as it is.
         own_tests: what clients measure by themselves.
         drop_last: whether an epoch leaves out its last batch where that is smaller than the others.
     """
@@ -107,7 +106,7 @@ class Fleet:
     cache: MutableMapping[Any, Any] = field(default_factory=dict)
     seed: int = 0
     local: Local = field(default_factory=Local)
-    wires: Wires | None = None
+    wires: Wire | None = None
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
 
@@ -253,6 +252,23 @@ class Merge(ABC):
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
         return []
+
+    @property
+    def hands(self) -> bool:
+        """Whether each client is sent something of its own, by `hand`."""
+        return False
+
+    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Fill what a client is sent for a task, in place.
+
+        Args:
+            state: as it is; what is kept for the client is in ``state.clients``.
+            client: its id.
+            spec: the submodel.
+            values: the global model's, as they would be sent.
+            bundles: those of `Local.down`, with anything in them.
+        """
+        return
 
     def too_stale(self, staleness: float) -> str | None:
         """Return why it will not learn from updates that come so many merges late on average, or None."""

@@ -64,6 +64,8 @@ class Coordinator:
         self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.finished: str | None = None
+        self.payload = algorithm.local.payload(state.submodels)
+        state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))
         self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local)
         self.absent: set[int] = set()  # lost before the start, and not waited for
@@ -136,9 +138,10 @@ class Coordinator:
             return update.refusal
         if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
             return "no-samples"
-        expected = self.state.submodels.layout(assignment.spec, "trained")
+        expected = self.payload.layout(assignment.spec, "trained")
         if update.tensors.layout is not expected and update.tensors.layout != expected:
             return "wrong-layout"
+        update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
         staleness = self.state.version - assignment.version
         return self.algorithm.merge.problem(self.state, update, assignment.spec, staleness)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from raafl.core.payload import Bundles, Payload
 from raafl.core.types import Warn
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import FlatTensors
@@ -33,6 +34,8 @@ class Task:
         generator: seeded by the assignment; the data's order is drawn from it.
         loss: ``loss(batch, index)``: `training_step`, in the precision of the run.
         backward: backward pass of a loss.
+        down: bundles as received, by name; to be read.
+        up: bundles to send, by name, all 0; to be filled by `Hook.finish`.
         update: proximal pull and gradient clipping, if any, then the optimiser's step; gradients are None afterwards.
     """
 
@@ -46,14 +49,16 @@ class Task:
     loss: Callable[[Any, int], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
     update: Callable[[], None]
+    down: Bundles = field(default_factory=dict)
+    up: Bundles = field(default_factory=dict)
 
 
 class Hook:
     """Around the steps of one task: plain training, of which a method replaces what it does otherwise.
 
-    A task is a pure function of its assignment, the values received and the client's data: a hook keeps nothing from one
-    task to the next. What is to be remembered goes to the server in the answer of `finish`, and comes back in
-    `Assignment.extra`.
+    A task is a pure function of its assignment, the payload received and the client's data: a hook keeps nothing from one
+    task to the next. What is to be remembered goes to the server in ``task.up`` or the answer of `finish`; the merge keeps
+    it in `GlobalState.clients`, and it comes back in ``task.down`` (`Merge.hand`).
     """
 
     def __init__(self, task: Task) -> None:
@@ -91,12 +96,17 @@ class Local:
         prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
             mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
+        down: names of the bundles that a client is sent beside the submodel (`raafl.core.payload`).
+        up: names of those that it sends back: steps, as a difference is, so that they can be compressed as such.
         masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss), and
             tell the server which were left (`raafl.parts.merge.label_split`).
     """
 
     proven_as_trained: ClassVar[bool] = True
     """False: what `prepare` adds to a model acts by its width on purpose, so that axes are proven on the user's own model."""
+
+    down: ClassVar[tuple[str, ...]] = ()
+    up: ClassVar[tuple[str, ...]] = ()
 
     prox: float = field(default=0.0, kw_only=True)
     rescale: bool = field(default=False, kw_only=True)
@@ -113,6 +123,10 @@ class Local:
     def travelling(self, submodels: Submodels) -> Submodels:
         """Return that of which clients are sent the values, and send them back: the model, or the part of it that they train."""
         return submodels
+
+    def payload(self, submodels: Submodels) -> Payload:
+        """Return all that travels with a task."""
+        return Payload(submodels, self.down, self.up)
 
     def hook(self, task: Task) -> Hook:
         """Return what runs the steps of ``task``."""

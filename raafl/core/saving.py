@@ -72,6 +72,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "version": state.version,
         "counts": [[region, n] for region, n in state.counts.items()],
         "memory": to_plain(state.memory),
+        "client_state": to_plain(state.clients.kept),
         "clients": [client_to_json(client) for client in roster.clients.values()],
         "active": [assignment_to_json(assignment) for assignment in roster.active.values()],
         "idle": list(roster.idle),
@@ -106,6 +107,8 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     state.version = data["version"]
     state.counts.update(dict(data["counts"]))
     state.memory.update(from_plain(data["memory"]))
+    if "client_state" in data:
+        state.clients.kept.update(from_plain(data["client_state"]))
     for item in data["clients"]:
         client = client_from_json(item)
         roster.clients[client.id] = client

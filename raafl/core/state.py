@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from raafl.core.client_state import ClientState
 from raafl.submodel import FlatTensors, Submodels
 
 
@@ -18,6 +19,8 @@ class GlobalState:
         version: number of merges so far, t.
         counts: merges per region, q(j).
         memory: what the merge keeps between updates (accumulators, server optimiser moments).
+        clients: what is kept for each client.
+        num_clients: of the run.
         scratch: storage that a merge has used and will use again; nothing in it is meant to be read, or saved.
     """
 
@@ -27,3 +30,5 @@ class GlobalState:
     counts: dict[int, int] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     scratch: dict[str, FlatTensors] = field(default_factory=dict)
+    clients: ClientState = field(default_factory=ClientState)
+    num_clients: int = 1

@@ -97,13 +97,15 @@ class Update:
 
     Attributes:
         assignment: id of the assignment answered.
-        tensors: trained values, or trained minus received ones, as the algorithm's merge asks (`Merge.sends`).
+        tensors: trained values, or trained minus received ones, as the algorithm's merge asks (`Merge.sends`); until the
+            coordinator has looked at it, with the bundles behind them (`raafl.core.payload`).
         num_samples: training samples processed per epoch, |D_n|; the weight of the update in a mean.
         metrics: means over the task of the training loss and of what the module logged.
         train_s: seconds the client spent in the task, on the runtime's clock.
         fingerprint: hex digest of the tensors' bytes, for the journal.
         extra: what the local part tells the merge beside the tensors: small plain data, as JSON can say it. It comes from
             the client: a merge that uses it looks at it in `Merge.problem`.
+        bundles: what the local part sends beside the values, `Local.up`, by name; lent as the tensors are.
     """
 
     assignment: int
@@ -118,6 +120,7 @@ class Update:
     bytes_up: int = 0
     fingerprint: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    bundles: Mapping[str, FlatTensors] = field(default_factory=dict)
     refusal: str | None = None  # set by the transport when the content may not be merged (non-finite, wrong layout)
 
 

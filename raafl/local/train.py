@@ -1,4 +1,4 @@
-"""One task on a client: a pure function of (assignment, received tensors, the client's data)."""
+"""One task on a client: a pure function of (assignment, received payload, the client's data); state comes in the payload."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.masked_loss import CLASSES
+from raafl.core.payload import Bundles, Payload
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, briefly
@@ -66,9 +67,13 @@ class Stopped(Exception):
 class _Built:
     """A small module that lives on between tasks while only its values change, with its optimiser."""
 
-    def __init__(self, submodels: Submodels, spec: Spec, local: Local, device: torch.device, fabric: Any) -> None:
+    def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
+        device = fabric.device
         shrunk = submodels.shrink(spec, rescale=local.rescale, device=device, base=submodels.base)
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
+        self.down: Bundles = {}
+        self._answer = FlatTensors.empty(payload.layout(spec, "trained"), device) if local.up else self.trained
+        self._values, self.up = payload.split(self._answer, spec, "trained")
         self.module._fabric = fabric
         self.recorder = Recorder()
         self.recorder.attach(self.module)
@@ -81,6 +86,8 @@ class _Built:
     def reset(self, received: FlatTensors) -> None:
         """Load the values of a new task and forget the last one."""
         self.present.copy_(received)
+        for bundle in self.up.values():
+            bundle.zero_()
         self.recorder.clear()  # of a task that was given up
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self.module.train()
@@ -91,6 +98,12 @@ class _Built:
         self.optimizer.state.clear()
         for group, fresh in zip(self.optimizer.param_groups, self._groups, strict=True):
             group.update(fresh)
+
+    def answer(self) -> FlatTensors:
+        """Return all that goes up, in storage that is good until the next task."""
+        if self._answer is not self.trained:
+            self._values.copy_(self.trained)
+        return self._answer
 
     def _configure(self) -> None:
         self.schedulers: list[tuple[Any, str]] = []
@@ -182,6 +195,7 @@ class LocalTrainer:
             precision=self.options.precision,  # type: ignore[arg-type]
         )
         self._strategy = self.fabric.strategy
+        self.payload = local.payload(submodels)
         self._pooling = Pooling.of(submodels) if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
         self._built: OrderedDict[Spec, _Built] = OrderedDict()
@@ -197,7 +211,7 @@ class LocalTrainer:
 
         Args:
             assignment: what to do.
-            received: the submodel's values, layout ``submodels.layout(spec, "sent")``; left as they are.
+            received: layout ``payload.layout(spec, "sent")``; left as it is.
             data: the client's.
 
         Raises:
@@ -206,6 +220,7 @@ class LocalTrainer:
         crew, self.place = self.crew, "before its first batch"
         data = data if crew is None else crew.begin(assignment, received, data)
         built = self._get(assignment.spec)
+        received, built.down = self.payload.split(received, assignment.spec, "sent")
         built.reset(received)
         # before seeding: reading a client's classes may draw from what its data set's transforms draw from
         masking = masked(built.module, data.classes() if self.local.masked else None)
@@ -225,16 +240,10 @@ class LocalTrainer:
                 for dtype, buffer in built.trained.buffers.items():
                     buffer.sub_(received.buffers[dtype][: buffer.numel()].to(buffer.device))
         update = Update(
-            assignment.id,
-            assignment.client,
-            assignment.incarnation,
-            built.trained,
-            data.num_samples,
-            num_steps,
-            metrics,
-            extra=extra,
-        )
-        update.refusal = None if built.trained.is_finite() else "non-finite"
+            assignment.id, assignment.client, assignment.incarnation, built.answer(), data.num_samples, num_steps,
+            metrics, extra=extra,
+        )  # fmt: skip
+        update.refusal = None if update.tensors.is_finite() else "non-finite"
         return update
 
     def _test(self, built: _Built, data: ClientData) -> dict[str, float]:
@@ -288,7 +297,7 @@ class LocalTrainer:
         if built is None:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
-            built = _Built(self.submodels, spec, self.local, self.fabric.device, self.fabric)
+            built = _Built(self.submodels, spec, self.local, self.payload, self.fabric)
             self._built[spec] = built
         self._built.move_to_end(spec)
         return built
@@ -339,7 +348,7 @@ class LocalTrainer:
             assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
             loss=lambda batch, index: self._loss(built.module, batch, index),
             backward=lambda loss: self._strategy.backward(loss, None),
-            update=lambda: self._update(built.module, built.optimizer, pull),
+            update=lambda: self._update(built.module, built.optimizer, pull), down=built.down, up=built.up,
         )  # fmt: skip
         return self.local.hook(task)
 

@@ -11,6 +11,7 @@ import torch
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm, Fleet, Merge
 from raafl.core.coordinator import Coordinator
+from raafl.core.payload import Payload
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update
 from raafl.data.federated import FederatedData
@@ -139,9 +140,9 @@ class Unmerged(Merge):
 class Untrained(Executor):
     """Answers every task at once, with tensors that nobody looks at."""
 
-    def __init__(self, submodels: Submodels, sizes: Mapping[int, int]) -> None:
+    def __init__(self, payload: Payload, sizes: Mapping[int, int]) -> None:
         """Answer for clients with ``sizes`` samples by id."""
-        self._submodels, self._sizes = submodels, sizes
+        self._payload, self._sizes = payload, sizes
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
@@ -151,7 +152,7 @@ class Untrained(Executor):
     def result(self, assignment_id: int) -> Update:
         """Return an update of the layout that is expected."""
         task, device = self._tasks.pop(assignment_id)
-        tensors = FlatTensors.zeros(self._submodels.layout(task.spec, "trained"), device)
+        tensors = FlatTensors.zeros(self._payload.layout(task.spec, "trained"), device)
         return Update(task.id, task.client, task.incarnation, tensors, self._sizes[task.client])
 
     def cancel(self, assignment_id: int) -> None:
@@ -187,7 +188,7 @@ def _gone_through(
 ) -> Prediction:
     coordinator = world.coordinator(algorithm, max_updates, real=real)
     record = RunRecord(None)
-    executor = Untrained(coordinator.state.submodels, {client.id: client.num_samples for client in world.clients})
+    executor = Untrained(coordinator.payload, {client.id: client.num_samples for client in world.clients})
     simulation = Simulation(coordinator, world.clients, executor, record, None)
     reason = simulation.run()
     summary: dict[str, Any] = record.summary(

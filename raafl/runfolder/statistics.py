@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raafl.compression.plan import Wires
+from raafl.core.payload import Payload
 from raafl.core.types import Assignment, Settled, Update
 from raafl.local.metrics import PEAK, TEST
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
@@ -27,7 +27,7 @@ class Coverage:
 
     def __init__(self, submodels: Submodels) -> None:
         """Look at submodels of this model."""
-        self._submodels, self._wires = submodels, Wires(submodels)
+        self._submodels, self._payload = submodels, Payload(submodels)
         self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
         self._layout = submodels.layout(FULL, "trained")  # without what is frozen, which may be most of the model
         self._entries = [entry for entry in self._layout.entries if entry.name in submodels.parameters]
@@ -56,7 +56,7 @@ class Coverage:
             return None
         count = FlatTensors.zeros(self._layout)
         for spec in specs:
-            self._wires.plan(spec, "trained").cover_(count)
+            self._payload.plan(spec, "trained").cover_(count)
         return sum(int(count[entry.name].count_nonzero()) for entry in self._entries) / self._total
 
 

@@ -15,6 +15,7 @@ from raafl.compression.compressors import Unsound
 from raafl.compression.plan import Wires
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
+from raafl.core.payload import Payload
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
@@ -60,7 +61,8 @@ class Client:
             wires: how what travels is compressed; None = it is not.
         """
         self._wires = wires
-        self._down, self._up = Down(wires or Wires(submodels)), Up(wires or Wires(submodels))
+        travels = wires or Wires(Payload(submodels))
+        self._down, self._up = Down(travels), Up(travels)
         self._half = ClientHalf(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config

@@ -91,7 +91,7 @@ class Server:
         self.sessions = {session.client: session for session in sessions}
         self.reason = ""
         self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
-        self._snapshots = Snapshots(coordinator.state)
+        self._snapshots = Snapshots(coordinator)
         self._sent: dict[_Life, tuple[int, FlatTensors]] = {}  # the assignment and values that each was last sent
         self._entering: dict[_Life, Session] = {}  # not yet joined
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end

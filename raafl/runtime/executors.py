@@ -30,7 +30,7 @@ from raafl.errors import BadInput, RunFailed, TaskFailed
 from raafl.local.failure import attempt, out_of_memory
 from raafl.local.heap import give_back, keep_freed
 from raafl.local.train import LocalTrainer
-from raafl.submodel import FlatTensors, Layout, Submodels
+from raafl.submodel import FlatTensors, Layout
 
 _ALIGN = 64
 AHEAD = 2  # tasks queued or begun for each process, so that none waits for the next
@@ -107,7 +107,7 @@ def _slot_bytes(layout: Layout) -> int:
 
 
 class _Slots:
-    """Pieces of shared memory, each as large as the whole model without its frozen base."""
+    """Pieces of shared memory, each as large as a task of the whole model, without its frozen base."""
 
     def __init__(self, num: int, layout: Layout) -> None:
         size = _slot_bytes(layout)
@@ -130,16 +130,14 @@ class _Slots:
 class _Bench:
     """Where one process trains tasks in shared memory."""
 
-    def __init__(
-        self, trainer: LocalTrainer, data: Callable[[int], ClientData], submodels: Submodels, slots: _Slots
-    ) -> None:
-        self._trainer, self._data, self._submodels, self._slots = trainer, data, submodels, slots
+    def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData], slots: _Slots) -> None:
+        self._trainer, self._data, self._slots = trainer, data, slots
 
     def train(self, message: bytes) -> dict[str, Any]:
         """Train the task that ``message`` names from its slot, leave the result there, and return the answer."""
         task = json.loads(message)
         assignment = assignment_from_json(task["assignment"])
-        received = self._slots.view(task["slot"], self._submodels.layout(assignment.spec, "sent"))
+        received = self._slots.view(task["slot"], self._trainer.payload.layout(assignment.spec, "sent"))
         try:
             update = attempt(self._trainer, assignment, received, self._data(assignment.client))
         except TaskFailed as failed:
@@ -195,15 +193,14 @@ class Pool(Executor):
     from one short queue, most urgent first. Linux and macOS, CPU only (a forked process cannot use CUDA).
     """
 
-    def __init__(
-        self, trainer: LocalTrainer, data: Callable[[int], ClientData], submodels: Submodels, num_processes: int
-    ) -> None:
+    def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData], num_processes: int) -> None:
         """Fork the workers; to be called before any thread is started."""
         num_workers = num_processes - 1
-        layout = submodels.layout(part="sent")
+        payload = self._payload = trainer.payload
+        layout = max(payload.layout(way="sent"), payload.layout(way="trained"), key=_slot_bytes)
         wanted = min(16 * num_workers, SLOT_BYTES // _slot_bytes(layout))
-        self._submodels, self._slots = submodels, _Slots(max(wanted, 4 * num_workers), layout)
-        self._bench = _Bench(trainer, data, submodels, self._slots)
+        self._slots = _Slots(max(wanted, 4 * num_workers), layout)
+        self._bench = _Bench(trainer, data, self._slots)
         self._inline = Inline(trainer, data)
         self._tasks: dict[int, _Task] = {}
         self._waiting: list[tuple[float, int]] = []
@@ -324,7 +321,7 @@ class Pool(Executor):
             return TaskFailed(*answer["failed"])
         if answer["refusal"] == OUT_OF_MEMORY:
             return out_of_memory(assignment)
-        layout = self._submodels.layout(assignment.spec, "trained")
+        layout = self._payload.layout(assignment.spec, "trained")
         return Update(
             assignment.id, assignment.client, assignment.incarnation, self._slots.view(task.slot, layout),
             answer["num_samples"], answer["num_steps"], answer["metrics"], extra=answer["extra"],

@@ -16,6 +16,7 @@ from raafl.compression.compressors import Unsound
 from raafl.compression.plan import Wires
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
+from raafl.core.payload import Payload
 from raafl.core.standing import DAMAGED
 from raafl.core.types import (
     OUT_OF_MEMORY,
@@ -111,7 +112,7 @@ class Session(threading.Thread):
         self._device = device
         self._pair: Pair | None = None
         self._terms = terms or Terms()
-        self._wires = wires or Wires(submodels)
+        self._wires = wires or Wires(Payload(submodels))
         self._down, self._up = Down(self._wires), Up(self._wires)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
         self._sending = threading.Lock()
@@ -336,7 +337,7 @@ class Session(threading.Thread):
         """Return what stands for the tensors of a refused update: as received, or zeros where they travel compressed."""
         if self._wires.up is not None:
             return self._up.nothing(spec, torch.device(self._device))
-        return self._buffer(self._submodels.layout(spec, "trained"))
+        return self._buffer(self._wires.payload.layout(spec, "trained"))
 
     def _update(self, answer: Message, spec: Spec) -> Update:
         meta = answer.meta

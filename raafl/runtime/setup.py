@@ -191,5 +191,5 @@ def make_executor(parts: Parts, workers: int, own: Mapping[int, ClientData] | No
     for client in parts.clients:  # before workers are forked, so that they share what each client caches
         data_of(client.id)
     if workers > 1:
-        return Pool(trainer, data_of, parts.submodels, workers)
+        return Pool(trainer, data_of, workers)
     return Inline(trainer, data_of)

@@ -205,7 +205,7 @@ class Span:
         site.trainer.crew = Crew(self.rank, self.size, self._total)
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
-            layout = site.submodels.layout(assignment.spec, "sent")
+            layout = site.trainer.payload.layout(assignment.spec, "sent")
             if received is None or received.layout != layout:
                 received = None
                 received = FlatTensors.empty(layout, site.trainer.fabric.device)

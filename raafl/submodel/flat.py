@@ -250,6 +250,12 @@ class FlatTensors:
             buffer.copy_(other.buffers[dtype])
         return self
 
+    def zero_(self) -> FlatTensors:
+        """Set every element to 0, in place."""
+        for buffer in self.buffers.values():
+            buffer.zero_()
+        return self
+
     def clone(self) -> FlatTensors:
         """Return a copy with storage of its own."""
         return FlatTensors(self.layout, {dtype: buffer.clone() for dtype, buffer in self.buffers.items()})

@@ -51,7 +51,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
 def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
     """Return the model of ``spec``, whose parameters are 0 and whose buffers are those of ``module``."""
     small = submodels.shrink(spec, present=FlatTensors.zeros(submodels.layout(spec)))
-    selections = submodels._selections(spec)
+    selections = submodels.selections(spec)
     for name, buffer in persistent_buffers(module).items():
         if buffer.device.type != "meta" and name in small.present.layout.by_name:
             small.present[name].copy_(select(buffer, selections.get(name, {})))

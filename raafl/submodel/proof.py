@@ -242,7 +242,7 @@ class _Proof:
             return problem
         for problem in self._outputs(spec, small, whole, tolerance):
             return problem
-        selections = self.submodels._selections(spec)
+        selections = self.submodels.selections(spec)
         largest = max(
             (float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0
         )

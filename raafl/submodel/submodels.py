@@ -220,7 +220,7 @@ class Submodels:
         return self._cached("layout", (spec, part), lambda: self._layout(spec, part))
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
-        trains, selections = self._trains(spec), self._selections(spec)
+        trains, selections = self._trains(spec), self.selections(spec)
         absent = self._absent(spec)
         still = self._still_buffers(spec, trains)
         found: dict[str, list[tuple[str, list[int], torch.dtype]]] = {"trained": [], "other": [], "frozen": []}
@@ -258,7 +258,8 @@ class Submodels:
         chosen = {own for name, own in named if within(name, spec.trained)}
         return frozenset(chosen & self._requires_grad)
 
-    def _selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
+    def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
+        """Return which runs of which dimensions a submodel keeps, by tensor; spec is `normal`."""
         return self._table.selections(spec) if spec.kept else {}
 
     def _absent(self, spec: Spec) -> tuple[str, ...]:
@@ -276,13 +277,13 @@ class Submodels:
         kept = [one for name, one in self.exits.items() if name in (spec.exits or ())]
         return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
-    def plan(self, spec: Spec = FULL, part: Part = "trained") -> Plan:
-        """Return the plan that moves one part of a submodel between the full state and small storage; cached."""
+    def plan(self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present") -> Plan:
+        """Return the plan that moves one part of a submodel between ``whole``, a part of the model, and small storage; cached."""
         spec = self.normal(spec)
-        return self._cached("plan", (spec, part), lambda: self._plan(spec, part))
+        return self._cached("plan", (spec, part, whole), lambda: self._plan(spec, part, whole))
 
-    def _plan(self, spec: Spec, part: Part) -> Plan:
-        return Plan(spec, self.layout(), self.layout(spec, part), self._selections(spec))
+    def _plan(self, spec: Spec, part: Part, whole: Part) -> Plan:
+        return Plan(spec, self.layout(part=whole), self.layout(spec, part), self.selections(spec))
 
     def _cached(self, cache_name: str, key: Hashable, make: Callable[[], T]) -> T:
         cache = self._caches.setdefault(cache_name, OrderedDict())
@@ -314,7 +315,7 @@ class Submodels:
         """Bytes of the frozen base that a client of ``spec`` holds for other submodels: what is absent, or kept in part."""
         if self.base is None:
             return 0
-        return self.base.idle_bytes(self.layout(spec), self._selections(self.normal(spec)))
+        return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
 
     # ---- how to make them ----
 
@@ -344,7 +345,7 @@ class Submodels:
             present = FlatTensors.empty(layout, device)
         elif present.layout.fingerprint != layout.fingerprint:
             raise BadInput("present has another layout than this submodel: take it from layout(spec)")
-        selections = self._selections(spec)
+        selections = self.selections(spec)
         structure = Structure(
             module=self.module,
             selections=selections,

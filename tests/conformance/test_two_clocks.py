@@ -25,9 +25,11 @@ from raafl.algorithms import (
     q_vit,
     ra_fed,
     ram_fed,
+    scaffold,
     split_fed,
     timely_fl,
 )
+from raafl.parts.select.rated import Rated
 from tests.conformance.clocks import on_both_clocks, order_of
 from tests.federation import SPEEDS, experiment, finish, unequal
 
@@ -64,6 +66,8 @@ VARIANTS = {
     "ra_fed": ra_fed(mask="MIX-Arb", trained=3, every=2),
     "ram_fed": ram_fed(mask="S-Arb", coverage=1, rest=4),
     "asynchronous ram_fed": ram_fed(trigger="each", staleness="polynomial", max_age=6),
+    "scaffold": scaffold(),
+    "asynchronous scaffold, option I, of submodels": scaffold(1, buffer_size=3, submodel=Rated(rates=[1.0, 0.5])),
     "split_fed": split_fed(),
     "timely_fl": timely_fl(participation=0.75, adaptive=False),
 }

@@ -105,7 +105,7 @@ def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(make, num_
         update = inline.result(task.id)
         expected[task.id] = (update.tensors.fingerprint(), update.num_samples, update.num_steps, update.metrics)
     draw = random.Random(2)
-    pool = Pool(bench.trainer, data.__getitem__, bench.submodels, num_processes)
+    pool = Pool(bench.trainer, data.__getitem__, num_processes)
     try:
         for task, values in todo:
             pool.submit(task, values, draw.random())
@@ -127,7 +127,7 @@ def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(make, num_
 
 def test_a_pool_can_be_used_again_and_again_without_running_out_of_slots():
     data, bench = clients(), Bench.of(Dropping, max_built=2)
-    pool = Pool(bench.trainer, data.__getitem__, bench.submodels, 2)
+    pool = Pool(bench.trainer, data.__getitem__, 2)
     try:
         for _ in range(6):
             todo = tasks_of(bench, 40)
@@ -160,7 +160,7 @@ def test_a_worker_killed_while_training_ends_the_run_with_one_line_and_no_orphan
 def test_a_worker_killed_while_it_waits_is_noticed(num_processes):
     """It holds the queue's lock then, which nobody gives back."""
     data, bench = clients(), Bench.of(Slow, max_built=2)
-    pool = Pool(bench.trainer, data.__getitem__, bench.submodels, num_processes)
+    pool = Pool(bench.trainer, data.__getitem__, num_processes)
     try:
         time.sleep(0.3)
         pool._processes[0].kill()

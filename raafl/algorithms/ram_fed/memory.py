@@ -159,8 +159,7 @@ class Remembered(Merge):
 
     def _sum_anew(self, memory: dict[str, Any]) -> None:
         memory["since"] = 0
-        for buffer in memory["sum"].buffers.values():
-            buffer.zero_()
+        memory["sum"].zero_()
         for client in sorted(memory["latest"]):
             mine = memory["latest"][client]
             for dtype, buffer in memory["sum"].buffers.items():

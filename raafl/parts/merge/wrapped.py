@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raafl.core.algorithm import Fleet, Merge, Select
+from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.submodel import Spec
+from raafl.submodel import FlatTensors, Spec
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Wrapped(Merge):
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return the inner merge's notes."""
         return self.inner.notes(state, num_clients)
+
+    @property
+    def hands(self) -> bool:
+        """Whether the inner merge hands out anything."""
+        return self.inner.hands
+
+    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Let the inner merge fill what it hands out."""
+        self.inner.hand(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
         """Pass on the notes of the inner merge."""

@@ -1,0 +1,134 @@
+"""SCAFFOLD (Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020).
+
+The server has a control variate c, each client one of its own, c_i, all 0 at first. A client steps from x along (Algorithm 1)::
+
+    y <- y - eta_l (g_i(y) - c_i + c)                                                              (eq. 3)
+    c_i^+ = g_i(x)                        option I:  the gradient at what it received
+          = c_i - c + (x - y) / (K eta_l) option II: K steps of eta_l                              (eq. 4)
+    x <- x + eta_g / |S| sum_S (y_i - x),   c <- c + 1/N sum_S (c_i^+ - c_i)                       (eq. 5)
+
+Down go the submodel, c and c_i, up the differences of the submodel and of c_i, all cut alike. The server keeps c_i.
+
+The paper leaves open, and this does:
+- Option II is the mean of the gradients g_i(y) that the steps were made of; for SGD with one learning rate that is eq. 4, and it
+  holds for schedules, momentum and clipping, too, of which eq. 4 would make part of the variate. The correction is added to the
+  gradients, before whatever the model's own optimizer does with them.
+- Option I takes the gradient at x over the task's batches, which doubles the computing.
+- Of submodels c is a mean over the clients that have trained an element (`raafl.parts.merge.variates`); of whole models over N.
+- With a `buffer_size` it is asynchronous: K differences make a merge, each against the model and the c that its client was sent,
+  weighed by s(staleness) = 1/sqrt(1 + staleness) as in FedBuff; c_i^+ is kept when it arrives, and c moves at the merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.sample import Sample
+from raafl.errors import BadInput
+from raafl.parts.local.elsewhere import at
+from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.variates import Variates, WithVariates
+from raafl.parts.select.submodels import Full
+from raafl.parts.trigger import AllReported, Buffered
+from raafl.submodel import Cost, Spec, Submodels
+
+SERVER, CLIENT = "c", "c_i"
+
+
+def scaffold(
+    option: Literal[1, 2] = 2, server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None,
+    buffer_size: int | None = None, submodel: Select | None = None,
+) -> Algorithm:  # fmt: skip
+    """Make SCAFFOLD.
+
+    Args:
+        option: how a client's variate is renewed: 1 (gradient at x) or 2 (mean gradient of its steps).
+        server_lr: global step size (eta_g).
+        cohort: clients in a round, drawn uniformly (S); None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        buffer_size: updates in a merge, asynchronously; None = rounds.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+    """
+    if option not in (1, 2):
+        raise BadInput(f"option is {option}: give 1 or 2")
+    variates = Variates(CLIENT, SERVER, by_element=submodel is not None)
+    return Algorithm(
+        name="scaffold",
+        paper="Karimireddy et al. 2020",
+        sample=Sample(cohort, concurrency),
+        select=submodel or Full(),
+        local=Controlled(option),
+        trigger=AllReported() if buffer_size is None else Buffered(buffer_size),
+        merge=WithVariates(Deltas(server_lr, Staleness("polynomial", a=0.5)), variates),
+    )
+
+
+@dataclass(frozen=True)
+class Controlled(Local):
+    """Steps corrected by control variates (eq. 3), and the new variate (eq. 4)."""
+
+    down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
+    up: ClassVar[tuple[str, ...]] = (CLIENT,)
+    option: int = 2
+
+    def hook(self, task: Task) -> Hook:
+        """Return the corrected steps."""
+        return _Steps(task, self.option)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+        """Return the cost of a plain step, twice for option I."""
+        cost = submodels.cost(spec, batch_size)
+        return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
+
+    def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
+        """Refuse a loss scaler, which variates would be added to scaled gradients with."""
+        return [] if precision != "16-mixed" else ["fabric.precision is 16-mixed: scaffold needs bf16-mixed or 32-true"]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"SGD with control variates, option {'I' * self.option}"
+
+
+class _Steps(Hook):
+    """Adds c - c_i to each gradient, and sums the gradients that make the new c_i, in what goes up."""
+
+    def __init__(self, task: Task, option: int) -> None:
+        super().__init__(task)
+        self._option, self._num, self._mean = option, 0, task.up[CLIENT]
+        c, self._own = (task.down[name].to(self._mean.device) for name in (SERVER, CLIENT))
+        self._named = [(n, p) for n, p in task.module.named_parameters() if n in self._mean and p.requires_grad]
+        self._correction = {name: c[name] - self._own[name] for name, _ in self._named}
+
+    def loss(self, batch: Any, index: int) -> torch.Tensor:
+        """Return the loss of a batch; of option I, note the gradient at x first."""
+        if self._option == 1:
+            with at(self.task.module, self.task.received):
+                loss = self.task.loss(batch, index)
+                self._take(torch.autograd.grad(loss, [p for _, p in self._named], allow_unused=True))
+        return super().loss(batch, index)
+
+    def _take(self, gradients: Any) -> None:
+        self._num += 1
+        for (name, _), gradient in zip(self._named, gradients, strict=True):
+            if gradient is not None:
+                self._mean[name].add_(gradient)
+
+    def update(self) -> None:
+        """Make a step along g - c_i + c."""
+        if self._option == 2:
+            self._take([p.grad for _, p in self._named])
+        for name, parameter in self._named:
+            correction = self._correction[name]
+            parameter.grad = correction.clone() if parameter.grad is None else parameter.grad.add_(correction)
+        super().update()
+
+    def finish(self) -> dict[str, Any]:
+        """Send the difference of the variate."""
+        for name, _ in self._named:
+            self._mean[name].div_(max(self._num, 1)).sub_(self._own[name])
+        return {}

@@ -1,0 +1,152 @@
+"""SCAFFOLD: steps and variates by hand, on a line; what is kept for a client, what it is sent, and what that weighs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from raafl.algorithms import scaffold
+from raafl.compression.compressors import Compress
+from raafl.compression.snapshots import Snapshots
+from raafl.core import saving
+from raafl.core.algorithm import Training
+from raafl.core.payload import Payload
+from raafl.core.types import Arrived, Update
+from raafl.data.federated import ClientData
+from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
+from raafl.parts.select.rated import Rated
+from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+from tests.federation import experiment, finish
+from tests.tools import assigned, coordinator_for, filled, join, line_state
+
+PART = Spec.keep({"hidden": [1]})
+
+
+class Slope(LightningModule):
+    """y = w x with the loss (w x - y)^2 / 2: at x = 1 the gradient is w - y."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(1, 1, bias=False)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return (self.line(x) - y).square().mean() / 2
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def task_of(option, steps=2, c=1.0, own=0.5, w=8.0, y=4.0):
+    """What a client sends back from w, c and c_i, on one sample (1, y), with eta 1/2."""
+    module = Slope()
+    submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
+    algorithm = scaffold(option)
+    trainer = LocalTrainer(submodels, algorithm.local, "delta", Training(num_steps=steps, num_epochs=None))
+    payload = Payload(submodels, ("c", "c_i"), ("c_i",))
+    received = FlatTensors.empty(payload.layout())
+    values, down = payload.split(received, FULL, "sent")
+    for flat, value in ((values, w), (down["c"], c), (down["c_i"], own)):
+        flat["line.weight"].fill_(value)
+    coordinator = coordinator_for(algorithm)
+    assignment = next(iter(assigned(join(coordinator, [1])).values()))
+    data = ClientData(TensorDataset(torch.ones(1, 1), torch.full((1, 1), y)), torch.arange(1), batch_size=1)
+    update = trainer.run(assignment, received, data)
+    tensors, up = payload.split(update.tensors, FULL, "trained")
+    return tensors["line.weight"].item(), up["c_i"]["line.weight"].item()
+
+
+def test_two_steps_with_option_two():
+    """c - c_i = 1/2. g = 8 - 4 = 4, w = 8 - 4.5 / 2 = 5.75; g = 1.75, w = 5.75 - 2.25 / 2 = 4.625; mean g = 2.875.
+
+    By eq. 4: c_i - c + (x - y) / (K eta) = -0.5 + 3.375 / (2 * 0.5) = 2.875, too. What travels is less c_i = 0.5.
+    """
+    assert task_of(2) == (4.625 - 8.0, 2.875 - 0.5)
+
+
+def test_two_steps_with_option_one():
+    """The same steps; the gradient at x is 4."""
+    assert task_of(1) == (4.625 - 8.0, 4.0 - 0.5)
+
+
+def given(coordinator, assignment, delta, change):
+    """Answer with a difference and a change of the variate, each the same everywhere."""
+    payload = coordinator.payload
+    tensors = FlatTensors.empty(payload.layout(assignment.spec, "trained"))
+    values, bundles = payload.split(tensors, assignment.spec, "trained")
+    for flat, value in ((values, delta), (bundles["c_i"], change)):
+        for buffer in flat.buffers.values():
+            buffer.fill_(value)
+    update = Update(assignment.id, assignment.client, assignment.incarnation, tensors, 1)
+    return assigned(coordinator.handle(Arrived(update), 0.0))
+
+
+def sent(coordinator, assignment):
+    """What the client is sent: the first unit's weight of the model, c and c_i; then the second's."""
+    flat = Snapshots(coordinator).cut(assignment)
+    values, bundles = coordinator.payload.split(flat, assignment.spec, "sent")
+    return [flat["fc2.weight"][0].tolist() for flat in (values, bundles["c"], bundles["c_i"])]
+
+
+def test_the_server_by_hand():
+    """N = 4, two clients a round, eta_g = 1/2: x + (2 + 4) / 2 / 2, c + (8 + 4) / 4; c_i of the two that took part."""
+    coordinator = coordinator_for(scaffold(cohort=2, server_lr=0.5), line_state(hidden=2), min_clients=4, num_clients=4)
+    first = assigned(join(coordinator, range(1, 5)))
+    one, two = first.values()
+    assert sent(coordinator, one) == [[0, 0]] * 3
+    given(coordinator, one, 2.0, 8.0)
+    after = given(coordinator, two, 4.0, 4.0)
+    assert sent(coordinator, one) == [[1.5, 1.5], [3, 3], [8, 8]]
+    assert sent(coordinator, two) == [[1.5, 1.5], [3, 3], [4, 4]]
+    assert len(after) == 2
+    again = coordinator_for(scaffold(cohort=2, server_lr=0.5), line_state(hidden=2), min_clients=4, num_clients=4)
+    again.state.values.copy_(coordinator.state.values)
+    saving.restore(again, saving.save(coordinator))
+    assert sent(again, two) == [[1.5, 1.5], [3, 3], [4, 4]]
+
+
+def test_c_stands_still_within_a_round():
+    coordinator = coordinator_for(scaffold(concurrency=1), line_state(hidden=2), min_clients=2, num_clients=2)
+    (first,) = assigned(join(coordinator, [1, 2])).values()
+    (second,) = given(coordinator, first, 1.0, 8.0).values()
+    assert sent(coordinator, second) == [[0, 0]] * 3
+
+
+def test_of_submodels_c_is_a_mean_over_those_that_hold_an_element():
+    """Client 1 trains all, client 2 the second unit alone: c is 4 / 1 at the first and (4 + 2) / 2 at the second."""
+    algorithm = scaffold(submodel=Rated(rates=[1.0]))
+    coordinator = coordinator_for(algorithm, line_state(hidden=2), num_clients=9)
+    merge, state = algorithm.merge, coordinator.state
+    for client, spec, change in ((1, FULL, 4.0), (2, PART, 2.0), (2, PART, 0.0)):
+        update = Update(0, client, 0, filled(state, 0.0, spec), 1, bundles={"c_i": filled(state, change, spec)})
+        merge.receive(state, update, spec, 0)
+    merge.apply(state)
+    part, bundles = filled(state, 0.0, PART), {name: filled(state, 9.0, PART) for name in ("c", "c_i")}
+    merge.hand(state, 2, PART, part, bundles)
+    assert (bundles["c"]["fc2.weight"].item(), bundles["c_i"]["fc2.weight"].item()) == (3.0, 2.0)
+
+
+def test_what_is_not_an_option_is_refused():
+    with pytest.raises(BadInput, match="option is 3"):
+        scaffold(3)
+
+
+def test_an_update_without_its_variate_has_the_wrong_layout():
+    coordinator = coordinator_for(scaffold(), line_state(hidden=2))
+    (task,) = assigned(join(coordinator, [1])).values()
+    update = Update(task.id, 1, 0, filled(coordinator.state, 1.0), 1)
+    coordinator.handle(Arrived(update), 0.0)
+    assert coordinator.refused == {"wrong-layout": 1}
+
+
+@pytest.mark.parametrize("compress", [Compress(), Compress(down="int8", up="top_k")], ids=["plain", "compressed"])
+def test_variates_are_compressed_and_counted_as_the_model_is(tmp_path, compress):
+    run = finish(experiment(tmp_path / "run", scaffold(submodel=Rated(rates=[1.0])), compress=compress, max_updates=8))
+    model = 4 * (64 * 24 + 24 + 24 * 10 + 10)
+    for row in run.rows():
+        down, up = int(row["bytes_down"]) / model, int(row["bytes_up"]) / model
+        assert (down, up) == (3, 2) if compress == Compress() else (0.75 < down < 1 and up < 0.5)

@@ -76,6 +76,7 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
     assert_replays(config, real)
 
 
+@pytest.mark.slow("a run of 24 updates, three times")
 def test_a_simulation_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch):
     options = [
         "--config",

@@ -253,6 +253,7 @@ def test_updates_are_received_while_others_are_merged(tmp_path):
 # ---- nothing is left ----
 
 
+@pytest.mark.slow("four runs on real ranks")
 def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
     def one(name, inbox_action=None):
         base = settings(tmp_path, fed_async(), max_updates=8, waits=replace(SHORT, task_s=1.0, stop_s=1.0))

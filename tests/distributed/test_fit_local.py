@@ -83,6 +83,7 @@ def fit(tmp_path):
         local.process.communicate()
 
 
+@pytest.mark.slow("a supervisor, a server twice and two clients, one twice, start from nothing")
 def test_a_run_lives_through_the_death_of_its_server_and_of_a_client(fit):
     local = fit("--local", "2", "--max_updates", "60", "--json")
     local.wait_for(lambda: local.merged() >= 4, "the first checkpoints")
@@ -112,6 +113,7 @@ def test_a_run_lives_through_the_death_of_its_server_and_of_a_client(fit):
     assert json.loads(replayed.stdout)["equal"] is True
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_run_with_its_summary_and_no_rank_is_left(fit):
     local = fit("--local", "2", "--max_updates", "100000", "--progress", "quiet")
     local.wait_for(lambda: local.merged() >= 2, "work")
@@ -122,6 +124,7 @@ def test_ctrl_c_ends_a_run_with_its_summary_and_no_rank_is_left(fit):
     assert json.loads((local.folder / "summary.json").read_text())["finished"] == "interrupted"
 
 
+@pytest.mark.slow("a supervisor and a server start from nothing")
 def test_bad_input_is_said_once_and_before_anything_starts(fit, tmp_path):
     code, out, err = fit("--local", "2", "--model.hiden", "3").end()
     assert (code, out) == (2, "")
@@ -138,6 +141,7 @@ class FailsWhereTheLabelIsNine(MLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_a_client_whose_code_fails_twice_alike_ends_the_run(fit, tmp_path):
     """Once may be the machine: it is started again. What it says of its batch may differ."""
     local = fit("--local", "2", "--json", "--model", f"{__name__}.FailsWhereTheLabelIsNine", "--max_updates", "100000")
@@ -147,5 +151,5 @@ def test_a_client_whose_code_fails_twice_alike_ends_the_run(fit, tmp_path):
     assert "ValueError: batch of" in summary["finished"] and "test_fit_local.py:" in summary["finished"]
     assert summary["updates_lost_by_reason"] and len(summary["warnings"]) == 1
     assert (local.folder / "failure.txt").read_text().count("Traceback") == 2
-    assert err.count("it is started again") in (1, 2)  # the second time the server has perhaps not ended yet
+    assert err.count("it is started again") >= 1  # and again until the server, which ends for it, has ended
     assert [line for line in err.splitlines() if line.startswith("raafl: client 2, task ")]

@@ -34,6 +34,7 @@ def joined(folder):
     return [row["profile"]["memory_bytes"] for row in rows if row["event"] == "joined"]
 
 
+@pytest.mark.slow("a server and two clients start from nothing")
 def test_under_a_limit_each_client_has_what_it_leaves(tmp_path):
     result = fit_local(tmp_path / "run", limit=3 * GIB)
     assert result.returncode == 0, result.stderr

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raafl.commands.replay import replay
+from raafl.config.parse import parse
 from raafl.submodel import FULL
+from tests.habits.source import ROOT
+from tests.ranks import ranks
 
-ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(120)
 
 
 def run(folder: Path, speeds: list[float], *options: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A run of as many ranks on digits, six updates for each; its journal and its summary."""
     devices = json.dumps([{"name": f"device-{n}", "flops_per_s": speed} for n, speed in enumerate(speeds)])
-    subprocess.run(
-        [sys.executable, "-m", "raafl", "fit", "--local", str(len(speeds)), "--config", "configs/quickstart.yaml",
-         "--algorithm=timely_fl", f"--devices={devices}", "--partition=raafl.data.Iid", "--train.num_steps=10",
-         f"--max_updates={6 * len(speeds)}", "--progress=quiet", f"--output={folder}", *options],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=200, capture_output=True,
+    parsed = parse(
+        "fit",
+        [
+            "--config", str(ROOT / "configs" / "quickstart.yaml"), f"--clients={len(speeds)}", "--algorithm=timely_fl",
+            f"--devices={devices}", "--partition=raafl.data.Iid", "--train.num_steps=10",
+            f"--max_updates={6 * len(speeds)}", "--progress=quiet", f"--output={folder}", *options,
+        ],
     )  # fmt: skip
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return events, json.loads((folder / "summary.json").read_text())
+    with ranks(parsed.experiment) as fleet:
+        done = fleet.serve()
+        assert set(fleet.exit_codes().values()) == {0}
+    (folder / "config.yaml").write_text(parsed.config_yaml)
+    return done.events(), done.summary
 
 
 def test_equal_devices_work_in_step_on_whole_models(tmp_path):

@@ -48,6 +48,7 @@ def end(process, timeout_s=90):
     return process.returncode, out, err
 
 
+@pytest.mark.slow("torchrun and three ranks start from nothing")
 def test_three_ranks_train_and_leave_a_run_folder(tmp_path):
     code, out, err = end(start("--max_updates", "6", "--output", str(tmp_path / "run"), "--json"))
     assert code == 0, err
@@ -59,6 +60,7 @@ def test_three_ranks_train_and_leave_a_run_folder(tmp_path):
     assert names <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
+@pytest.mark.long
 def test_a_task_in_progress_when_the_run_ends_makes_no_rank_fail(tmp_path):
     """The second device needs a minute for a task, of which the run lets it do a second or so."""
     devices = '[{"name": "quick", "flops_per_s": 1.0e9}, {"name": "dawdling", "flops_per_s": 1.0e6}]'
@@ -70,6 +72,7 @@ def test_a_task_in_progress_when_the_run_ends_makes_no_rank_fail(tmp_path):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path):
     """That is torchrun's way; what the run had done is on disk, and no process stays."""
     process = start("--max_updates", "1000000", "--output", str(tmp_path / "run"))

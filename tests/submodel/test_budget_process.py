@@ -125,6 +125,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow("eight processes train up to the limit of their memory")
 def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_model_does_not():
     notes = clients([(kind, BUDGET, reserve) for kind, reserve in RESERVE.items()])
     for kind, reserve in RESERVE.items():

@@ -1,4 +1,4 @@
-"""More than 100,000 damaged frames through the code that a `TcpPair` receives with.
+"""Damaged frames through the code that a `TcpPair` receives with: 10,000 each time, 100,000 by `make test-long`.
 
 Whatever comes, the result is a message, `Refused`, or `PeerLost`; and nothing is allocated that was not declared, checked
 and accepted.
@@ -6,6 +6,7 @@ and accepted.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import struct
@@ -23,7 +24,7 @@ from raafl.runtime.transport.frames import Frames
 from raafl.runtime.transport.handshake import greet
 from raafl.submodel.flat import FlatTensors
 
-NUM_FRAMES = 100_000
+NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))
 DRAIN_BYTES = 4096
 pytestmark = pytest.mark.timeout(300)
 
@@ -236,7 +237,7 @@ REASONS = {
 }  # fmt: skip
 
 
-def test_a_hundred_thousand_damaged_frames(allocations, capsys):
+def test_damaged_frames(allocations, capsys):
     rng, total, by_mutation = random.Random(20261121), Counter(), Counter()
     for _ in range(NUM_FRAMES):
         mutate = rng.choice(MUTATIONS)

@@ -138,6 +138,7 @@ def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_mod
 
 
 @pytest.mark.skipif(not heap.is_glibc(), reason="the C library is not glibc")
+@pytest.mark.slow("processes train up to the limit of their memory")
 def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes():
     notes = clients([("bert", None, TIGHT_RESERVE)])
     tight, usual = notes["bert", "tight"], notes["bert", "full"]

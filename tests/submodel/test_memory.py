@@ -46,6 +46,7 @@ def peak_bytes(units: int) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow("processes of their own train, for what each holds at most")
 def test_a_fragment_is_trained_in_a_fragments_memory():
     least, fragment, full = peak_bytes(1), peak_bytes(8192 * 5 // 100), peak_bytes(8192)
     # Weights, gradients and momentum of 5 %: 15 MiB. Had the full model been there even once: 96 MiB.

@@ -37,7 +37,7 @@ from raafl.core.types import Assignment, Update
 from raafl.data import Iid
 from raafl.devices import Device
 from raafl.lean_import import import_lightning
-from raafl.runfolder.journal import read_events
+from raafl.runfolder.events import read_events
 from raafl.runtime.executors import Executor
 from raafl.runtime.setup import build, make_executor
 from raafl.runtime.simulated import Simulation

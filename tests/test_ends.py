@@ -19,7 +19,7 @@ from raafl.commands.cli import main
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.journal import read_events
+from raafl.runfolder.events import read_events
 from tests.forked import command, wait_for
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")

@@ -13,7 +13,8 @@ from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
 from raafl.local.failure import is_out_of_memory
-from raafl.runtime.replay import Replay, read_run
+from raafl.runfolder.events import read_run
+from raafl.runtime.replay import Replay
 from raafl.runtime.setup import build, load_data, make_executor
 from tests.federation import experiment, finish
 
@@ -42,7 +43,7 @@ def hungry():
 
 def equal_replay(made, run):
     """Return whether a replay comes to the same model."""
-    rows, _, summary = read_run(run.folder)
+    rows, summary = read_run(run.folder)
     parts = build(made, pace=False, **rows[0]["start"])
     with closing(make_executor(parts, 1)) as executor:
         Replay(parts.coordinator, executor).run(rows)

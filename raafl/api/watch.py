@@ -13,7 +13,7 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import Watcher
 from raafl.core.types import Event, Joined, Lost, Settled
 from raafl.errors import BadInput, RunFailed
-from raafl.runfolder.journal import METRIC_COLUMNS
+from raafl.runfolder.schema import METRIC_COLUMNS
 
 if TYPE_CHECKING:
     from torch import nn

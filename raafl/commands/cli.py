@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.shipped import with_paths
 from raafl.errors import BadInput, RunFailed, nearest
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
+from raafl.runfolder.schema import Summary
 
 _WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
 _WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
@@ -334,7 +335,7 @@ def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
     from raafl.runfolder.journal import to_json
 
     try:
-        print(to_json(summary) if as_json else "\n".join(summary_lines(summary, folder)), flush=True)
+        print(to_json(summary) if as_json else "\n".join(summary_lines(cast(Summary, summary), folder)), flush=True)
     except OSError as error:  # whoever read the output has gone, or its disk is full; the run ended as it ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):

@@ -14,8 +14,10 @@ from raafl.config.parse import UNUSED, load_run
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.events import read_run
+from raafl.runfolder.schema import JournalRow
 from raafl.runtime.conditions import conditions, differences
-from raafl.runtime.replay import Replay, check_whole, read_run
+from raafl.runtime.replay import Replay
 from raafl.runtime.saver import with_ties
 from raafl.runtime.setup import Parts, build, make_executor
 from raafl.submodel import FlatTensors
@@ -48,13 +50,12 @@ def replay(
     """
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
-    rows, recorded, summary = read_run(folder)
-    check_whole(rows, summary, until)
+    rows, summary = read_run(folder, until)
     experiment = load_run(folder, trusted=trust_config, without=UNUSED)
     found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
     own = _own_data(folder, rows, client_data or {}, trust_config)
-    start: dict[str, Any] = next((row.get("start", {}) for row in rows if row.get("event") == "run"), {})
-    parts = build(experiment, pace=False, **start)
+    begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
+    parts = build(experiment, pace=False, **begun.get("start", {}))
     executor = make_executor(parts, workers, own)
     try:
         played = Replay(parts.coordinator, executor)
@@ -70,7 +71,7 @@ def replay(
         "parted_at": None if played.parting is None else played.parting.to_json(),
         "events": played.num_events,
         "versions": parts.coordinator.state.version,
-        "differences": differences(recorded, found),
+        "differences": differences(begun.get("conditions", {}), found),
     }
     if result["equal"] is False:
         result["distance"] = _distance(folder, parts)
@@ -79,9 +80,7 @@ def replay(
     return result
 
 
-def _own_data(
-    folder: Path, rows: list[dict[str, Any]], files: Mapping[int, Path], trusted: bool
-) -> dict[int, ClientData]:
+def _own_data(folder: Path, rows: list[JournalRow], files: Mapping[int, Path], trusted: bool) -> dict[int, ClientData]:
     """Return the data of the clients that did not train on their share of the run's."""
     from raafl.runtime.client_setup import whole
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raafl.config.argv import options_of
 from raafl.errors import BadInput
@@ -19,6 +21,9 @@ from raafl.report.submodels import regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
 from raafl.runfolder.reading import Run, read
 from raafl.runfolder.rows import atomic_file
+
+if TYPE_CHECKING:
+    from raafl.data.federated import FederatedData
 
 _MAX_APART = 8
 """Runs that have a timeline and the like of their own: the first of each group, of so many groups at most."""
@@ -78,7 +83,7 @@ def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -
     if labels:
         from raafl.report.labels import classes_of
 
-        classes = {id(run): classes_of(run, trusted=trusted) for _, run in apart}
+        classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
     charts = [
         curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation(groups),
         staleness(groups), regions(groups), specs(groups), partition(apart, classes, left_out),
@@ -91,6 +96,14 @@ def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -
     bottom = _configs(groups, runs)
     links = {"config": "Config"}
     return page(title, subtitle, _top(groups, runs), charts, bottom, links)
+
+
+def _deal_out(run: Run, *, trusted: bool) -> FederatedData:
+    """Load the data that a run's config names, which needs torch, and share them out again."""
+    from raafl.config.parse import UNUSED, load_run
+    from raafl.runtime.setup import load_data
+
+    return load_data(load_run(run.path, trusted=trusted, without=UNUSED))
 
 
 def _top(groups: Sequence[Group], runs: Sequence[Run]) -> str:

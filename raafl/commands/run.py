@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,7 +26,8 @@ from raafl.parts.select.leaves import leaves, sentence_of
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.journal import default_run_folder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.statistics import CLIENT, Coverage, Figures
+from raafl.runfolder.schema import CLIENT, JournalRow, Summary
+from raafl.runfolder.statistics import Coverage, Figures
 from raafl.runtime import resume
 from raafl.runtime.batch_norm import Filled, StaticStatistics
 from raafl.runtime.conditions import conditions
@@ -37,8 +38,7 @@ from raafl.runtime.memory import settle_heap, with_memory
 from raafl.runtime.saver import Saver
 from raafl.runtime.setup import Parts, build, client_infos, client_parts, data_notes, load_data, make_executor
 from raafl.submodel import FULL
-from raafl.watch.feed import ShownFolder
-from raafl.watch.folder import Watched
+from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
 from raafl.watch.progress import Progress
 from raafl.watch.state import RunState
@@ -131,7 +131,9 @@ class Run:
         if mended.num_missing:
             self._writer.gap(mended.num_missing)
             self.progress.warn(resume.missing(self.folder, mended.num_missing))
-        row = {
+        row: JournalRow = {
+            "time_s": section["clock"]["now"],
+            "event": "resumed",
             "kept": self.record.num_events,
             "last_id": coordinator.roster.last_id,
             "version": coordinator.state.version,
@@ -139,7 +141,7 @@ class Run:
             "restarted": restarted,
             "start": self._start(),
         }
-        self._writer.event({"time_s": section["clock"]["now"], "event": "resumed", **row})
+        self._writer.event(row)
         watched = Watched(self.folder)
         watched.look()
         self._show(watched.state)
@@ -212,7 +214,7 @@ class Run:
         if self._resumed:
             return
         found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
-        row = {
+        row: JournalRow = {
             "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found, "start": self._start(),
             "title": title, "goals": self._goals().to_json(),
         }  # fmt: skip
@@ -229,7 +231,7 @@ class Run:
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
         )  # fmt: skip
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
-        summary |= coordinator.algorithm.merge.report(coordinator.state)
+        summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
         summary["rates_leave"] = self._leaves
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
@@ -237,14 +239,14 @@ class Run:
             summary["model"] = save_model(
                 self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
             )
-        self.watcher.end(summary)
+        self.watcher.end(cast(dict[str, Any], summary))
         summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         summary["loggers"] = self.loggers.finish(outcome, summary)
         if self.watcher.error is not None:
             summary["traceback"] = leave_traceback(self.folder, reason, self.watcher.error)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
-        return summary
+        return cast(dict[str, Any], summary)
 
     def close(self) -> None:
         """Give the terminal back, end the saver and flush the folder, however the run ended."""

@@ -13,12 +13,14 @@ from typing import Any, TextIO
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
-from raafl.watch.folder import SILENT_S, Watched
+from raafl.watch.feed import Watched
 from raafl.watch.progress import Progress
 from raafl.watch.show import briefly, plain
 
 LOOK_S = 0.25
 """Seconds between two looks."""
+SILENT_S = 120.0
+"""Seconds after which a folder that nobody writes to counts as silent: the run may be dead."""
 
 
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:

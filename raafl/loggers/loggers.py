@@ -23,7 +23,7 @@ from raafl.core.hooks import Hooks
 from raafl.core.types import Settled
 from raafl.loggers.tracking import Measured, RunIds, Since, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.statistics import CLIENT
+from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, Summary, kind_of
 from raafl.submodel import Spec
 
 CALL_S = 30.0
@@ -87,17 +87,17 @@ class Loggers(Hooks):
         own = {name: value for name, value in row.items() if name.startswith(CLIENT)}
         ends = Counter[str]()
         for outcome, num in record.outcomes.items():
-            ends[outcome.partition(":")[0]] += num
+            ends[kind_of(outcome)] += num
         figures = {
             **{name: value for name, value in row.items() if name not in own},
-            "time_s": now, "wall_s": record.wall_s, "num_updates": ends["merged"], "num_refused": ends["refused"],
-            "num_lost": ends["lost"], "bytes_up": record.bytes_up, "bytes_down": record.bytes_down,
+            "time_s": now, "wall_s": record.wall_s, "num_updates": ends[MERGED], "num_refused": ends[REFUSED],
+            "num_lost": ends[LOST], "bytes_up": record.bytes_up, "bytes_down": record.bytes_down,
         }  # fmt: skip
         measured = Measured(version, {**metrics, **own}, figures, *self._since.take())
         for worker in self._workers:
             worker.put(lambda logger: log(logger, measured), counted=True)
 
-    def finish(self, status: str, summary: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    def finish(self, status: str, summary: Summary | None = None) -> dict[str, dict[str, Any]]:
         """Let them write what is queued, for as long as the deadlines allow; return how each fared.
 
         Args:
@@ -220,7 +220,7 @@ def hyper_parameters(config_yaml: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _tell_end(spec: LoggerSpec, folder: Path, summary: Mapping[str, Any], tables: Tables, logger: Any) -> None:
+def _tell_end(spec: LoggerSpec, folder: Path, summary: Summary, tables: Tables, logger: Any) -> None:
     finish(logger, folder, summary, tables, with_model=spec.init_args.get("log_model") is not False)
 
 

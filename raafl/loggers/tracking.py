@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.core.types import Settled
 from raafl.runfolder.rows import atomic_file
+from raafl.runfolder.schema import KINDS, MERGED, Summary, kind_of
 from raafl.submodel import Spec
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _MAX_BINS = 500
 _MAX_BARS = 2_000  # tasks that are drawn
 _SHOWN_ROWS = 200  # of a table as text
 _RUN_IDS = "runs.json"
-_COLOURS = {"merged": "#4269d0", "unused": "#b9b9c2", "refused": "#ff725c", "lost": "#efb118"}
+_COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Since:
 
     def settled(self, settled: Settled) -> None:
         """Note the end of a task."""
-        if settled.outcome == "merged" and settled.assignment is not None:
+        if settled.outcome == MERGED and settled.assignment is not None:
             self._staleness.append(settled.staleness)
             self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
 
@@ -144,7 +145,7 @@ def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], n
     return np.histogram(values, bins=most if whole and most <= _MAX_BINS else BINS, range=(0, most))
 
 
-def finish(logger: Any, folder: Path, summary: Mapping[str, Any], tables: Tables, *, with_model: bool = True) -> None:
+def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_model: bool = True) -> None:
     """Log what is known at the end: the tables, the summary and the final model."""
     model = folder / summary["model"] if summary.get("model") and with_model else None
     if is_a(logger, "WandbLogger"):
@@ -161,7 +162,7 @@ def finish(logger: Any, folder: Path, summary: Mapping[str, Any], tables: Tables
             (client.log_artifacts if model.is_dir() else client.log_artifact)(run, str(model), "model")
 
 
-def _finish_wandb(logger: Any, summary: Mapping[str, Any], tables: Tables, model: Path | None) -> None:
+def _finish_wandb(logger: Any, summary: Summary, tables: Tables, model: Path | None) -> None:
     import wandb
 
     run, begin = logger.experiment, _prefix(logger)
@@ -173,10 +174,14 @@ def _finish_wandb(logger: Any, summary: Mapping[str, Any], tables: Tables, model
         found[f"{begin}timeline_chart"] = wandb.Plotly(figure)
     run.log(found)
     said = ("finished", "versions", "updates_merged", "updates_lost", "utilisation", "model_digest", "time_to")
-    run.summary.update({name: summary[name] for name in said if name in summary})
+    run.summary.update({name: value for name, value in summary.items() if name in said})
     if model is not None:
-        told = {name: summary[name] for name in ("algorithm", "versions", "model_digest", "final") if name in summary}
-        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=told)
+        told = [
+            (name, value)
+            for name, value in summary.items()
+            if name in ("algorithm", "versions", "model_digest", "final")
+        ]
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=dict(told))
         (artifact.add_dir if model.is_dir() else artifact.add_file)(str(model))
         run.log_artifact(artifact, aliases=["latest", "final"])
 
@@ -236,7 +241,7 @@ def clients_table(run: Run) -> Table:
         mine, known = order[begin:end], run.clients.get(number)
         lasted_s = took_s[mine]
         lasted_s = lasted_s[np.isfinite(lasted_s)]
-        staleness = tasks["staleness"][mine[ended["merged"][mine]]]
+        staleness = tasks["staleness"][mine[ended[MERGED][mine]]]
         row: list[Any] = [number, known.device if known else "", known.num_samples if known else None, len(mine)]
         row += [int(kind[mine].sum()) for kind in ended.values()]
         row += [float(staleness.mean()), int(staleness.max())] if len(staleness) else [None, None]
@@ -261,7 +266,7 @@ def timeline_table(run: Run) -> Table:
 def regions_table(run: Run) -> Table:
     """Return how many updates each region of the model has had merged."""
     counts: dict[int, int] = {}
-    for region in run.tasks["region"][run.tasks.are("merged")]:
+    for region in run.tasks["region"][run.tasks.are(MERGED)]:
         if math.isfinite(region):
             counts[int(region)] = counts.get(int(region), 0) + 1
     return ["region", "merged"], [[region, counts[region]] for region in sorted(counts)]
@@ -281,7 +286,7 @@ def _figure(timeline: Table) -> Any:
 
     figure = graph_objects.Figure()
     for kind, colour in _COLOURS.items():
-        mine = [row for row in rows if row[2].partition(":")[0] == kind]
+        mine = [row for row in rows if kind_of(row[2]) == kind]
         if mine:
             figure.add_bar(
                 orientation="h", name=kind, marker_color=colour, y=[row[0] for row in mine],

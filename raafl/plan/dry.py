@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -191,7 +190,7 @@ def _gone_through(
     executor = Untrained(coordinator.payload, {client.id: client.num_samples for client in world.clients})
     simulation = Simulation(coordinator, world.clients, executor, record, None)
     reason = simulation.run()
-    summary: dict[str, Any] = record.summary(
+    summary = record.summary(
         algorithm=name, runtime="plan", seed=world.experiment.seed, version=coordinator.state.version,
         values=FlatTensors.empty(Layout.pack([])), time_s=simulation.now, reason=reason,
     )  # fmt: skip

@@ -13,7 +13,8 @@ import numpy as np
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, rounded, thin_rows
 from raafl.report.groups import Group
 from raafl.report.timeline import in_order, lane, lanes_height
-from raafl.runfolder.reading import MERGED, Run
+from raafl.runfolder.reading import Run
+from raafl.runfolder.schema import MERGED
 
 _MAX_DOTS = 1500
 _BANDS = 40

@@ -8,8 +8,8 @@ import numpy as np
 
 from raafl.report.figure import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.report.groups import Group
-from raafl.runfolder.journal import TIME_TO
-from raafl.runfolder.reading import MERGED, Numbers, Run
+from raafl.runfolder.reading import Numbers, Run
+from raafl.runfolder.schema import MERGED, TIME_TO
 
 TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
 _TITLES = {

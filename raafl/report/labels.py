@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raafl.errors import BadInput
 from raafl.runfolder.reading import Run
 
+if TYPE_CHECKING:
+    from raafl.data.federated import FederatedData
+
 _MAX_CLASSES = 100
 
 
-def classes_of(run: Run, *, trusted: bool = False) -> Mapping[int, Sequence[int]] | str:
+def classes_of(run: Run, deal_out: Callable[[Run], FederatedData]) -> Mapping[int, Sequence[int]] | str:
     """Return the number of samples of each class by client, clients with data of their own left out; or why not.
-
-    This reads the data set that the run's config names.
 
     Args:
         run: the run.
-        trusted: import what its config names, whatever that is; else raafl's own alone.
+        deal_out: loads the data that the run's config names, and shares them out.
     """
     if not run.config:
         return "there is no config to deal the data out by"
-    from raafl.config.parse import UNUSED, load_run
     from raafl.data.labels import labels_of
-    from raafl.runtime.setup import load_data
 
     try:
-        data = load_data(load_run(run.path, trusted=trusted, without=UNUSED))
+        data = deal_out(run)
         labels = labels_of(data.datamodule.train_dataloader().dataset)
     except (BadInput, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
         return f"the data cannot be dealt out again: {' '.join(str(error).split())[:300]}"

@@ -12,9 +12,9 @@ import numpy as np
 from raafl.report.curves import metric_names
 from raafl.report.figure import Cell, Table, rounded
 from raafl.report.groups import Group, algorithm_of
-from raafl.runfolder.journal import is_metric
 from raafl.runfolder.outcome import REASONS
-from raafl.runfolder.reading import KINDS, MERGED, Run, number
+from raafl.runfolder.reading import Run, number
+from raafl.runfolder.schema import KINDS, MERGED, is_metric
 
 _MAX_METRICS = 8
 

@@ -11,7 +11,8 @@ from raafl.report.figure import Cell, Chart, Table, View, axis, banded, gap, rou
 from raafl.report.groups import Group
 from raafl.report.timeline import lanes_height
 from raafl.report.times import KIND_COLOURS
-from raafl.runfolder.reading import KINDS, MERGED, Numbers, Run
+from raafl.runfolder.reading import Numbers, Run
+from raafl.runfolder.schema import KINDS, MERGED
 
 _MAX_BARS = 50
 _MAX_SPECS = 12

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raafl.runfolder.reading import KINDS, LOST, MERGED, Client, Numbers, Run, number
+from raafl.runfolder.reading import Client, Numbers, Run, number
+from raafl.runfolder.schema import KINDS, LOST, MERGED
 
 OPEN = len(KINDS)
 """Kind of a task that was under way when the run ended."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from raafl.errors import BadInput
 from raafl.runfolder.rows import atomic_file
+from raafl.runfolder.schema import CHECKPOINTS
 
 _FORMAT: Final = 1
 _NAME: Final = re.compile(r"version-(\d{6,})\.ckpt")
@@ -87,7 +88,7 @@ def save(
         **_hyper_parameters(module),
         "raafl": {"format": _FORMAT, "version": version, "state": section},
     }
-    folder = Path(run_folder) / "checkpoints"
+    folder = Path(run_folder) / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"version-{version:06d}.ckpt"
     with atomic_file(path) as file:
@@ -129,7 +130,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint of the highest version in a run folder, or None."""
-    files = _versions(Path(run_folder) / "checkpoints")
+    files = _versions(Path(run_folder) / CHECKPOINTS)
     return files[-1] if files else None
 
 

@@ -1,9 +1,9 @@
-"""The run folder: what a run leaves behind, and its journal, from which the run can be replayed.
+"""The run folder as it is written; its names are in raafl.runfolder.schema.
 
 config.yaml     the whole configuration, as given
-events.jsonl    one JSON object a line: the events in the order in which the coordinator handled them
+events.jsonl    the journal, one JSON object a line: the events in the order in which the coordinator handled them
 metrics.csv     version, time_s, wall_s, then one column a metric, one a figure of the run, one a target
-clients.csv     one line a task; the columns are CLIENT_COLUMNS
+clients.csv     one line a task
 checkpoints/    see raafl.runfolder.checkpoints
 summary.json    written once, at the end
 
@@ -20,7 +20,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,37 +28,21 @@ from typing import Any, Self
 
 from raafl.errors import BadInput
 from raafl.runfolder.rows import KEPT_ROWS, RETRY_S, Rows, atomic_file, read_table, remove_leftovers, say, write_table
-
-CLIENT_COLUMNS = (
-    "client",
-    "task",
-    "assignment",
-    "incarnation",
-    "spec",
-    "region",
-    "version",
-    "merged_version",
-    "staleness",
-    "assigned_s",
-    "arrived_s",
-    "train_s",
-    "bytes_down",
-    "bytes_up",
-    "num_samples",
-    "num_steps",
-    "loss",
-    "outcome",
+from raafl.runfolder.schema import (
+    CHECKPOINTS,
+    CLIENT_COLUMNS,
+    CLIENTS,
+    CONFIG,
+    GROWING,
+    JOURNAL,
+    MEMORY_COLUMNS,
+    METRIC_COLUMNS,
+    METRICS,
+    SUMMARY,
+    TESTED,
+    JournalRow,
+    Summary,
 )
-METRIC_COLUMNS = ("version", "time_s", "wall_s")
-FIGURE_COLUMNS = (
-    "utilisation", "participation", "staleness", "coverage", "round_s", "bytes_up", "bytes_down", "peak_bytes",
-    "measured_bytes",
-)  # fmt: skip
-"""Columns of metrics.csv on the run itself."""
-TIME_TO = "time_to/"
-"""Begins the names of the columns of metrics.csv that say when a target was first met."""
-_GROWING = ("events.jsonl", "metrics.csv", "clients.csv")
-_KNOWN_CLIENT_COLUMNS = frozenset(CLIENT_COLUMNS)
 
 
 class RunFolder:
@@ -104,36 +88,34 @@ class RunFolder:
         """
         folder = cls.__new__(cls)
         folder.path = Path(path)
-        for name in ("config.yaml", *_GROWING):
+        for name in (CONFIG, *GROWING):
             if not (folder.path / name).is_file():
                 raise BadInput(f"resume: '{folder.path}' is not a run folder: it has no {name}")
-        for name in _GROWING:
+        for name in GROWING:
             _cut_torn_line(folder.path / name)
-        for place in (folder.path, folder.path / "checkpoints"):
+        for place in (folder.path, folder.path / CHECKPOINTS):
             remove_leftovers(place)
-        folder._config = (folder.path / "config.yaml").read_text(encoding="utf-8")
+        folder._config = (folder.path / CONFIG).read_text(encoding="utf-8")
         folder._warn, folder._options = warn, {}
         folder._open(new=False)
         return folder
 
     def _open(self, *, new: bool) -> None:
-        self._events = _Journal(self.path / "events.jsonl", self._warn, self._remake, new=new, **self._options)
-        self._metrics = _Table(self.path / "metrics.csv", (), self._warn, self._remake, new=new, **self._options)
-        self._clients = _Table(
-            self.path / "clients.csv", CLIENT_COLUMNS, self._warn, self._remake, new=new, **self._options
-        )
+        self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new, **self._options)
+        self._metrics = _Table(self.path / METRICS, (), self._warn, self._remake, new=new, **self._options)
+        self._clients = _Table(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new, **self._options)
 
     def _remake(self) -> None:
         """Make the folder and its config, where they are not there (any more)."""
         self.path.mkdir(parents=True, exist_ok=True)
-        config = self.path / "config.yaml"
+        config = self.path / CONFIG
         if not config.exists():
             config.write_text(self._config, encoding="utf-8")
 
     def _remove(self, *, folder: bool) -> None:
         """Remove a folder in which there is no room for a run."""
         with suppress(OSError):
-            for name in ("config.yaml", *_GROWING):
+            for name in (CONFIG, *GROWING):
                 (self.path / name).unlink(missing_ok=True)
             if folder:
                 self.path.rmdir()
@@ -149,7 +131,7 @@ class RunFolder:
         """Rows of clients.csv that will never be there."""
         return self._clients.num_dropped
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: JournalRow) -> None:
         """Append one object to the journal; NaN and infinities become null, TypeError for what JSON cannot hold."""
         self._events.event(event)
 
@@ -166,14 +148,18 @@ class RunFolder:
         table.append(row)
 
     def client(self, row: Mapping[str, Any]) -> None:
-        """Append one finished task. Columns that `row` lacks are left empty; `spec` may be a mapping.
+        """Append one finished task: a `ClientRow`, whose missing cells are left empty; `spec` may be a mapping.
+
+        Columns for memory, and for what clients measure themselves, come at the end once a row has them.
 
         Raises:
-            ValueError: `row` has a column that is not in CLIENT_COLUMNS.
+            ValueError: `row` has a column that clients.csv does not know.
         """
-        if not row.keys() <= _KNOWN_CLIENT_COLUMNS:
-            unknown = sorted(row.keys() - _KNOWN_CLIENT_COLUMNS)
+        new = [name for name in row if name not in self._clients.columns]
+        if unknown := [name for name in new if not name.startswith(TESTED) and name not in MEMORY_COLUMNS]:
             raise ValueError(f"clients.csv has no column {', '.join(unknown)}; it has {', '.join(CLIENT_COLUMNS)}")
+        if new:
+            self._clients.widen(new)
         self._clients.append(row)
 
     def gap(self, num_rows: int) -> None:
@@ -185,7 +171,7 @@ class RunFolder:
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
+    def summary(self, summary: Summary) -> None:
         """Write `summary.json`, whole or not at all.
 
         Raises:
@@ -193,10 +179,10 @@ class RunFolder:
         """
         text = to_json(summary, indent=2) + "\n"
         self._remake()
-        with atomic_file(self.path / "summary.json") as file:
+        with atomic_file(self.path / SUMMARY) as file:
             file.write(text.encode())
 
-    def finish(self, summary: dict[str, Any], num_checkpoints: int, warnings: list[str]) -> None:
+    def finish(self, summary: Summary, num_checkpoints: int, warnings: list[str]) -> None:
         """Add to ``summary``, in place, what could not be written, and write it.
 
         Args:
@@ -211,7 +197,7 @@ class RunFolder:
             self.summary(summary)
         except OSError as error:
             self._warn(f"{self.path / 'summary.json'} cannot be written: {error.strerror or error}")
-            summary["unwritten"]["summary.json"] = 1
+            summary["unwritten"][SUMMARY] = 1
 
     def close(self) -> None:
         """Write what is kept, if that is possible by now, and close the files; a second call does nothing."""
@@ -225,11 +211,6 @@ class RunFolder:
         self.close()
 
 
-def is_metric(column: str) -> bool:
-    """Return whether a column of metrics.csv is a metric: of the model, or averaged over clients."""
-    return column not in METRIC_COLUMNS and column not in FIGURE_COLUMNS and not column.startswith(TIME_TO)
-
-
 def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
     """Return `runs/NAME-YYYYMMDD-HHMMSS`, with a number behind it if that is taken. The folder is not made."""
     first = Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -237,30 +218,6 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
     while path.exists():
         path, number = first.with_name(f"{first.name}-{number}"), number + 1
     return path
-
-
-def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a journal in order; `path` is a run folder or its `events.jsonl`.
-
-    A last line that is torn (no line end, as a crash may leave it) is left out.
-
-    Raises:
-        ValueError: A line that is not torn is not a JSON object; the message names file and line.
-        FileNotFoundError: There is no journal at `path`.
-    """
-    path = Path(path)
-    path = path / "events.jsonl" if path.is_dir() else path
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                event = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); the journal was changed") from error
-            if not isinstance(event, dict):
-                raise ValueError(f"{path}:{number}: a {type(event).__name__} where an event (an object) was expected")
-            yield event
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -306,7 +263,7 @@ class _Journal(Rows[bytes]):
         self._time_s, self._last_id = 0.0, 0
         super().__init__(path, bytes, warn, remake=remake, **options)
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: JournalRow) -> None:
         self._time_s = event.get("time_s", self._time_s)
         if event.get("event") == "assigned":
             self._last_id = event["id"]
@@ -369,7 +326,7 @@ class _Into:
         self.write = rows.append
 
 
-def _line(value: Any) -> bytes:
+def _line(value: JournalRow) -> bytes:
     return (to_json(value) + "\n").encode()
 
 

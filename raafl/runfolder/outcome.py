@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from raafl.runfolder.schema import Summary
 
 REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "target": "target reached"}
 """Why runs end, in words; any other reason is one already."""
 
 
-def summary_lines(summary: dict[str, Any], folder: Path) -> list[str]:
+def summary_lines(summary: Summary, folder: Path) -> list[str]:
     """Return the lines that end a run; ``folder`` is the run's."""
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 from raafl.errors import BadInput
-from raafl.runfolder.journal import read_events
+from raafl.runfolder.events import read_events, read_summary
+from raafl.runfolder.schema import (
+    CLIENT_COLUMNS,
+    CLIENTS,
+    CONFIG,
+    JOURNAL,
+    KINDS,
+    LOST,
+    MEMORY_COLUMNS,
+    METRICS,
+    SUMMARY,
+    JournalRow,
+    Summary,
+    kind_of,
+)
 
 Numbers = npt.NDArray[np.float64]
 
-FILES = ("metrics.csv", "clients.csv", "events.jsonl", "summary.json")
+_FILES = (METRICS, CLIENTS, JOURNAL, SUMMARY)
 """A folder that has one of these, or a config.yaml, is a run folder."""
-MERGED, UNUSED, REFUSED, LOST = KINDS = ("merged", "unused", "refused", "lost")
-_TASK_NUMBERS = (
-    "assignment", "region", "version", "merged_version", "staleness", "assigned_s", "arrived_s", "bytes_down",
-    "bytes_up", "num_samples", "num_steps", "peak_bytes",
-)  # fmt: skip
+_TEXT = ("client", "spec", "outcome")
+_TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if name not in _TEXT)
 
 
 @dataclass(slots=True)
@@ -69,7 +79,7 @@ class Tasks:
     def __post_init__(self) -> None:
         """Tell the kinds of outcome apart; an unknown one counts as lost."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
-        found = [codes.get(outcome.partition(":")[0], codes[LOST]) for outcome in self.outcome]
+        found = [codes.get(kind_of(outcome), codes[LOST]) for outcome in self.outcome]
         self.kind = np.array(found, np.int64)
 
     def __len__(self) -> int:
@@ -106,7 +116,7 @@ class Run:
     config_text: str = ""
     metrics: dict[str, Numbers] = field(default_factory=dict)
     tasks: Tasks = field(default_factory=lambda: _tasks([], []))
-    summary: dict[str, Any] | None = None
+    summary: Summary | None = None
     clients: dict[int, Client] = field(default_factory=dict)
     open_tasks: list[tuple[int, float]] = field(default_factory=list)
     num_exchanges: dict[int, int] = field(default_factory=dict)
@@ -163,19 +173,19 @@ def read(path: Path) -> Run:
     """
     if not path.is_dir():
         raise BadInput(f"'{path}' is not a run folder: {'it is a file' if path.exists() else 'there is nothing there'}")
-    if not any((path / name).is_file() for name in ("config.yaml", *FILES)):
-        inside = sum((child / "events.jsonl").is_file() for child in path.iterdir() if child.is_dir())
+    if not any((path / name).is_file() for name in (CONFIG, *_FILES)):
+        inside = sum((child / JOURNAL).is_file() for child in path.iterdir() if child.is_dir())
         more = f"; it holds {inside} of them: raafl report {path}/*" if inside else ""
-        raise BadInput(f"'{path}' is not a run folder: it has neither config.yaml nor any of {', '.join(FILES)}{more}")
+        raise BadInput(f"'{path}' is not a run folder: it has neither config.yaml nor any of {', '.join(_FILES)}{more}")
     run = Run(path, path.resolve().name)
     readers: dict[str, Callable[[Run, Path], None]] = {
-        "config.yaml": _read_config, "metrics.csv": _read_metrics, "clients.csv": _read_clients,
-        "events.jsonl": _read_journal, "summary.json": _read_summary,
+        CONFIG: _read_config, METRICS: _read_metrics, CLIENTS: _read_clients, JOURNAL: _read_journal,
+        SUMMARY: _read_summary,
     }  # fmt: skip
     for name, reader in readers.items():
         if not (path / name).is_file():
             missing = "there is no summary.json: the run has not ended, or was cut off"
-            run.notes.append(missing if name == "summary.json" else f"there is no {name}")
+            run.notes.append(missing if name == SUMMARY else f"there is no {name}")
             continue
         try:
             reader(run, path / name)
@@ -201,13 +211,8 @@ def _read_config(run: Run, path: Path) -> None:
 
 
 def _read_summary(run: Run, path: Path) -> None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        run.summary = found
-    else:
+    run.summary = read_summary(path.parent)
+    if run.summary is None:
         run.notes.append("summary.json is damaged; what it would say is taken from the other files where they say it")
 
 
@@ -283,7 +288,7 @@ def _read_journal(run: Run, path: Path) -> None:
     run.has_journal = bool(run.clients)
 
 
-def _take(run: Run, event: Mapping[str, Any], settled: set[float]) -> None:
+def _take(run: Run, event: JournalRow, settled: set[float]) -> None:
     kind, at, client = event.get("event"), number(event.get("time_s")), event.get("client")
     if math.isfinite(at):
         run.last_event_s = max(run.last_event_s, at)

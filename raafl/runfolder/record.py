@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from raafl.config.options import Target
 from raafl.core.types import (
@@ -18,26 +18,23 @@ from raafl.core.types import (
     assignment_to_json,
     event_to_json,
 )
-from raafl.local.metrics import TEST
-from raafl.runfolder.journal import TIME_TO, RunFolder
-from raafl.runfolder.statistics import CLIENT, Figures
+from raafl.runfolder.journal import RunFolder
+from raafl.runfolder.schema import (
+    CLIENT,
+    LOST,
+    LOST_AT_RESTART,
+    MERGED,
+    REFUSED,
+    TIME_TO,
+    UNUSED,
+    ClientRow,
+    JournalRow,
+    Measurement,
+    RunFigures,
+    Summary,
+)
+from raafl.runfolder.statistics import Figures
 from raafl.submodel import FlatTensors
-
-_MEMORY = ("peak_bytes", "measured_bytes")
-
-
-class MeasuredFolder(RunFolder):
-    """A run folder whose clients.csv gets columns, at the end, for memory and for each metric that clients measure."""
-
-    def client(self, row: Mapping[str, Any]) -> None:
-        """Append one finished task; see `RunFolder.client`."""
-        new = [name for name in row if name not in self._clients.columns]
-        unknown = [name for name in new if not name.startswith(TEST) and name not in _MEMORY]
-        if unknown:
-            raise ValueError(f"clients.csv has no column {', '.join(unknown)}")
-        if new:
-            self._clients.widen(new)
-        self._clients.append(row)
 
 
 class RunRecord:
@@ -95,13 +92,14 @@ class RunRecord:
         elif isinstance(event, Arrived) and self.fingerprints and not event.update.fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
-            self.folder.event({"time_s": now, **event_to_json(event)})
+            self.folder.event(cast(JournalRow, {"time_s": now, **event_to_json(event)}))
 
     def assigned(self, assignment: Assignment) -> None:
         """Journal an assignment."""
         self.figures.assigned(assignment)
         if self.folder is not None:
-            self.folder.event({"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)})
+            row = {"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)}
+            self.folder.event(cast(JournalRow, row))
 
     def moved(self, down: int = 0, up: int = 0) -> None:
         """Count bytes over a link; from any thread."""
@@ -122,7 +120,7 @@ class RunRecord:
         """Count the end of an assignment and write its row."""
         assignment, update, outcome = settled.assignment, settled.update, settled.outcome
         self.outcomes[outcome] += 1
-        if outcome == "merged":
+        if outcome == MERGED:
             self.participation[settled.client] = self.participation.get(settled.client, 0) + 1
             self._staleness_sum += settled.staleness
             self._staleness_max = max(self._staleness_max, settled.staleness)
@@ -132,11 +130,11 @@ class RunRecord:
         self.num_rows += 1
         cells = self.figures.settled(settled, self.metrics)
         if self.folder is not None:
-            self.folder.client(self._client_row(settled, now) | cells)
+            self.folder.client({**self._client_row(settled, now), **cells})
 
-    def _client_row(self, settled: Settled, now: float) -> dict[str, Any]:
+    def _client_row(self, settled: Settled, now: float) -> ClientRow:
         assignment, update = settled.assignment, settled.update
-        row: dict[str, Any] = {"client": settled.client, "outcome": settled.outcome, "merged_version": settled.version}
+        row: ClientRow = {"client": settled.client, "outcome": settled.outcome, "merged_version": settled.version}
         if assignment is not None:
             row |= {
                 "task": assignment.task, "assignment": assignment.id, "incarnation": assignment.incarnation,
@@ -156,10 +154,9 @@ class RunRecord:
         self._due[version] = self._figures(version, now)
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
-        merged, num_clients, memory = self.outcomes["merged"], len(self.participation), self.figures.memory()
+        merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()
         measured = memory["measured_bytes"]  # by no client of a simulation, which has no column for it
-        return {
-            **self.figures.clients(),
+        figures: RunFigures = {
             "utilisation": self._utilisation(now),
             "participation": self.figures.participation(version, num_clients)["mean"],
             "staleness": self._staleness_sum / merged if merged else 0.0,
@@ -168,8 +165,10 @@ class RunRecord:
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             "peak_bytes": memory["predicted_bytes"],
-            **({} if measured is None else {"measured_bytes": measured}),
         }
+        if measured is not None:
+            figures["measured_bytes"] = measured
+        return {**self.figures.clients(), **cast(dict[str, float | None], figures)}
 
     def _utilisation(self, now: float) -> float:
         """Return RU = sum over clients of seconds in tasks / (N * elapsed); the Co-S2P paper, eq. 12."""
@@ -193,7 +192,8 @@ class RunRecord:
         times = {TIME_TO + target: at_s for target, at_s in self.time_to.items()}
         self.row |= {name: at_s for name, at_s in times.items() if name not in metrics}
         if self.folder is not None:
-            self.folder.metrics({"version": version, "time_s": now, "wall_s": self.wall_s, **metrics, **self.row})
+            row: Measurement = {"version": version, "time_s": now, "wall_s": self.wall_s}
+            self.folder.metrics({**row, **metrics, **self.row})
         return self.reached
 
     # ---- interrupted and resumed ----
@@ -237,16 +237,16 @@ class RunRecord:
 
     def lose(self, num: int) -> None:
         """Count assignments whose rows were marked lost when the run was resumed."""
-        self.outcomes["lost:restart"] += num
+        self.outcomes[LOST_AT_RESTART] += num
         self.num_rows += num
 
     # ---- at the end ----
 
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
-    ) -> dict[str, Any]:
+    ) -> Summary:
         """Return the summary: a contract that scripts rely on."""
-        merged = self.outcomes["merged"]
+        merged = self.outcomes[MERGED]
 
         def by_reason(kind: str) -> dict[str, int]:
             return {k.removeprefix(kind + ":"): n for k, n in sorted(self.outcomes.items()) if k.startswith(kind + ":")}
@@ -258,10 +258,10 @@ class RunRecord:
             "finished": reason,
             "versions": version,
             "updates_merged": merged,
-            "updates_refused": by_reason("refused"),
-            "updates_lost": sum(by_reason("lost").values()),
-            "updates_lost_by_reason": by_reason("lost"),
-            "updates_unused": self.outcomes["unused"],
+            "updates_refused": by_reason(REFUSED),
+            "updates_lost": sum(by_reason(LOST).values()),
+            "updates_lost_by_reason": by_reason(LOST),
+            "updates_unused": self.outcomes[UNUSED],
             "clients_kept_out": {str(client): n for client, n in sorted(self._kept_out.items())},
             "connections_refused": dict(sorted(self._turned_away.items())),
             "time_s": time_s,

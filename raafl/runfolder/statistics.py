@@ -10,11 +10,10 @@ from typing import Any
 from raafl.core.payload import Payload
 from raafl.core.types import Assignment, Settled, Update
 from raafl.local.metrics import PEAK, TEST
+from raafl.runfolder.schema import CLIENT, MERGED, TESTED
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
 NUM_TESTED = TEST + "num_samples"
-CLIENT = "client_"
-"""Begins the names of averages over clients, in metrics.csv and the summary."""
 MAX_ELEMENTS = 50_000_000
 """Elements of the largest model for which the union of several submodels is counted."""
 MOST = 2**53
@@ -105,9 +104,9 @@ class Figures:
             if 0 < measured < MOST:
                 cells["measured_bytes"] = int(measured)
                 self._memory[1] = max(self._memory[1], measured)
-            cells |= {TEST + name: value for name, value in tested.items()}
-            cells |= {NUM_TESTED: int(update.metrics[NUM_TESTED])} if tested else {}
-        if settled.outcome == "merged" and assignment is not None:
+            cells |= {TESTED + name: value for name, value in tested.items()}
+            cells |= {f"{TESTED}num_samples": int(update.metrics[NUM_TESTED])} if tested else {}
+        if settled.outcome == MERGED and assignment is not None:
             self._merged(settled.client, settled.version, assignment)
             if tested and update is not None:
                 self._tested[settled.client] = (update.num_samples + update.metrics[NUM_TESTED], tested)

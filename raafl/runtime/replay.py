@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from raafl.compression.streams import Carried
@@ -29,11 +28,9 @@ from raafl.core.types import (
 )
 from raafl.errors import BadInput
 from raafl.parts.split import KEY
-from raafl.runfolder.journal import read_events
+from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.executors import Executor
 from raafl.submodel import FlatTensors
-
-EVENTS = ("joined", "arrived", "lost", "timer", "stop")
 
 
 @dataclass
@@ -56,7 +53,7 @@ class Parting:
         return {"event": self.number, "what": self.what, "recorded": self.recorded, "replayed": self.replayed}
 
 
-def event_of(row: dict[str, Any]) -> Event | None:
+def event_of(row: JournalRow) -> Event | None:
     """Return the event of a journal row, or None for a row that is not one; an `Arrived` has no tensors yet.
 
     Raises:
@@ -93,7 +90,7 @@ class Replay:
         """Cut snapshots from the coordinator's state."""
         self._snapshots = Carried(self.coordinator)
 
-    def run(self, rows: Iterable[dict[str, Any]], until: int | None = None) -> None:
+    def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
         """Replay rows in order, up to and including event number ``until``."""
         rows = list(rows)
         order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
@@ -115,7 +112,7 @@ class Replay:
             if isinstance(event, Lost):
                 self._forget(event.client)
 
-    def _go_on(self, row: dict[str, Any]) -> None:
+    def _go_on(self, row: JournalRow) -> None:
         """Count assignments from where the resumed run did, and hold it to the limits that it was given."""
         self.coordinator.roster.last_id = row["last_id"]
         if row.get("restarted"):
@@ -135,7 +132,7 @@ class Replay:
             if needed is not None:
                 self.executor.submit(assignment, snapshot, float(needed))
 
-    def _check_assigned(self, row: dict[str, Any]) -> None:
+    def _check_assigned(self, row: JournalRow) -> None:
         """Compare the assignment that was recorded with the one that came out now."""
         if self.parting is not None:
             return
@@ -147,7 +144,7 @@ class Replay:
         if found != wanted:
             self.parting = Parting(self.num_events, "assignment (id, client, version, spec, seed)", wanted, found)
 
-    def _arrived(self, row: dict[str, Any]) -> Arrived:
+    def _arrived(self, row: JournalRow) -> Arrived:
         """Train the task that was answered, unless the answer was refused for what it was."""
         number = row["assignment"]
         assignment, snapshot = self._out.get(number, (None, None))
@@ -188,60 +185,3 @@ class Replay:
             if number not in self.coordinator.roster.active:
                 self.executor.cancel(number)
                 self._release(number)
-
-
-def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
-    """Return a run's journal rows, its recorded conditions, and its summary (None if it never finished).
-
-    Raises:
-        BadInput: the folder is not a run's.
-    """
-    for name in ("config.yaml", "events.jsonl"):
-        if not (folder / name).is_file():
-            raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
-    rows = that_count(read_events(folder))
-    recorded: dict[str, Any] = next((row["conditions"] for row in rows if row.get("event") == "run"), {})
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return rows, recorded, summary
-
-
-def check_whole(rows: list[dict[str, Any]], summary: dict[str, Any] | None, until: int | None) -> None:
-    """Raise `BadInput` if rows are missing among those that a replay ``until`` an event would need."""
-    num_events = 0
-    for row in rows:
-        if row.get("event") == "gap":
-            raise BadInput(
-                f"events.jsonl: {row['rows']} rows are missing after event {num_events}, they could not be written at "
-                f"the time (a full disk?), so the run cannot be replayed: use --until {num_events} to replay what came before"
-            )
-        num_events += row.get("event") in EVENTS
-        if until is not None and num_events >= until:
-            return
-    missing = (summary or {}).get("unwritten", {}).get("events.jsonl", 0)
-    if missing:
-        raise BadInput(
-            f"events.jsonl: its last {missing} rows are missing, they could not be written at the time (a full disk?), so "
-            f"the run cannot be replayed: use --until {num_events} to replay what came before"
-        )
-
-
-def that_count(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows without those that a resumed run has gone back behind."""
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        if row.get("event") == "resumed":
-            kept = _first(kept, row["kept"])
-        kept.append(row)
-    return kept
-
-
-def _first(rows: list[dict[str, Any]], num_events: int) -> list[dict[str, Any]]:
-    """Return the rows of the first ``num_events`` events, with the assignments that followed them."""
-    seen = 0
-    for place, row in enumerate(rows):
-        if row.get("event") in EVENTS:
-            if seen == num_events:
-                return rows[:place]
-            seen += 1
-    return rows

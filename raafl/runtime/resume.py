@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 from raafl.core.types import Limits
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.journal import read_events
+from raafl.runfolder.events import read_events, that_count
 from raafl.runfolder.rows import read_table, write_table
-from raafl.runtime.replay import EVENTS, that_count
+from raafl.runfolder.schema import CLIENTS, EVENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
-
-RESTART = "lost:restart"
 
 
 @dataclass(frozen=True)
@@ -134,12 +132,12 @@ def mend(saved: SavedRun) -> Mended:
     """
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
-    header, metrics = read_table(folder / "metrics.csv")
-    write_table(folder / "metrics.csv", header, [row for row in metrics if int(row[0]) <= coordinator["version"]])
-    header, rows = read_table(folder / "clients.csv")
+    header, metrics = read_table(folder / METRICS)
+    write_table(folder / METRICS, header, [row for row in metrics if int(row[0]) <= coordinator["version"]])
+    header, rows = read_table(folder / CLIENTS)
     kept, undone = rows[: section["record"]["num_rows"]], rows[section["record"]["num_rows"] :]
     client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
-    merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == "merged"]
+    merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
     journal = list(read_events(folder))
     assigned = {row["id"]: row for row in journal if row.get("event") == "assigned"}
     last_id = max([*assigned, *(row["last_id"] for row in journal if row.get("event") == "gap")], default=0)
@@ -147,7 +145,7 @@ def mend(saved: SavedRun) -> Mended:
     if section["runtime"] != "simulated":
         later = sorted(number for number in assigned if number > coordinator["last_id"])
         lost = [_lost_row(assigned[number], header) for number in later]
-    write_table(folder / "clients.csv", header, [*kept, *lost])
+    write_table(folder / CLIENTS, header, [*kept, *lost])
     num_events = sum(row.get("event") in EVENTS for row in that_count(journal))
     joins: dict[int, int] = {}
     for row in journal:
@@ -159,11 +157,16 @@ def mend(saved: SavedRun) -> Mended:
 def missing(folder: Path, num_events: int) -> str:
     """Return what to say of a journal in which events are missing."""
     return (
-        f"{num_events} events from before the checkpoint are missing in {folder / 'events.jsonl'}, which could not be "
+        f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
         "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"
     )
 
 
-def _lost_row(assigned: dict[str, Any], header: list[str]) -> list[str]:
-    known = {**assigned, "assignment": assigned["id"], "outcome": RESTART, "spec": assigned["spec"]}
+def _lost_row(assigned: JournalRow, header: list[str]) -> list[str]:
+    known: dict[str, Any] = {
+        **assigned,
+        "assignment": assigned["id"],
+        "outcome": LOST_AT_RESTART,
+        "spec": assigned["spec"],
+    }
     return [str(known.get(column, "")) for column in header]

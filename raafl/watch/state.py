@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from raafl.foreign import foreign
-from raafl.runfolder.journal import is_metric
+from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
 from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, ends_in_s, etas, speed
 from raafl.watch.progress import ClientProgress, ProgressState
 
@@ -58,7 +58,6 @@ class RunState:
         title: what runs.
         runtime: "simulated" or "distributed"; empty until it is known.
         time_s: of the last row, on the run's clock.
-        resumed: whether it has gone on after an interruption.
         summary: of a run that has ended.
         say: told what happens, event by event, if anybody wants to know.
     """
@@ -70,8 +69,8 @@ class RunState:
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
         self.goals = Goals()
-        self.time_s, self.resumed = 0.0, False
-        self.summary: dict[str, Any] | None = None
+        self.time_s = 0.0
+        self.summary: Summary | None = None
         self._seen_at = clock()
         self._clients: dict[int, _Client] = {}
         self._there: set[int] = set()
@@ -87,7 +86,7 @@ class RunState:
 
     # ---- rows ----
 
-    def event(self, row: Mapping[str, Any], at: float | None = None) -> None:
+    def event(self, row: JournalRow, at: float | None = None) -> None:
         """Take in a row of events.jsonl, which was written ``at`` that time of the clock; now, unless given."""
         time_s = row.get("time_s")
         if isinstance(time_s, int | float):
@@ -98,12 +97,10 @@ class RunState:
             self._reach()
         if kind == "run":
             self.runtime, self.title = foreign(row.get("runtime", "")), foreign(row.get("title", ""), 1000)
-        elif kind == "resumed":
-            self.resumed = True
         elif isinstance(client, int) and kind in ("joined", "lost", "assigned", "arrived"):
             getattr(self, f"_{kind}")(client, self._clients.setdefault(client, _Client()), row)
 
-    def _joined(self, number: int, client: _Client, row: Mapping[str, Any]) -> None:
+    def _joined(self, number: int, client: _Client, row: JournalRow) -> None:
         profile = row.get("profile")
         name = str(profile.get("name", "")) if isinstance(profile, dict) else ""
         client.there, client.task, client.device = (
@@ -115,13 +112,13 @@ class RunState:
         self._working.pop(number, None)
         self._tell(f"client {number} is there{f' ({client.device})' if client.device else ''}")
 
-    def _lost(self, number: int, client: _Client, row: Mapping[str, Any]) -> None:
+    def _lost(self, number: int, client: _Client, row: JournalRow) -> None:
         client.there, client.task = False, None
         self._there.discard(number)
         self._working.pop(number, None)
         self._tell(f"client {number} is gone: {row.get('reason')}")
 
-    def _assigned(self, number: int, client: _Client, row: Mapping[str, Any]) -> None:
+    def _assigned(self, number: int, client: _Client, row: JournalRow) -> None:
         client.task = _Task(
             row.get("id", 0), row.get("incarnation", 0), row.get("version", 0), row.get("spec"),
             row.get("assigned_s", self.time_s), row.get("pace_s", 0.0),
@@ -130,7 +127,7 @@ class RunState:
         if self.say is not None:
             self._tell(f"client {number} trains {spec_in_words(row.get('spec'))} of version {client.task.version}")
 
-    def _arrived(self, number: int, client: _Client, row: Mapping[str, Any]) -> None:
+    def _arrived(self, number: int, client: _Client, row: JournalRow) -> None:
         task = client.task
         if task is not None and (task.id, task.incarnation) == (row.get("assignment"), row.get("incarnation")):
             client.task = None
@@ -141,24 +138,24 @@ class RunState:
         number, outcome = int(row["client"]), str(row["outcome"])
         client = self._clients.setdefault(number, _Client())
         since_s, until_s = _number(row.get("assigned_s")), _number(row.get("arrived_s"))
-        self._outcomes[outcome.partition(":")[0]] += 1
+        self._outcomes[kind_of(outcome)] += 1
         if client.task is not None and str(client.task.id) == str(row.get("assignment")):
             client.task = None
             self._working.pop(number, None)
         for place, name in enumerate(("bytes_down", "bytes_up")):
             self._bytes[place] += int(_number(row.get(name)) or 0)
-        if since_s is not None and until_s is not None and outcome in ("merged", "unused"):
+        if since_s is not None and until_s is not None and outcome in (MERGED, UNUSED):
             spec = str(row.get("spec", ""))
             client.lasted_s.pop(spec, None)
             client.lasted_s[spec] = until_s - since_s
             if len(client.lasted_s) > _MAX_SPECS:
                 del client.lasted_s[next(iter(client.lasted_s))]
-        if outcome == "merged":
+        if outcome == MERGED:
             client.num_merged += 1
             self._merged(row, until_s)
         if self.say is not None:
             lasted = f" after {until_s - since_s:.4g} s" if since_s is not None and until_s is not None else ""
-            stale = f", staleness {row.get('staleness')}" if outcome == "merged" else ""
+            stale = f", staleness {row.get('staleness')}" if outcome == MERGED else ""
             self._tell(f"client {number}: {outcome}{lasted}{stale}")
 
     def _merged(self, row: Mapping[str, Any], at_s: float | None) -> None:
@@ -183,7 +180,7 @@ class RunState:
             if any(aim.metric in row and aim.met(row[aim.metric]) for row in self._evaluations):
                 self._reached.add(aim)
 
-    def ended(self, summary: dict[str, Any]) -> None:
+    def ended(self, summary: Summary) -> None:
         """Take in the summary of a run that has ended."""
         self.summary = summary
         for client in self._working.values():
@@ -207,7 +204,7 @@ class RunState:
         """Describe the run as it stands now, with ``most`` of its clients: those at work first, the longest first."""
         now_s, summary = self.now_s(), self.summary or {}
         updates = int(summary.get("updates_merged", self._updates))
-        down, up = (int(summary.get(f"bytes_{way}", n)) for way, n in zip(("down", "up"), self._bytes, strict=True))
+        down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
         marks = self._marks if self.summary is None else Marks()  # of a run that has ended, over all of it
         updates_per_s, bytes_per_s = marks.rates(Mark(now_s, updates, down + up))
         found = etas(self.goals, now_s, updates, updates_per_s, self._evaluations, self._reached)

@@ -29,7 +29,6 @@ ORDER = (
 TO_GO = {
     "raafl.parts.split imports raafl.local.split",
     "raafl.submodel.cost imports raafl.devices.profiles",
-    "raafl.watch.folder imports raafl.runtime.replay",
 }
 """Arrows that still point up."""
 

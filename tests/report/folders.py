@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raafl.runfolder.journal import CLIENT_COLUMNS
+from raafl.runfolder.schema import CLIENT_COLUMNS
 
 LINKS = {"down_bytes_per_s": 1000.0, "up_bytes_per_s": 500.0, "latency_s": 0.5}
 FREE = {"down_bytes_per_s": None, "up_bytes_per_s": None, "latency_s": 0.0}

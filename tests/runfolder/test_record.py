@@ -14,7 +14,8 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.types import Arrived, Update
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
-from raafl.runfolder.record import MeasuredFolder, RunRecord
+from raafl.runfolder.journal import RunFolder
+from raafl.runfolder.record import RunRecord
 from raafl.runfolder.rows import read_table
 from tests.federation import experiment, finish
 from tests.runtime.test_simulated import COMING_AND_GOING
@@ -169,7 +170,7 @@ def test_time_to_is_the_first_time_and_reached_needs_all():
 
 
 def test_the_time_to_a_target_is_in_its_column_from_then_on(tmp_path):
-    with MeasuredFolder(tmp_path / "r", "") as folder:
+    with RunFolder(tmp_path / "r", "") as folder:
         record = RunRecord(folder, [Target("accuracy", 0.5), Target("loss", 1.0), Target("error", 0.1)])
         for version, accuracy, loss in ((0, 0.1, 3.0), (1, 0.6, 2.0), (2, 0.4, 1.0), (3, 0.9, 0.5)):
             record.evaluated(version, 1.5 * version, {"accuracy": accuracy, "loss": loss})
@@ -183,7 +184,7 @@ def test_the_time_to_a_target_is_in_its_column_from_then_on(tmp_path):
 
 
 def test_a_run_without_targets_has_no_column_of_times(tmp_path):
-    with MeasuredFolder(tmp_path / "r", "") as folder:
+    with RunFolder(tmp_path / "r", "") as folder:
         RunRecord(folder).evaluated(0, 0.0, {"accuracy": 0.1})
     header, _ = read_table(folder.path / "metrics.csv")
     assert "accuracy" in header and not any(name.startswith("time_to") for name in header)

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from raafl.runfolder.journal import CLIENT_COLUMNS, RunFolder, read_events
+from raafl.runfolder.events import read_events
+from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.rows import Rows, atomic_file, read_table, remove_leftovers
+from raafl.runfolder.schema import CLIENT_COLUMNS
 
 EVENT = {"time_s": 1.5, "event": "timer", "id": 1}
 

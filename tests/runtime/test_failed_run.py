@@ -11,7 +11,8 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async
 from raafl.commands.run import simulate
 from raafl.core.hooks import Watcher
-from raafl.runtime.replay import Replay, read_run
+from raafl.runfolder.events import read_run
+from raafl.runtime.replay import Replay
 from raafl.runtime.setup import build, make_executor
 from tests.federation import experiment, finish, unequal
 

@@ -15,7 +15,7 @@ import pytest
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
-from raafl.watch.folder import Watched
+from raafl.watch.feed import Watched
 from tests.crashed import crashed, simulated
 
 pytestmark = pytest.mark.timeout(400)

@@ -18,10 +18,10 @@ from raafl.commands.cli import main
 from raafl.commands.run import simulate
 from raafl.commands.watch import watch
 from raafl.errors import BadInput
-from raafl.runfolder.journal import CLIENT_COLUMNS, RunFolder
-from raafl.runtime.replay import that_count
+from raafl.runfolder.journal import RunFolder
+from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.submodel.spec import Spec
-from raafl.watch.folder import Tail, Watched
+from raafl.watch.feed import Watched
 from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, ends_in_s, etas, speed
 from raafl.watch.progress import ClientProgress
 from raafl.watch.show import briefly, plain, sentence, table
@@ -306,55 +306,6 @@ def test_submodels_are_named_as_elsewhere(spec):
 
 
 # ---- files ----
-
-
-def test_a_tail_gives_whole_lines_and_notices_another_file(tmp_path):
-    path = tmp_path / "file"
-    tail = Tail(path)
-    assert tail.lines() == []
-    path.write_bytes(b"one\ntw")
-    assert tail.lines() == ["one"]
-    assert tail.lines() == []
-    with path.open("ab") as file:
-        file.write(b"o\nthree\n\xc3")  # cut within a letter
-    assert tail.lines() == ["two", "three"]
-    (tmp_path / "new").write_text("one\ntwo\nthree\nfour\n")
-    (tmp_path / "new").replace(path)
-    assert tail.lines() is None
-    shorter = Tail(path)
-    assert len(shorter.lines()) == 4
-    path.write_text("one\n")
-    assert shorter.lines() is None
-    path.unlink()
-    assert shorter.lines() is None
-
-
-def test_a_long_file_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("raafl.watch.folder._READ_BYTES", 8)
-    (tmp_path / "file").write_bytes(b"a\nbc\nlonger than a piece\nd\x0ce\r\nhal")
-    tail = Tail(tmp_path / "file")
-    found = list(iter(tail.lines, []))
-    assert [line for piece in found for line in piece] == ["a", "bc", "longer than a piece", "d\x0ce\r"]
-    assert len(found) > 1 and tail.lines() == []
-
-
-def test_what_resumed_runs_have_gone_back_behind_is_left_out(tmp_path, monkeypatch):
-    """Twice, the second time to before the first; as `that_count` has it, in pieces of a few lines."""
-    monkeypatch.setattr("raafl.watch.folder._READ_BYTES", 300)
-    rows = [run_row("simulated"), *(joined(k) for k in range(1, 5)), {"event": "resumed", "kept": 3, "version": 0}]
-    rows += [assigned(1, 1, 0.0), joined(7), joined(8), {"event": "resumed", "kept": 4, "version": 0}, joined(9)]
-    rows += [{"event": "resumed", "kept": 2, "version": 0}, joined(10), {"event": "resumed", "kept": 9, "version": 0}]
-    for known in (len(rows), 6, 3):  # read at once, and as it grows
-        journal = tmp_path / f"{known}" / "events.jsonl"
-        journal.parent.mkdir()
-        watched = Watched(journal.parent)
-        for part in (rows[:known], rows[known:]):
-            with journal.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in part)
-            watched.look()
-        expected = [row["client"] for row in that_count(rows) if row["event"] == "joined"]
-        assert [one.client for one in watched.state.snapshot(None).clients] == expected == [1, 2, 10]
-        assert not watched.look() and watched.num_damaged == 0
 
 
 @pytest.mark.parametrize("finished", ["interrupted", "failed: every client was lost"])

@@ -7,18 +7,14 @@ import json
 import os
 import re
 import time
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, Protocol, TypeVar, cast
 
-from raafl.watch.state import RunState
+from raafl.runfolder.events import Undone, read_summary
+from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary
 
-SILENT_S = 120.0
-"""Seconds after which a folder that nobody writes to counts as silent: the run may be dead."""
-_GROWING = ("events.jsonl", "metrics.csv", "clients.csv")
 _RESUMED = '"resumed"'
 _KIND = re.compile(r'"event": ?"(\w+)"')
 _READ_BYTES = 2**22  # of a file at once: a long run's journal is larger than memory should be
@@ -58,58 +54,71 @@ class Tail:
         return whole.decode(errors="replace").replace("\0", "").split("\n")[:-1]
 
 
-class Watched:
-    """A run folder and how the run in it stands.
+class Reader(Protocol):
+    """Who is told each row of a run; for one that is none of raafl's it raises TypeError, ValueError, AttributeError, KeyError."""
+
+    def event(self, row: JournalRow, at: float | None = None) -> None:
+        """Take in a row of the journal, written ``at`` that time of the clock at the latest."""
+
+    def client(self, row: Mapping[str, str]) -> None:
+        """Take in a row of clients.csv."""
+
+    def metrics(self, row: Mapping[str, str]) -> None:
+        """Take in a row of metrics.csv."""
+
+    def ended(self, summary: Summary) -> None:
+        """Take in the summary of a run that has ended."""
+
+
+R = TypeVar("R", bound=Reader)
+
+
+class Following(Generic[R]):
+    """A run folder whose rows are told to a reader as they come; the folder need not be there yet.
 
     Attributes:
-        state: as of the last `look`.
+        state: the reader, of the rows up to the last `look`. When a file is written anew, or the run goes back behind what was
+            read, another is made and told everything again.
+        begun: whether there are rows of a run, or its end.
         num_damaged: lines that are no rows.
     """
 
-    def __init__(
-        self, path: Path, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.time
-    ) -> None:  # fmt: skip
-        """Look at nothing yet; ``say`` is told each event that comes after the first look. The folder need not be there."""
-        self.path, self._say, self._clock = path, say, clock
+    def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
+        """Look at nothing yet; ``make`` makes a reader that knows nothing, ``clock`` is that of the files' times."""
+        self.path, self._make, self._clock = path, make, clock
         self._begin()
 
     def _begin(self) -> None:
-        self.state = RunState(clock=self._clock)
+        self.state = self._make()
         self.num_damaged = 0
+        self.begun = self._resumed = self._has_ended = False
         self._header: dict[str, list[str]] = {}
-        self._tails = {name: Tail(self.path / name) for name in _GROWING}
-
-    @property
-    def begun(self) -> bool:
-        """Whether there are rows of a run."""
-        return bool(self.state.runtime or self._header or self.state.summary)
+        self._tails = {name: Tail(self.path / name) for name in GROWING}
 
     @property
     def silent_s(self) -> float:
         """Seconds since anything was written; 0 where nothing ever was."""
         times = []
-        for name in (*_GROWING, "summary.json"):
+        for name in (*GROWING, SUMMARY):
             with suppress(OSError):
                 times.append((self.path / name).stat().st_mtime)
         return max(self._clock() - max(times), 0.0) if times else 0.0
 
     def look(self) -> bool:
         """Take in what is new; return whether anything was. A file that was written anew has all of them read again."""
-        undone = _Undone()
+        undone = Undone()
         while True:
             try:
                 news = self._take_events(undone)
-                for name, take in (("clients.csv", self.state.client), ("metrics.csv", self.state.metrics)):
+                for name, take in ((CLIENTS, self.state.client), (METRICS, self.state.metrics)):
                     for line in self._new(name):
                         news = True
                         self._row(name, line, take)
                 break
             except _WrittenAnew:
                 self._begin()
-                undone = _undone(self.path / "events.jsonl")
-        ended = self._ended()
-        self.state.say = self._say
-        return news or ended
+                undone = _undone(self.path / JOURNAL)
+        return self._take_summary() or news
 
     def _new(self, name: str) -> Iterator[str]:
         while (lines := self._tails[name].lines()) != []:
@@ -117,87 +126,70 @@ class Watched:
                 raise _WrittenAnew
             yield from lines
 
-    def _take_events(self, undone: _Undone) -> bool:
+    def _take_events(self, undone: Undone) -> bool:
         at, number = self._clock() - self.silent_s, -1
-        for number, line in enumerate(self._new("events.jsonl")):
-            if number >= undone.known and _RESUMED in line:
+        for number, line in enumerate(self._new(JOURNAL)):
+            if number >= undone.num_lines and _RESUMED in line:
                 raise _WrittenAnew
             row = self._event(line)
             if row is None or number in undone:
                 continue
             try:
                 self.state.event(row, at)
+                self.begun |= row.get("event") == "run"
+                self._resumed |= row.get("event") == "resumed"
             except (TypeError, ValueError, AttributeError, KeyError):  # JSON, but no row of raafl's
                 self.num_damaged += 1
         return number >= 0
 
-    def _event(self, line: str) -> dict[str, Any] | None:
+    def _event(self, line: str) -> JournalRow | None:
         try:
             row = json.loads(line)
         except ValueError:
             row = None
         self.num_damaged += not isinstance(row, dict)
-        return row if isinstance(row, dict) else None
+        return cast(JournalRow, row) if isinstance(row, dict) else None
 
-    def _row(self, name: str, line: str, take: Callable[[dict[str, str]], None]) -> None:
+    def _row(self, name: str, line: str, take: Callable[[Mapping[str, str]], None]) -> None:
         try:
             cells = next(csv.reader([line]))
             header = self._header.setdefault(name, cells)
+            self.begun = True
             if header is not cells:
                 take(dict(zip(header, cells, strict=True)))
         except (ValueError, TypeError, KeyError, csv.Error, StopIteration):
             self.num_damaged += 1
 
-    def _ended(self) -> bool:
+    def _take_summary(self) -> bool:
         """Take in the summary, unless it is that of an interrupted or failed run which has been resumed since."""
-        summary = self.path / "summary.json"
-        if self.state.summary is not None or not summary.is_file():
+        if self._has_ended:
             return False
         try:
-            found = json.loads(summary.read_text(encoding="utf-8"))
-            later = (self.path / "events.jsonl").stat().st_mtime_ns > summary.stat().st_mtime_ns
-        except (OSError, ValueError):
+            found = read_summary(self.path)
+            if found is None:
+                return False
+            later = (self.path / JOURNAL).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
+        except OSError:
             return False
-        if not isinstance(found, dict) or (_may_go_on(found) and later and self.state.resumed):
+        if _may_go_on(found) and later and self._resumed:
             return False
         self.state.ended(found)
+        self.begun = self._has_ended = True
         return True
 
 
-def _may_go_on(summary: dict[str, Any]) -> bool:
+def _may_go_on(summary: Summary) -> bool:
     return str(summary.get("finished")).startswith(("interrupted", "failed"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Undone:
-    """Lines of a journal that a resumed run has gone back behind: the ranges of their numbers, of the first ``known``."""
-
-    known: int = 0
-    ranges: tuple[range, ...] = ()
-
-    def __contains__(self, number: int) -> bool:
-        return any(number in one for one in self.ranges)
-
-
-def _undone(journal: Path) -> _Undone:
-    """Return which lines no longer count; see `raafl.runtime.replay.that_count`."""
-    from raafl.runtime.replay import EVENTS  # imports torch, which takes a second
-
-    tail, known = Tail(journal), 0
-    events, ranges = array("q"), list[range]()  # numbers of the lines that are events, and count
+def _undone(journal: Path) -> Undone:
+    """Find which lines of a journal no longer count, without reading most of them as JSON."""
+    tail, undone = Tail(journal), Undone()
     while lines := tail.lines():
-        for number, line in enumerate(lines, start=known):
-            found = _KIND.search(line)
-            if found is None:
-                continue
-            if found[1] in EVENTS:
-                events.append(number)
-            elif found[1] == "resumed":
+        for line in lines:
+            found, kept = _KIND.search(line), None
+            if found is not None and found[1] == "resumed":
                 with suppress(ValueError, TypeError, KeyError):
                     kept = int(json.loads(line)["kept"])
-                    if kept < len(events):
-                        ranges = [one for one in ranges if one.start < events[kept]]
-                        ranges.append(range(events[kept], number))
-                        del events[kept:]
-        known += len(lines)
-    return _Undone(known, tuple(ranges))
+            undone.add(found[1] if found else None, kept)
+    return undone

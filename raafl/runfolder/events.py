@@ -1,0 +1,116 @@
+"""The journal and the summary of a run, read back; without torch, which takes a second to import."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import cast
+
+from raafl.errors import BadInput
+from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
+    """Yield the events of a journal in order; `path` is a run folder or its `events.jsonl`.
+
+    A last line that is torn (no line end, as a crash may leave it) is left out.
+
+    Raises:
+        ValueError: A line that is not torn is not a JSON object; the message names file and line.
+        FileNotFoundError: There is no journal at `path`.
+    """
+    path = Path(path)
+    path = path / JOURNAL if path.is_dir() else path
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); the journal was changed") from error
+            if not isinstance(event, dict):
+                raise ValueError(f"{path}:{number}: a {type(event).__name__} where an event (an object) was expected")
+            yield cast(JournalRow, event)
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """Read the summary in a run folder; None where there is none, or it is damaged.
+
+    Raises:
+        OSError: it is there, but cannot be read.
+    """
+    try:
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8", errors="replace"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return cast(Summary, found) if isinstance(found, dict) else None
+
+
+class Undone:
+    """The lines of a journal, by number from 0, that a resumed run has gone back behind; found line by line.
+
+    Attributes:
+        num_lines: how many have been looked at.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first line."""
+        self.num_lines = 0
+        self._events = array("q")  # numbers of the lines that are events, and count
+        self._ranges: list[range] = []
+
+    def add(self, kind: str | None, kept: int | None = None) -> None:
+        """Look at the next line: its ``event``, and of a run that goes on how many events it has ``kept``."""
+        number, self.num_lines = self.num_lines, self.num_lines + 1
+        if kind in EVENTS:
+            self._events.append(number)
+        elif kind == "resumed" and kept is not None and kept < len(self._events):
+            begin = self._events[kept]  # assignments that followed the last event that was kept stay
+            self._ranges = [one for one in self._ranges if one.start < begin] + [range(begin, number)]
+            del self._events[kept:]
+
+    def __contains__(self, number: int) -> bool:
+        """Whether line ``number`` no longer counts."""
+        return any(number in one for one in self._ranges)
+
+
+def that_count(rows: Iterable[JournalRow]) -> list[JournalRow]:
+    """Leave out the rows that a resumed run has gone back behind."""
+    rows, undone = list(rows), Undone()
+    for row in rows:
+        undone.add(row.get("event"), row.get("kept"))
+    return [row for number, row in enumerate(rows) if number not in undone]
+
+
+def read_run(folder: Path, until: int | None = None) -> tuple[list[JournalRow], Summary | None]:
+    """Read what a replay needs: the rows of the journal that count, and the summary (None if the run never finished).
+
+    Raises:
+        BadInput: the folder is not a run's, or rows are missing among those that a replay ``until`` an event would need.
+    """
+    for name in (CONFIG, JOURNAL):
+        if not (folder / name).is_file():
+            raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
+    rows, summary = that_count(read_events(folder)), read_summary(folder)
+    num_events = 0
+    for row in rows:
+        if row.get("event") == "gap":
+            raise _missing(f"{row['rows']} rows are missing after event {num_events}", num_events)
+        num_events += row.get("event") in EVENTS
+        if until is not None and num_events >= until:
+            return rows, summary
+    missing = (summary or {}).get("unwritten", {}).get(JOURNAL, 0)
+    if missing:
+        raise _missing(f"its last {missing} rows are missing", num_events)
+    return rows, summary
+
+
+def _missing(what: str, num_events: int) -> BadInput:
+    return BadInput(
+        f"{JOURNAL}: {what}, they could not be written at the time (a full disk?), so the run cannot be replayed: "
+        f"use --until {num_events} to replay what came before"
+    )

@@ -1,0 +1,202 @@
+"""The names in a run folder: its files, the rows of its tables and of its journal, its summary; each stands here alone.
+
+A name that is used and does not stand here is an error of types: whoever writes or reads a row does so as one of these.
+Values are what JSON or a CSV file holds of them; a folder of an earlier version may lack some. Needs neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypedDict
+
+CONFIG: Final = "config.yaml"
+JOURNAL: Final = "events.jsonl"
+METRICS: Final = "metrics.csv"
+CLIENTS: Final = "clients.csv"
+SUMMARY: Final = "summary.json"
+CHECKPOINTS: Final = "checkpoints"
+GROWING: Final = (JOURNAL, METRICS, CLIENTS)
+"""The files that grow by rows."""
+
+# ---- the journal ----
+
+Kind = Literal["run", "assigned", "gap", "resumed", "joined", "arrived", "lost", "timer", "stop"]
+EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "lost", "timer", "stop")
+"""What the coordinator is told of. The other rows say what it decided, or how the run began and went on."""
+
+
+class JournalRow(TypedDict, total=False):
+    """A row of events.jsonl.
+
+    Its fields by `event`, beside `time_s`, on the run's clock:
+
+    - run, the first: runtime, conditions, start, title, goals;
+    - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason;
+    - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
+    - timer: id; stop: reason;
+    - gap, where rows could not be written: rows, last_id (of the assignments until then);
+    - resumed: kept (how many events count of those before), last_id, version, goals, restarted, start.
+    """
+
+    time_s: float
+    event: Kind
+    runtime: str
+    conditions: dict[str, Any]
+    start: dict[str, Any]
+    title: str
+    goals: Any
+    client: Any
+    incarnation: int
+    num_samples: Any
+    own_data: bool
+    profile: Any
+    reason: str
+    id: Any
+    task: int
+    version: int
+    spec: Any
+    region: int
+    num_epochs: int
+    num_steps: int | None
+    seed: int
+    assigned_s: float
+    pace_s: float
+    extra: Any
+    assignment: int
+    refusal: str | None
+    fingerprint: str
+    rows: int
+    last_id: int
+    kept: int
+    restarted: bool
+
+
+# ---- clients.csv ----
+
+
+class ClientRow(TypedDict, total=False):
+    """A row of clients.csv, a finished task, in the order of its columns."""
+
+    client: int
+    task: int
+    assignment: int
+    incarnation: int
+    spec: Any
+    region: int
+    version: int
+    merged_version: int
+    staleness: int
+    assigned_s: float
+    arrived_s: float
+    train_s: float
+    bytes_down: int
+    bytes_up: int
+    num_samples: int
+    num_steps: int
+    loss: float | None
+    outcome: str
+
+
+class MemoryCells(TypedDict, total=False):
+    """Columns that clients.csv gets when the first row has them: a task's memory, as predicted and as measured."""
+
+    peak_bytes: int
+    measured_bytes: int
+
+
+CLIENT_COLUMNS: Final = tuple(ClientRow.__annotations__)
+MEMORY_COLUMNS: Final = tuple(MemoryCells.__annotations__)
+TESTED: Final = "test/"
+"""Begins the names of further columns: what clients measure on their own test parts."""
+
+MERGED, UNUSED, REFUSED, LOST = KINDS = ("merged", "unused", "refused", "lost")
+"""How a task ends; behind ``refused:`` and ``lost:`` stands the reason."""
+LOST_AT_RESTART: Final = "lost:restart"
+
+
+def kind_of(outcome: str) -> str:
+    """Name the kind of an outcome, without its reason."""
+    return outcome.partition(":")[0]
+
+
+# ---- metrics.csv ----
+
+
+class Measurement(TypedDict):
+    """Begins a row of metrics.csv; the model's metrics, averages over clients, `RunFigures` and times to targets follow."""
+
+    version: int
+    time_s: float
+    wall_s: float
+
+
+class RunFigures(TypedDict, total=False):
+    """Columns of metrics.csv on the run itself."""
+
+    utilisation: float
+    participation: float
+    staleness: float
+    coverage: float | None
+    round_s: float | None
+    bytes_up: int
+    bytes_down: int
+    peak_bytes: int | None
+    measured_bytes: int
+
+
+METRIC_COLUMNS: Final = tuple(Measurement.__annotations__)
+RUN_COLUMNS: Final = tuple(RunFigures.__annotations__)
+CLIENT: Final = "client_"
+"""Begins the names of averages over clients, in metrics.csv and in the summary."""
+TIME_TO: Final = "time_to/"
+"""Begins the names of the columns of metrics.csv that say when a target was first met."""
+
+
+def is_metric(column: str) -> bool:
+    """Tell a metric, of the model or averaged over clients, from the other columns of metrics.csv."""
+    return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
+
+
+# ---- summary.json ----
+
+
+class Summary(TypedDict, total=False):
+    """What summary.json holds, and the Python API returns; what a merge reports on itself is there besides.
+
+    `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `model` and `traceback` are files in the
+    folder; `unwritten` counts rows that each file lacks.
+    """
+
+    algorithm: str
+    runtime: str
+    seed: int
+    finished: str
+    versions: int
+    updates_merged: int
+    updates_refused: dict[str, int]
+    updates_lost: int
+    updates_lost_by_reason: dict[str, int]
+    updates_unused: int
+    clients_kept_out: dict[str, int]
+    connections_refused: dict[str, int]
+    time_s: float
+    wall_s: float
+    bytes_up: int
+    bytes_down: int
+    utilisation: float
+    participation: dict[str, int]
+    staleness: Any
+    participation_rate: dict[str, float]
+    coverage: Any
+    peak_memory: Any
+    round_s: float | None
+    final: dict[str, float]
+    time_to: dict[str, float | None]
+    model_digest: str
+    weights_clipped: dict[str, int]
+    rates_leave: Any
+    kept_whole: Any
+    model: Any
+    loggers: dict[str, dict[str, Any]]
+    traceback: str | None
+    unwritten: dict[str, int]
+    warnings: list[str]

@@ -1,0 +1,95 @@
+"""The journal read back: torn and damaged lines, what a resumed run has gone back behind, and rows that are missing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raafl.core.types import Arrived, Joined, Lost, Stop, Timer
+from raafl.errors import BadInput
+from raafl.runfolder.events import read_events, read_run, read_summary, that_count
+from raafl.runfolder.schema import EVENTS
+
+
+def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
+    journal = tmp_path / "events.jsonl"
+    journal.write_text('{"a":1}\n{"a":2}\n{"a":')
+    assert list(read_events(tmp_path)) == [{"a": 1}, {"a": 2}]
+    journal.write_text('{"a":1}\n{"a":\n{"a":3}\n')
+    with pytest.raises(ValueError, match=r"events\.jsonl:2: not a line of JSON"):
+        list(read_events(tmp_path))
+    journal.write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"events\.jsonl:1: a list where an event"):
+        list(read_events(tmp_path))
+
+
+def events(*kinds):
+    """Rows by kind, each with its place; a number is of a run that goes on, which keeps so many events."""
+    rows = [{"event": "resumed", "kept": kind} if isinstance(kind, int) else {"event": kind} for kind in kinds]
+    return [{**row, "place": place} for place, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "places"),
+    [
+        ((), []),
+        (("run", "joined", "assigned", "arrived"), [0, 1, 2, 3]),
+        # the second event stays, and what it made the coordinator assign; the third is undone with all behind it
+        (("run", "joined", "joined", "assigned", "arrived", "assigned", 2, "arrived"), [0, 1, 2, 3, 6, 7]),
+        (("run", "joined", 0, "joined"), [0, 2, 3]),
+        (("run", "joined", 1, "timer", 2, "stop"), [0, 1, 2, 3, 4, 5]),  # nothing came after the checkpoint
+        (("joined", "timer", 1, "timer", "timer", 2, "stop"), [0, 2, 3, 5, 6]),
+        (
+            ("joined", "timer", "timer", 2, "timer", 1, "stop"),
+            [0, 5, 6],
+        ),  # to before where it went back to the first time
+        (("joined", 7, "stop"), [0, 1, 2]),  # events are missing
+    ],
+)
+def test_rows_that_a_resumed_run_has_gone_back_behind_do_not_count(kinds, places):
+    assert [row["place"] for row in that_count(events(*kinds))] == places
+
+
+def test_the_events_are_those_that_the_coordinator_is_told_of():
+    assert set(EVENTS) == {kind.__name__.lower() for kind in (Joined, Arrived, Lost, Timer, Stop)}
+
+
+def folder(tmp_path, *rows, summary=None):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    return tmp_path
+
+
+def test_a_run_is_read_without_what_does_not_count(tmp_path):
+    rows = events("run", "joined", "timer", 1, "stop")
+    assert read_run(folder(tmp_path, *rows)) == ([rows[0], rows[1], rows[3], rows[4]], None)
+    assert read_run(folder(tmp_path, *rows, summary='{"seed": 3}'))[1] == {"seed": 3}
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"seed":', "\xff"])
+def test_a_damaged_summary_is_none(tmp_path, text):
+    assert read_summary(tmp_path) is None
+    assert read_summary(folder(tmp_path, summary=text)) is None
+
+
+def test_rows_that_are_missing_are_named_unless_nobody_needs_them(tmp_path):
+    gap = [{"event": "joined"}, {"event": "timer"}, {"event": "gap", "rows": 5}, {"event": "stop"}]
+    with pytest.raises(BadInput, match=r"5 rows are missing after event 2, .* use --until 2"):
+        read_run(folder(tmp_path, *gap))
+    assert read_run(tmp_path, until=2)[0] == gap
+    with pytest.raises(BadInput, match="5 rows are missing"):
+        read_run(tmp_path, until=3)
+    lost = '{"unwritten": {"events.jsonl": 4}}'
+    with pytest.raises(BadInput, match=r"its last 4 rows are missing, .* use --until 2"):
+        read_run(folder(tmp_path, *gap[:2], summary=lost))
+    assert read_run(tmp_path, until=1)[0] == gap[:2]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl"])
+def test_a_folder_without_a_journal_or_a_config_is_no_run(tmp_path, name):
+    (folder(tmp_path) / name).unlink()
+    with pytest.raises(BadInput, match=f"is not a run folder: it has no {name}"):
+        read_run(tmp_path)

@@ -282,8 +282,3 @@ class RunRecord:
             "time_to": self.time_to,
             "model_digest": values.model_digest(),
         }
-
-
-def kept_out(client: int, until: float, now: float, reason: str) -> str:
-    """Return what to say of a client that is kept out for a while."""
-    return f"client {client} is asked for nothing for {until - now:g} s: its last updates were refused, as {reason}"

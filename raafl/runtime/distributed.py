@@ -18,37 +18,27 @@ from raafl.config.options import Waits
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import Hooks
 from raafl.core.types import (
-    ENDS,
     RESTART,
-    Action,
     Arrived,
-    Assign,
-    Checkpoint,
-    Dismiss,
-    Evaluate,
+    Assignment,
     Event,
-    Fail,
-    Finish,
     Joined,
-    KeepOut,
     Lost,
-    SetTimer,
-    Settled,
     Stop,
     Timer,
 )
 from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
-from raafl.runfolder.record import RunRecord, kept_out
+from raafl.runfolder.record import RunRecord
+from raafl.runtime.driver import Driver
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.session import Session
 from raafl.runtime.snapshot_evaluator import SnapshotEvaluator
 from raafl.runtime.transport import Refused
-from raafl.runtime.view import view
 from raafl.submodel import FlatTensors
-from raafl.watch.progress import Progress, ProgressState
+from raafl.watch.progress import Progress
 
 _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4
@@ -57,7 +47,7 @@ _MAX_LIVES = 8  # sessions of one client, those that are on their way in or out 
 _PARTING_S = 0.5  # for a session that was replaced to end by itself
 
 
-class Server:
+class Server(Driver):
     """Drives a coordinator on the wall clock."""
 
     def __init__(
@@ -82,14 +72,12 @@ class Server:
         without, when none is left. A client in which the user's code fails in the same way more than ``bears`` times ends it
         too; None = it does not, others have sound data.
         """
-        self.error: CodeFailed | None = None  # what has failed of the user's, and ended the run
+        super().__init__(coordinator, record, evaluator, hooks, progress)
         self._bears, self._failures, self._num_failures = bears, Counter[tuple[int, str, str]](), 0
         self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
-        self.coordinator, self.inbox, self.record = coordinator, inbox, record
-        self.hooks, self.progress, self.waits = hooks or Hooks(), progress, waits or Waits()
+        self.inbox, self.waits = inbox, waits or Waits()
         self.sessions = {session.client: session for session in sessions}
-        self.reason = ""
         self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
         self._snapshots = Snapshots(coordinator)
         self._sent: dict[_Life, tuple[int, FlatTensors]] = {}  # the assignment and values that each was last sent
@@ -144,7 +132,7 @@ class Server:
         self._alone_since = self._clock()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.kept_out.values()], key=lambda client: client.id):
-            self._tell(Lost(client.id, RESTART, client.incarnation), ours=False)
+            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # of an earlier life
         if self._evaluator is not None:
             self._evaluator.start()
         for session in self.sessions.values():
@@ -159,7 +147,7 @@ class Server:
                 self.stop("interrupted")
             finally:
                 self._end()
-        return self.reason if self.error is None else f"failed: {self.error}"
+        return self._ended()
 
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
@@ -173,20 +161,13 @@ class Server:
         if event is not None and not self.reason:
             self._tell(event)
         if self._evaluator is not None and not self.reason:
-            self._note(self._evaluator.done())
+            self._take_metrics(self._evaluator.done())
             self._fail(self._evaluator.failure)
-        if not self.reason and (why := self.hooks.stop_asked()) is not None:
-            self.stop(why)
+        self._stop_if_asked()
         if not self.reason:
             self._look_after_sessions()
         if event is None and self.progress is not None:
             self.progress.update(self._view)  # seconds go by in it
-
-    def stop(self, reason: str) -> None:
-        """End the run, if it has not ended, so that it can be resumed from where it is now."""
-        if not self.reason:
-            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
-            self._tell(Stop(reason))
 
     def _fail(self, error: CodeFailed | None) -> None:
         """End the run for what has failed of the user's, if anything has."""
@@ -215,30 +196,19 @@ class Server:
             bad = f", and {there - good} whose updates are refused," if there > good else ""
             self.stop(f"failed: {good}{wanted} clients{bad} for {self._patience_s:g} s (waits.alone_s)")
 
-    def _tell(self, event: Event, *, ours: bool = True) -> None:
-        """Let the coordinator know; ``ours`` is False for what concerns clients of an earlier life."""
-        now = self.now
+    def _admit(self, event: Event, now: float) -> bool:
         if isinstance(event, Arrived):
             assignment = self.coordinator.roster.active.get(event.update.assignment)
             event.update.train_s = now - assignment.assigned_s if assignment is not None else 0.0
             self._sent_no_more(event.update.client, event.update.incarnation, event.update.assignment)
         elif isinstance(event, Joined):
             self._take_in(event)
-        elif isinstance(event, Lost) and ours and not self._let_go(event):
-            return  # it never joined: the coordinator has not heard of it
-        self.record.event(event, now)
-        actions = self.coordinator.handle(event, now)
-        for action in actions:
-            self._do(action)
-        self.hooks.on_event(event, self.coordinator, now)
-        wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
-        if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
-            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
-        if self.progress is not None:
-            self.progress.update(self._view)
-        for action in actions:
-            if isinstance(action, Fail):
-                self.stop(action.reason)
+        elif isinstance(event, Lost):
+            return self._let_go(event)  # of one that never joined the coordinator has not heard
+        return True
+
+    def _handle(self, event: Event, now: float) -> None:
+        super()._handle(event, now)
         if isinstance(event, Lost) and event.failure is not None:
             self._take_failure(event.failure)
 
@@ -255,32 +225,20 @@ class Server:
         if self.record.folder is not None and self._num_failures <= _MAX_KEPT:
             leave_traceback(self.record.folder.path, str(failure), failure)
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case Assign(assignment):
-                self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
-                session = self.sessions.get(assignment.client)
-                if session is not None:
-                    snapshot = self._snapshots.cut(assignment)
-                    self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
-                    session.assign(assignment, snapshot)
-            case Settled():
-                self.record.settled(action, self.now)
-                self.hooks.on_settled(action, self.now)
-            case SetTimer(id, at):
-                heapq.heappush(self._timers, (at, id))
-            case Evaluate(version):
-                if self._evaluator is not None:
-                    now = self.now
-                    self.record.due(version, now)
-                    self._evaluator.offer(version, now, self.coordinator.state.values)
-            case Dismiss(client, incarnation, reason):
-                self._dismiss(client, incarnation, reason)
-            case KeepOut(client, until, reason):
-                self.record.kept_out(client)
-                self._note_text(kept_out(client, until, self.now, reason))
-            case Finish(reason):
-                self.reason = reason
+    def _deliver(self, assignment: Assignment) -> None:
+        self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
+        session = self.sessions.get(assignment.client)
+        if session is not None:
+            snapshot = self._snapshots.cut(assignment)
+            self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
+            session.assign(assignment, snapshot)
+
+    def _set_timer(self, id: int, at: float) -> None:
+        heapq.heappush(self._timers, (at, id))
+
+    def _measure(self, version: int, now: float) -> None:
+        assert self._evaluator is not None
+        self._evaluator.offer(version, now, self.coordinator.state.values)
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
         """Tell a client that there is no work for it, and see that it goes."""
@@ -289,16 +247,11 @@ class Server:
             self._announce(client, f"refused: {reason}")
             session.stop(f"refused: {reason}")
             self._leaving.append((self._clock() + self.waits.stop_s, session))
-        self._note_text(f"client {client} was let go: {reason}")
+        super()._dismiss(client, incarnation, reason)
 
-    def _note(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
+    def _take_metrics(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
         for version, at_s, measured in results:
-            metrics = self.hooks.on_measured(version, at_s, measured)
-            reached = self.record.evaluated(version, at_s, metrics)
-            self.hooks.on_evaluate(version, at_s, metrics)
-            if self.progress is not None:
-                self.progress.update(self._view, evaluated=True)
-            if reached and not self.reason:
+            if self._measured(version, at_s, measured) and not self.reason:
                 self._tell(Stop("target"))
 
     def _end(self) -> None:
@@ -307,7 +260,7 @@ class Server:
         for session in self.sessions.values():
             session.stop(self.reason or "failed")
         if self._evaluator is not None and self._evaluator.is_alive():
-            self._note(self._evaluator.finish(self.waits.eval_s))
+            self._take_metrics(self._evaluator.finish(self.waits.eval_s))
             self.error = self.error or self._evaluator.failure
             if self._evaluator.is_alive() and self.progress is not None:
                 self.progress.warn(f"the last evaluation was not done within waits.eval_s = {self.waits.eval_s:g} s")
@@ -353,7 +306,7 @@ class Server:
                 session.stop(event.reason)
                 self._leaving.append((self._clock() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
-        self._note_text(f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}")
+        self._note(f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}")
         return entering is None
 
     def _is_current(self, client: int, incarnation: int) -> bool:
@@ -365,10 +318,3 @@ class Server:
         if snapshot is not None and assignment in (None, number):
             del self._sent[client, incarnation]
             self._snapshots.give_back(snapshot)
-
-    def _note_text(self, text: str) -> None:
-        if self.progress is not None:
-            self.progress.note(text)
-
-    def _view(self) -> ProgressState:
-        return view(self.coordinator, self.record, self.now)

@@ -12,23 +12,12 @@ from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import Hooks
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import (
-    ENDS,
-    Action,
     Arrived,
-    Assign,
     Assignment,
-    Checkpoint,
     ClientInfo,
-    Dismiss,
-    Evaluate,
     Event,
-    Fail,
-    Finish,
     Joined,
-    KeepOut,
     Lost,
-    SetTimer,
-    Settled,
     Stop,
     Timer,
     Work,
@@ -41,12 +30,12 @@ from raafl.devices.profiles import TaskTime
 from raafl.errors import CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import measuring
-from raafl.runfolder.record import RunRecord, kept_out
+from raafl.runfolder.record import RunRecord
+from raafl.runtime.driver import Driver
 from raafl.runtime.executors import Executor
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.view import view
 from raafl.submodel import FlatTensors
-from raafl.watch.progress import Progress, ProgressState
+from raafl.watch.progress import Progress
 
 ARRIVED, LOST, JOINED, TIMER = range(
     4
@@ -64,14 +53,8 @@ class _Due:
     time: TaskTime
 
 
-class Simulation:
-    """Drives a coordinator through virtual time: a heap of (time, priority, sequence).
-
-    Attributes:
-        error: what has failed of the user's, if anything has.
-    """
-
-    error: CodeFailed | None = None
+class Simulation(Driver):
+    """Drives a coordinator through virtual time: a heap of (time, priority, sequence)."""
 
     def __init__(
         self,
@@ -85,11 +68,9 @@ class Simulation:
         progress: Progress | None = None,
     ) -> None:
         """Set the clock to 0 and let every available client join."""
-        self.coordinator, self.executor, self.record, self.evaluator = coordinator, executor, record, evaluator
-        self.hooks = hooks or Hooks()
-        self.progress = progress
-        self.now = 0.0
-        self.reason = ""
+        super().__init__(coordinator, record, evaluator, hooks, progress)
+        self.executor = executor
+        self._now = 0.0
         self._heap: list[tuple[float, int, int, Event | _Due]] = []
         self._sequence = 0
         self._num_lost = 0  # since the last arrival
@@ -97,6 +78,11 @@ class Simulation:
         self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
         for client in clients:
             self._plan_join(client, 0.0)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the run began."""
+        return self._now
 
     # ---- interrupted and resumed ----
 
@@ -115,7 +101,7 @@ class Simulation:
 
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from what `save` returned; the coordinator and the record are restored apart."""
-        self.now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
+        self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
         if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):  # it is another than it was
@@ -146,12 +132,12 @@ class Simulation:
                     self.stop("interrupted")
                 self._stop_if_asked()
         self.stop("failed: no client is left or will come back")
-        return self.reason if self.error is None else f"failed: {self.error}"
+        return self._ended()
 
     def _turn(self) -> None:
         """See to the next that is due."""
         entry = heapq.heappop(self._heap)
-        self.now, _, _, item = entry
+        self._now, _, _, item = entry
         try:
             event = self._arrive(item) if isinstance(item, _Due) else item
         except TaskFailed as failed:
@@ -159,16 +145,6 @@ class Simulation:
             self.error, event = failed, None
         if event is not None:
             self._tell(event)
-
-    def stop(self, reason: str) -> None:
-        """End the run, if it has not ended, so that it can be resumed from where it is now."""
-        if not self.reason:
-            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
-            self._tell(Stop(reason))
-
-    def _stop_if_asked(self) -> None:
-        if not self.reason and (why := self.hooks.stop_asked()) is not None:
-            self.stop(why)
 
     # ---- events ----
 
@@ -202,25 +178,12 @@ class Simulation:
         self.record.moved(up=cost.up_bytes)
         return Arrived(update)
 
-    def _tell(self, event: Event) -> None:
-        self.record.event(event, self.now)
-        lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
-        actions = self.coordinator.handle(event, self.now)
-        for action in actions:
-            self._do(action)
+    def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
         if isinstance(event, Arrived):
             self._num_lost = 0
         elif lost is not None:
             self._forget(lost, event)
-        self.hooks.on_event(event, self.coordinator, self.now)
-        wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
-        if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
-            self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
-        if self.progress is not None:
-            self.progress.update(self._view)
-        for action in actions:
-            if isinstance(action, Fail):
-                self.stop(action.reason)
+        super()._handled(event, now, lost)
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
         """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
@@ -237,27 +200,10 @@ class Simulation:
 
     # ---- actions ----
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case Assign(assignment):
-                self._assign(assignment)
-            case Settled():
-                self.record.settled(action, self.now)
-                self.hooks.on_settled(action, self.now)
-            case SetTimer(id, at):
-                self._push(max(at, self.now), TIMER, Timer(id))
-            case Evaluate(version):
-                self._evaluate(version)
-            case Dismiss(client, _, reason) if self.progress is not None:
-                self.progress.note(f"client {client} was let go: {reason}")
-            case KeepOut(client, until, reason):
-                self.record.kept_out(client)
-                if self.progress is not None:
-                    self.progress.note(kept_out(client, until, self.now, reason))
-            case Finish(reason):
-                self.reason = reason
+    def _set_timer(self, id: int, at: float) -> None:
+        self._push(max(at, self.now), TIMER, Timer(id))
 
-    def _assign(self, assignment: Assignment) -> None:
+    def _deliver(self, assignment: Assignment) -> None:
         snapshot = self._snapshots.cut(assignment)
         task_time = self._task_time(assignment)
         self.record.assigned(assignment)
@@ -278,26 +224,16 @@ class Simulation:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
         return client.profile.as_it_goes(time, self.now)
 
-    def _evaluate(self, version: int) -> None:
-        if self.evaluator is None:
-            return
-        self.record.due(version, self.now)
+    def _measure(self, version: int, now: float) -> None:
+        assert self.evaluator is not None
         try:
             with measuring(version):
                 measured = self.evaluator(self.coordinator.state.values)
         except CodeFailed as failed:
             self.error = failed
             return
-        metrics = self.hooks.on_measured(version, self.now, measured)
-        reached = self.record.evaluated(version, self.now, metrics)
-        self.hooks.on_evaluate(version, self.now, metrics)
-        if self.progress is not None:
-            self.progress.update(self._view, evaluated=True)
-        if reached and self.coordinator.finished is None:
-            self._push(self.now, ARRIVED, Stop("target"))
-
-    def _view(self) -> ProgressState:
-        return view(self.coordinator, self.record, self.now)
+        if self._measured(version, now, measured) and self.coordinator.finished is None:
+            self._push(now, ARRIVED, Stop("target"))
 
 
 def _item_to_plain(item: Event | _Due) -> dict[str, Any]:

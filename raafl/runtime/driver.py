@@ -1,0 +1,183 @@
+"""Driving a coordinator, whatever the clock: an event is recorded and handled, and what is asked for is done.
+
+The two runtimes are drivers: `raafl.runtime.simulated` on a virtual clock, `raafl.runtime.distributed` on the wall clock. Each
+keeps its clock and its timers, delivers assignments in its own manner, and measures when it can.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from typing import Any, Final
+
+from raafl.core.coordinator import Coordinator
+from raafl.core.hooks import Hooks
+from raafl.core.types import (
+    ENDS,
+    Action,
+    Assign,
+    Assignment,
+    Checkpoint,
+    ClientInfo,
+    Dismiss,
+    Evaluate,
+    Event,
+    Fail,
+    Finish,
+    KeepOut,
+    Lost,
+    SetTimer,
+    Settled,
+    Stop,
+)
+from raafl.errors import CodeFailed
+from raafl.local.evaluate import Evaluator
+from raafl.runfolder.record import RunRecord
+from raafl.watch.progress import ClientProgress, Progress, ProgressState
+
+_MAX_SHOWN: Final = 64  # clients a progress view is told of
+
+
+class Driver(ABC):
+    """Tells a coordinator what happens and does what it asks for; all in one thread.
+
+    Attributes:
+        reason: why the run has ended; empty while it has not.
+        error: what has failed of the user's, and ended the run.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, record: RunRecord, evaluator: Evaluator | None, hooks: Hooks | None,
+        progress: Progress | None,
+    ) -> None:  # fmt: skip
+        """Drive ``coordinator``; without an evaluator nothing is measured."""
+        self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
+        self.hooks, self.progress = hooks or Hooks(), progress
+        self.reason = ""
+        self.error: CodeFailed | None = None
+
+    # ---- of each runtime ----
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on the run's clock."""
+
+    @abstractmethod
+    def save(self) -> dict[str, Any]:
+        """Return the clock, and what waits for it, as plain data and tensors."""
+
+    @abstractmethod
+    def _deliver(self, assignment: Assignment) -> None:
+        """Have a client work on ``assignment``, and record that it was assigned."""
+
+    @abstractmethod
+    def _set_timer(self, id: int, at: float) -> None:
+        """Tell the timer at that time."""
+
+    @abstractmethod
+    def _measure(self, version: int, now: float) -> None:
+        """Measure the global model, now or on a snapshot; `_measured` is told the metrics."""
+
+    def _admit(self, event: Event, now: float) -> bool:
+        """Take note of an event before the coordinator does; return whether that is to hear of it."""
+        return True
+
+    def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
+        """See to what an event leaves behind once handled; ``lost`` is the client whose loss it tells of."""
+        self.hooks.on_event(event, self.coordinator, now)
+
+    def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
+        """Tell a client that there is no work for it."""
+        self._note(f"client {client} was let go: {reason}")
+
+    # ---- of both ----
+
+    def _tell(self, event: Event) -> None:
+        """Let the coordinator know what happens now."""
+        now = self.now
+        if self._admit(event, now):
+            self._handle(event, now)
+
+    def _handle(self, event: Event, now: float) -> None:
+        self.record.event(event, now)  # first: a replay is told the same, in the same order
+        lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
+        actions = self.coordinator.handle(event, now)
+        for action in actions:
+            self._do(action)
+        self._handled(event, now, lost)
+        wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
+        if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
+            self._checkpoint()
+        if self.progress is not None:
+            self.progress.update(self._view)
+        for action in actions:
+            if isinstance(action, Fail):
+                self.stop(action.reason)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Assign(assignment):
+                self._deliver(assignment)
+            case Settled():
+                self.record.settled(action, self.now)
+                self.hooks.on_settled(action, self.now)
+            case SetTimer(id, at):
+                self._set_timer(id, at)
+            case Evaluate(version) if self.evaluator is not None:
+                now = self.now
+                self.record.due(version, now)
+                self._measure(version, now)
+            case Dismiss(client, incarnation, reason):
+                self._dismiss(client, incarnation, reason)
+            case KeepOut(client, until, reason):
+                self.record.kept_out(client)
+                out_s = until - self.now
+                self._note(
+                    f"client {client} is asked for nothing for {out_s:g} s: its last updates were refused, as {reason}"
+                )
+            case Finish(reason):
+                self.reason = reason
+
+    def _measured(self, version: int, at_s: float, measured: dict[str, float]) -> bool:
+        """Record metrics of the global model as it was at ``at_s``; return whether every target has been met by now."""
+        metrics = self.hooks.on_measured(version, at_s, measured)
+        reached = self.record.evaluated(version, at_s, metrics)
+        self.hooks.on_evaluate(version, at_s, metrics)
+        if self.progress is not None:
+            self.progress.update(self._view, evaluated=True)
+        return reached
+
+    def _checkpoint(self) -> None:
+        self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
+
+    def stop(self, reason: str) -> None:
+        """End the run, if it has not ended, so that it can be resumed from where it is now."""
+        if not self.reason:
+            self._checkpoint()
+            self._tell(Stop(reason))
+
+    def _stop_if_asked(self) -> None:
+        if not self.reason and (why := self.hooks.stop_asked()) is not None:
+            self.stop(why)
+
+    def _ended(self) -> str:
+        """Return why the run has ended, a failure of the user's before all."""
+        return self.reason if self.error is None else f"failed: {self.error}"
+
+    def _note(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.note(text)
+
+    def _view(self) -> ProgressState:
+        """Return what a person is shown of the run now."""
+        coordinator, participation = self.coordinator, self.record.participation
+        working = {assignment.client: assignment for assignment in coordinator.roster.active.values()}
+        clients = []
+        for client in heapq.nsmallest(_MAX_SHOWN, participation):
+            doing = f"v{working[client].version}  {working[client].spec}" if client in working else ""
+            clients.append(ClientProgress(client, doing, participation[client]))
+        return ProgressState(
+            coordinator.state.version, coordinator.merged, self.now, self.record.metrics, tuple(clients),
+            coordinator.limits.max_updates,
+        )  # fmt: skip

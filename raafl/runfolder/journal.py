@@ -157,7 +157,9 @@ class RunFolder:
         """
         new = [name for name in row if name not in self._clients.columns]
         if unknown := [name for name in new if not name.startswith(TESTED) and name not in MEMORY_COLUMNS]:
-            raise ValueError(f"clients.csv has no column {', '.join(sorted(unknown))}; it has {', '.join(CLIENT_COLUMNS)}")
+            raise ValueError(
+                f"clients.csv has no column {', '.join(sorted(unknown))}; it has {', '.join(CLIENT_COLUMNS)}"
+            )
         if new:
             self._clients.widen(new)
         self._clients.append(row)

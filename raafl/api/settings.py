@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.api.handed import digest
 from raafl.api.modules import ModuleSpec, called
 from raafl.compression.compressors import Compress
-from raafl.config.experiment import Experiment, SubmodelOptions
+from raafl.config.experiment import SECTIONS, Experiment, SubmodelOptions, marked
 from raafl.config.options import Waits
 from raafl.config.trainer_flags import unknown
 from raafl.core.algorithm import Algorithm, Training
@@ -28,18 +27,9 @@ from raafl.local.train import FabricOptions
 from raafl.parts.protect.privacy import Privacy
 from raafl.parts.protect.robust import Guard
 
-_GROUPS: dict[str, Any] = {
-    "train": Training, "submodels": SubmodelOptions, "fabric": FabricOptions, "guard": Guard, "privacy": Privacy,
-    "compress": Compress, "waits": Waits,
-}  # fmt: skip
 _FLAT = {
-    f.name: group for group in ("train", "fabric") for f in dataclasses.fields(_GROUPS[group]) if f.name != "device"
+    f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"
 }
-_NOT_SETTINGS = ("model", "data", "algorithm", "clients", "devices", "resume")
-_MAY_CHANGE = (
-    "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits",
-    "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict",
-)  # fmt: skip
 _HERE = "raafl.api.handed"
 
 
@@ -87,11 +77,11 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInput: there is no such setting, or a group of them cannot be made.
     """
-    known = [name for name in inspect.signature(Experiment).parameters if name not in _NOT_SETTINGS]
+    known = marked("keyword")
     given: dict[str, Any] = {}
     flat: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
-        if value is None and (name in _GROUPS or name == "partition"):
+        if value is None and (name in SECTIONS or name == "partition"):
             continue  # as if it were not given
         if name in _FLAT:
             flat.setdefault(_FLAT[name], {})[name] = value
@@ -99,7 +89,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
             given[name] = str(value) if isinstance(value, Path) else value
         else:
             raise BadInput(unknown(f"Federation has no '{name}'", name, [*known, *_FLAT]))
-    for group, cls in _GROUPS.items():
+    for group, cls in SECTIONS.items():
         value = given.get(group)
         if isinstance(value, Mapping):
             given[group] = _made(group, cls, value)
@@ -170,7 +160,7 @@ def count_of(devices: Any) -> int | None:
 
 def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raise `BadInput` unless a run that is to go on had the settings that it is to go on with."""
-    other = [name for name in mine if name not in _MAY_CHANGE and theirs.get(name) != mine[name]]
+    other = [name for name in mine if name not in marked("may_change") and theirs.get(name) != mine[name]]
     if other:
         raise BadInput(f"resume: {', '.join(other)} not as in the run's config.yaml: give the same as then")
 

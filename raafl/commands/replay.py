@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.config.parse import UNUSED, load_run
+from raafl.config.parse import load_run
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
@@ -51,7 +51,7 @@ def replay(
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
     rows, summary = read_run(folder, until)
-    experiment = load_run(folder, trusted=trust_config, without=UNUSED)
+    experiment = load_run(folder, trusted=trust_config, again=True)
     found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
@@ -90,9 +90,7 @@ def _own_data(folder: Path, rows: list[JournalRow], files: Mapping[int, Path], t
             f"client {client} trained on data of its own: give --client_data {client}=FILE, "
             "a YAML file with the data section that it had"
         )
-    loaded = {
-        client: load_run(folder, f"--config={files[client]}", trusted=trusted, without=UNUSED) for client in wanted
-    }
+    loaded = {client: load_run(folder, f"--config={files[client]}", trusted=trusted, again=True) for client in wanted}
     return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
 
 

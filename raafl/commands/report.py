@@ -100,10 +100,10 @@ def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -
 
 def _deal_out(run: Run, *, trusted: bool) -> FederatedData:
     """Load the data that a run's config names, which needs torch, and share them out again."""
-    from raafl.config.parse import UNUSED, load_run
+    from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
 
-    return load_data(load_run(run.path, trusted=trusted, without=UNUSED))
+    return load_data(load_run(run.path, trusted=trusted, again=True))
 
 
 def _top(groups: Sequence[Group], runs: Sequence[Run]) -> str:

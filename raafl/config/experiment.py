@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from raafl.compression.compressors import Compress, up_name
 from raafl.compression.plan import Wires
 from raafl.config.loggers import specs
-from raafl.config.options import MODES, Target, Waits
+from raafl.config.options import MODES, About, Target, Waits, about
 from raafl.core.algorithm import Algorithm, Select, Training
 from raafl.core.types import Limits
 from raafl.data.partition import Iid, Partition
@@ -108,78 +108,86 @@ class SubmodelOptions:
 
 @dataclass
 class Experiment:
-    """One federated run, whole.
+    """One federated run, whole. What there is to know of a field stands beside it, and nowhere else."""
 
-    Attributes:
-        model: the model to train: makes a LightningModule.
-        data: the data: makes a LightningDataModule, whose training set is shared out among the clients.
-        algorithm: how it is trained: the five parts, from a factory in `raafl.algorithms`.
-        partition: how the training set is shared out; evenly at random (raafl.data.Iid) unless given.
-        clients: number of clients N; under torchrun one fewer than its ranks.
-        name: name of the run, for its folder.
-        seed: seed of everything that is drawn.
-        devices: what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike.
-        memory: of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients
-            have no limit), none (no limit), or a number of bytes.
-        train: how much a task trains.
-        submodels: how the model is cut, and what becomes of batch norm's running statistics.
-        fabric: how local steps run (accelerator, precision, clipping).
-        guard: how the merge is protected from bad updates: clipping, refusing, trimmed mean, median.
-        privacy: client-level differential privacy of the global model.
-        compress: how what travels is compressed, down and up: none, bf16, int8, top_k.
-        max_updates: end after so many merged updates (a round that is begun is merged whole).
-        max_time: end after so many seconds of the run's own clock (or 90s, 5m, 2h).
-        target: a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached.
-        eval_every: versions between evaluations; null = about one for each N updates.
-        checkpoint_every: versions between checkpoints; null = by time only.
-        checkpoint_s: seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at
-            the end in any case.
-        keep_checkpoints: how many checkpoints to keep.
-        logger: Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments;
-            one or a list.
-        emulate: in a wall-clock run, make each rank take as long as its device would.
-        server_device: where the global model lies and is merged and measured: cpu, or cuda:0.
-        workers: processes that train in a simulated run, this one included.
-        threads: threads that compute a task; the same everywhere, since results depend on it.
-        resume: folder of an interrupted run to go on with, from its last checkpoint; its config is taken too.
-        output: the run's folder, new or empty; null = runs/NAME-TIME.
-        progress: how the run is shown: auto, live, plain, verbose or quiet.
-        waits: deadlines of a wall-clock run.
-        strict: a warning said before the run starts is an error, and so is a run that diverges.
-    """
-
-    model: Callable[[], LightningModule]
-    data: Callable[[], LightningDataModule]
-    algorithm: Algorithm
-    partition: Partition = field(default_factory=Iid)
-    clients: int = 10
-    name: str = "run"
-    seed: int = 0
-    devices: list[Device] | str | None = None
-    memory: float | str = "measure"
-    train: Training = field(default_factory=Training)
-    submodels: SubmodelOptions = field(default_factory=SubmodelOptions)
-    fabric: FabricOptions = field(default_factory=FabricOptions)
-    guard: Guard = field(default_factory=Guard)
-    privacy: Privacy = field(default_factory=Privacy)
-    compress: Compress = field(default_factory=Compress)
-    max_updates: int | None = None
-    max_time: float | str | None = None
-    target: str | list[str] | None = None
-    eval_every: int | None = None
-    checkpoint_every: int | None = None
-    checkpoint_s: float | str | None = 60.0
-    keep_checkpoints: int = 3
-    emulate: bool = True
-    server_device: str = "cpu"
-    workers: int = 1
-    threads: int = 1
-    output: str | None = None
-    resume: str | None = None
-    progress: str = "auto"
-    logger: Any = None
-    waits: Waits = field(default_factory=Waits)
-    strict: bool = False
+    # fmt: off
+    model: Callable[[], LightningModule] = field(metadata=about(
+        "the model to train: makes a LightningModule", "CLASS", group="who", shared=True, told=True, keyword=False))
+    data: Callable[[], LightningDataModule] = field(metadata=about(
+        "the data: makes a LightningDataModule, whose training set is shared out among the clients",
+        "CLASS", group="who", shared=True, told=True, keyword=False))
+    algorithm: Algorithm = field(metadata=about(
+        "how it is trained: the five parts, from a factory in `raafl.algorithms`",
+        "NAME", group="who", shared=True, told=True, keyword=False))
+    partition: Partition = field(default_factory=Iid, metadata=about(
+        "how the training set is shared out; evenly at random (raafl.data.Iid) unless given",
+        "CLASS", group="who", shared=True, told=True))
+    clients: int = field(default=10, metadata=about(
+        "number of clients N; under torchrun one fewer than its ranks",
+        "N", group="who", shared=True, told=True, keyword=False, least=1, most=1_000_000))
+    name: str = field(default="run", metadata=about(
+        "name of the run, for its folder", "NAME", group="shown", may_change=True))
+    seed: int = field(default=0, metadata=about(
+        "seed of everything that is drawn", "N", group="computed", shared=True, told=True, least=0))
+    devices: list[Device] | str | None = field(default=None, metadata=about(
+        "what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike",
+        "FILE", group="who", told=True, keyword=False))
+    memory: float | str = field(default="measure", metadata=about(
+        "of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients "
+        "have no limit), none (no limit), or a number of bytes", told=True))
+    train: Training = field(default_factory=Training, metadata=about("how much a task trains", shared=True, told=True))
+    submodels: SubmodelOptions = field(default_factory=SubmodelOptions, metadata=about(
+        "how the model is cut, and what becomes of batch norm's running statistics", shared=True, told=True))
+    fabric: FabricOptions = field(default_factory=FabricOptions, metadata=about(
+        "how local steps run (accelerator, precision, clipping)", told=True))
+    guard: Guard = field(default_factory=Guard, metadata=about(
+        "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median"))
+    privacy: Privacy = field(default_factory=Privacy, metadata=about(
+        "client-level differential privacy of the global model"))
+    compress: Compress = field(default_factory=Compress, metadata=about(
+        "how what travels is compressed, down and up: none, bf16, int8, top_k", shared=True, told=True))
+    max_updates: int | None = field(default=None, metadata=about(
+        "end after so many merged updates (a round that is begun is merged whole)",
+        "N", group="end", may_change=True, least=1))
+    max_time: float | str | None = field(default=None, metadata=about(
+        "end after so many seconds of the run's own clock (or 90s, 5m, 2h)", "SECONDS", group="end", may_change=True))
+    target: str | list[str] | None = field(default=None, metadata=about(
+        "a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached",
+        "METRIC=VALUE", group="end", may_change=True))
+    eval_every: int | None = field(default=None, metadata=about(
+        "versions between evaluations; null = about one for each N updates", "N", group="shown", least=1))
+    checkpoint_every: int | None = field(default=None, metadata=about(
+        "versions between checkpoints; null = by time only", "N", group="shown", may_change=True, least=1))
+    checkpoint_s: float | str | None = field(default=60.0, metadata=about(
+        "seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at the end in "
+        "any case", "SECONDS", group="shown", may_change=True))
+    keep_checkpoints: int = field(default=3, metadata=about(
+        "how many checkpoints to keep", "N", group="shown", may_change=True, least=1))
+    emulate: bool = field(default=True, metadata=about(
+        "in a wall-clock run, make each rank take as long as its device would", group="computed"))
+    server_device: str = field(default="cpu", metadata=about(
+        "where the global model lies and is merged and measured: cpu, or cuda:0", "DEVICE", group="computed"))
+    workers: int = field(default=1, metadata=about(
+        "processes that train in a simulated run, this one included", "N", group="computed", may_change=True, least=1))
+    threads: int = field(default=1, metadata=about(
+        "threads that compute a task; the same everywhere, since results depend on it",
+        "N", group="computed", shared=True, told=True, least=1, most=1_024))
+    output: str | None = field(default=None, metadata=about(
+        "the run's folder, new or empty; null = runs/NAME-TIME", "DIR", group="shown", may_change=True, again=False))
+    resume: str | None = field(default=None, metadata=about(
+        "folder of an interrupted run to go on with, from its last checkpoint; its config is taken too",
+        "RUN", group="shown", may_change=True, keyword=False, again=False))
+    progress: str = field(default="auto", metadata=about(
+        "how the run is shown: auto, live, plain, verbose or quiet", "HOW", group="shown", may_change=True))
+    logger: Any = field(default=None, metadata=about(
+        "Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments; one or "
+        "a list", "NAME", group="shown", may_change=True, again=False))
+    waits: Waits = field(default_factory=Waits, metadata=about(
+        "deadlines of a wall-clock run", told=True, may_change=True))
+    strict: bool = field(default=False, metadata=about(
+        "a warning said before the run starts is an error, and so is a run that diverges",
+        "[BOOL]", group="shown", may_change=True))
+    # fmt: on
 
     def make(self) -> LightningModule:
         """Return a new model, ready to be trained, with the exits that ``submodels`` asks for.
@@ -198,22 +206,22 @@ class Experiment:
             raise BadInput("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        own = ("clients", "max_updates", "eval_every", "checkpoint_every", "keep_checkpoints", "workers", "threads")
-        counts = {name: getattr(self, name) for name in own}
-        counts |= {f"train.{n}": getattr(self.train, n) for n in ("num_epochs", "num_steps", "batch_size")}
+        least = {name: one.least for name, one in ABOUT.items() if one.least is not None}
+        counts = {name: getattr(self, name) for name in least}
+        counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training)}
         counts["fabric.accumulate_grad_batches"] = self.fabric.accumulate_grad_batches
-        yield from (f"{name} is {n}: give 1 or more" for name, n in counts.items() if n is not None and n < 1)
-        if self.seed < 0:
-            yield f"seed is {self.seed}: give 0 or more"
+        for name, count in counts.items():
+            if count is not None and count < least.get(name, 1):
+                yield f"{name} is {count}: give {least.get(name, 1)} or more"
         if self.train.num_epochs is None and self.train.num_steps is None:
             yield "train.num_epochs and train.num_steps are both null: give one of them"
         if self.max_updates is None and self.max_time is None and self.target is None:
             yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
         if self.progress not in MODES:
             yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
-        for name in ("join_s", "task_s", "idle_s", "stop_s", "eval_s", "alone_s"):
-            if not getattr(self.waits, name) > 0:
-                yield f"waits.{name} is {getattr(self.waits, name)}: give seconds above 0"
+        for wait in fields(self.waits):
+            if not getattr(self.waits, wait.name) > 0:
+                yield f"waits.{wait.name} is {getattr(self.waits, wait.name)}: give seconds above 0"
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:
             yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
@@ -322,3 +330,17 @@ class Experiment:
         if trigger.restart == "merge":
             return 1
         return max(1, self.clients // int(getattr(trigger, "size", 1)))
+
+
+ABOUT: dict[str, About] = {f.name: f.metadata["about"] for f in fields(Experiment)}
+"""What there is to know of each field."""
+
+SECTIONS: dict[str, Any] = {
+    f.name: f.default_factory for f in fields(Experiment) if getattr(f.default_factory, "__name__", "") == f.type
+}
+"""The type of each field that is itself a table of fields."""
+
+
+def marked(mark: str) -> tuple[str, ...]:
+    """Name the fields with one of `About`'s marks, such as ``shared``."""
+    return tuple(name for name, one in ABOUT.items() if getattr(one, mark))

@@ -4,13 +4,57 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from raafl.errors import BadInput
 
 Mode = Literal["auto", "live", "plain", "verbose", "quiet"]
 MODES: tuple[Mode, ...] = ("auto", "live", "plain", "verbose", "quiet")
 _LOWER_IS_BETTER = ("loss", "perplexity", "error")
+
+Group = Literal["who", "end", "shown", "computed", "other"]
+GROUPS: dict[Group, str] = {
+    "who": "who trains what",
+    "end": "when it ends (the first that comes)",
+    "shown": "what is measured, kept and shown",
+    "computed": "how it is computed",
+    "other": "",
+}
+"""The headings of `--help`."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What there is to know of a field of the config besides its name, type and default.
+
+    Attributes:
+        help: what it is, for `--help`.
+        metavar: what stands for its value there.
+        group: under which heading.
+        shared: a client must have it as the server has it.
+        told: a client without a config is given the server's.
+        may_change: a resumed run may have another.
+        keyword: `Federation` takes it by name.
+        again: it is of use to who goes over a finished run, too.
+        least: of a number.
+        most: beyond which a server only wants to use up what a client has.
+    """
+
+    help: str
+    metavar: str | None = None
+    group: Group = "other"
+    shared: bool = False
+    told: bool = False
+    may_change: bool = False
+    keyword: bool = True
+    again: bool = True
+    least: int | None = None
+    most: int | None = None
+
+
+def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
+    """Make the metadata of a dataclass's field; see `About`."""
+    return {"about": About(text, metavar, **more)}
 
 
 @dataclass(frozen=True, slots=True)

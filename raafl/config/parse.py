@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raafl.config import remote_options
 from raafl.config.argv import names_section, values
 from raafl.config.messages import explain, relative
+from raafl.config.options import GROUPS
 from raafl.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -24,21 +24,6 @@ if TYPE_CHECKING:
 
     from raafl.config.experiment import Experiment
 
-_GROUPS = {
-    "who trains what": ("model", "data", "partition", "clients", "devices", "algorithm"),
-    "when it ends (the first that comes)": ("max_updates", "max_time", "target"),
-    "what is measured, kept and shown": (
-        "eval_every", "checkpoint_every", "checkpoint_s", "keep_checkpoints", "name", "output", "resume", "progress",
-        "logger", "strict",
-    ),
-    "how it is computed": ("seed", "threads", "workers", "server_device", "emulate"),
-}  # fmt: skip
-_METAVARS = {
-    "model": "CLASS", "data": "CLASS", "partition": "CLASS", "algorithm": "NAME", "clients": "N", "devices": "FILE",
-    "max_updates": "N", "max_time": "SECONDS", "target": "METRIC=VALUE", "eval_every": "N", "checkpoint_every": "N",
-    "checkpoint_s": "SECONDS", "keep_checkpoints": "N", "name": "NAME", "output": "DIR", "resume": "RUN", "progress": "HOW",
-    "logger": "NAME", "seed": "N", "threads": "N", "workers": "N", "server_device": "DEVICE", "strict": "[BOOL]",
-}  # fmt: skip
 _EPILOG = """\
 Options win over the file. CLASS is the path of a class, such as model_zoo.MLP or my_module.MyModel; NAME is one that
 `raafl algorithms` lists. The arguments of the parts are options too: --model.lr 0.1 --algorithm.alpha 0.5
@@ -50,9 +35,6 @@ TRUST = "--trust_config"
 _LOCAL = """
 --local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
 started again, --max_restarts times in all (100)."""
-
-UNUSED = ("output", "resume", "logger")
-"""Sections of a run's config that are of no use to who goes over the run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +60,7 @@ def make_parser(command: str) -> ArgumentParser:
     import jsonargparse
     from lightning import LightningDataModule, LightningModule
 
-    from raafl.config.experiment import Experiment
+    from raafl.config.experiment import ABOUT, SECTIONS, Experiment
     from raafl.core.algorithm import Algorithm
     from raafl.data.partition import Partition
 
@@ -106,28 +88,21 @@ def make_parser(command: str) -> ArgumentParser:
         | list[str | dict[str, Any]]
         | None,  # built by the server alone, in its own time
     }
-    texts = _attribute_texts(Experiment.__doc__ or "")
     hints = _hints(Experiment, special)
-    groups = {name: parser.add_argument_group(title) for title, names in _GROUPS.items() for name in names[:1]}
-    group_of = {name: groups[names[0]] for names in _GROUPS.values() for name in names}
-    parameters = inspect.signature(Experiment).parameters
-    for name in sorted(parameters, key=_order):
-        options: dict[str, Any] = {"type": hints[name], "help": texts.get(name, "")}
-        if name in _METAVARS:
-            options["metavar"] = _METAVARS[name]
-        if parameters[name].default is inspect.Parameter.empty:
+    groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
+    for field in sorted(fields(Experiment), key=lambda field: [*GROUPS].index(ABOUT[field.name].group)):
+        about = ABOUT[field.name]
+        options: dict[str, Any] = {"type": hints[field.name], "help": about.help}
+        if about.metavar is not None:
+            options["metavar"] = about.metavar
+        if field.name == "partition":
+            options["default"] = {"class_path": "raafl.data.Iid"}
+        elif field.default is not MISSING:
+            options["default"] = field.default
+        elif field.name not in SECTIONS:  # those bring defaults of their own
             options["required"] = True
-        elif name == "partition" or not is_dataclass(
-            hints[name]
-        ):  # a dataclass that is meant itself brings its own defaults
-            options["default"] = _default(Experiment, name)
-        group_of.get(name, parser).add_argument(f"--{name}", **options)
+        groups[about.group].add_argument(f"--{field.name}", **options)
     return parser
-
-
-def _order(name: str) -> int:
-    names = [name for names in _GROUPS.values() for name in names]
-    return names.index(name) if name in names else len(names)
 
 
 def _formatter() -> type[Any]:
@@ -175,17 +150,6 @@ def eval_hint(text: str, names: dict[str, Any]) -> Any:
     return typing.get_type_hints(holder, globalns=names)["hint"]
 
 
-def _default(cls: type, name: str) -> Any:
-    found = next(f for f in fields(cls) if f.name == name)
-    if name == "partition":
-        return {"class_path": "raafl.data.Iid"}
-    return found.default_factory() if found.default_factory is not MISSING else found.default
-
-
-def _attribute_texts(doc: str) -> dict[str, str]:
-    return {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {8}(\w+): (.*?)(?=^ {8}\w+: |\Z)", doc, re.M | re.S)}
-
-
 def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
     """Return what ``argv`` asks for.
 
@@ -218,7 +182,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             file.write_text(config_yaml, encoding="utf-8")
             argv = ["--config", str(file), *argv]
         namespace, text, made = _read(make_parser(command), config_first(argv))
-    made_fields = {name: made[name] for name in inspect.signature(Experiment).parameters}
+    made_fields = {field.name: made[field.name] for field in fields(Experiment)}
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
 
 
@@ -237,21 +201,23 @@ def _read(parser: ArgumentParser, argv: list[str]) -> tuple[Namespace, str, Name
         raise BadInput(explain(str(error), parser, argv)) from error
 
 
-def load_run(folder: Path, *overrides: str, trusted: bool, without: Sequence[str] = ()) -> Experiment:
+def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) -> Experiment:
     """Return the experiment of a run folder, which somebody else may have made.
 
     Args:
         folder: the run's.
         overrides: options as on the command line.
         trusted: import what its config names, whatever that is.
-        without: sections of the config that are left out.
+        again: the run is gone over again: what is of no use for that is left out.
 
     Raises:
         BadInput: as `parse`; or the config names more than raafl's own, and is not ``trusted``.
     """
+    from raafl.config.experiment import ABOUT
     from raafl.config.trust import of_folder
 
-    text = of_folder(folder, trusted=trusted, without=without)
+    unused = {name for name, one in ABOUT.items() if not one.again} if again else ()
+    text = of_folder(folder, trusted=trusted, without=unused)
     return parse("simulate", [*overrides, *([TRUST] if trusted else [])], config_yaml=text).experiment
 
 
@@ -281,7 +247,9 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 def _check_groups(namespace: Namespace) -> None:
     """Raise `BadInput` for a single value where a group of fields is wanted, as in `train: 5`."""
-    for name in ("train", "submodels", "fabric", "guard", "privacy", "compress", "waits"):
+    from raafl.config.experiment import SECTIONS
+
+    for name in SECTIONS:
         if not hasattr(namespace[name], "as_dict"):
             raise BadInput(f"{name} is {namespace[name]!r}: give its fields, as in --{name}.FIELD VALUE (see --help)")
 

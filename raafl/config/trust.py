@@ -12,14 +12,14 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from raafl.config.experiment import ACCELERATORS, Experiment
+from raafl.config.experiment import ABOUT, ACCELERATORS, Experiment, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.core.algorithm import Algorithm, Select
@@ -27,15 +27,9 @@ from raafl.data.partition import Partition
 from raafl.errors import BadInput, RunFailed
 from raafl.foreign import foreign
 
-CLIENTS: Final = (
-    "model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads",
-    "devices", "memory", "fabric", "waits",
-)  # fmt: skip
-"""The sections of a server's config that a client uses; the others it never looks at."""
-
 _KINDS: Final = {Select: "select", Partition: "partition", Algorithm: "algorithm"}
 _LARGEST = 2**63 - 1
-_MOST = {"Experiment.clients": 1_000_000, "Experiment.threads": 1024, "Device.count": 1_000_000}
+_MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""
 _MAX_VALUES, _MAX_DEPTH, _MAX_TEXT = 100_000, 24, 200_000
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
@@ -95,7 +89,7 @@ def from_server(text: str) -> str:
     try:
         tree = _tree(text)
         check = _Check(on_this_machine=False)
-        for name in CLIENTS:
+        for name in marked("told"):
             if name in tree:
                 check.section(name, tree[name])
     except Foreign as problem:
@@ -103,10 +97,12 @@ def from_server(text: str) -> str:
             f"the server's config is not taken: {problem}: get the config yourself and give it as --config FILE"
         ) from None
     # a run needs an end; when this one ends the server says
-    return yaml.safe_dump({name: tree[name] for name in CLIENTS if name in tree} | {"max_updates": 1}, sort_keys=False)
+    return yaml.safe_dump(
+        {name: tree[name] for name in marked("told") if name in tree} | {"max_updates": 1}, sort_keys=False
+    )
 
 
-def of_folder(folder: Path, *, trusted: bool, without: Sequence[str] = ()) -> str:
+def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:
     """Read the config of a run folder; give it back, as YAML.
 
     Args:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from torch import nn
 
 import raafl
-from raafl.config.experiment import Experiment, SubmodelOptions, seconds
+from raafl.api.settings import Settings
+from raafl.config.experiment import ABOUT, SECTIONS, Experiment, SubmodelOptions, marked, seconds
 from raafl.config.options import Waits
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
@@ -196,3 +199,21 @@ def test_devices_are_dealt_in_turn():
 def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algorithm, versions):
     assert make(algorithm=algorithm, clients=12).limits(1).eval_every == versions
     assert make(algorithm=algorithm, clients=12, eval_every=3).limits(1).eval_every == 3
+
+
+def test_what_the_fields_say_of_themselves():
+    both = {"model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads"}
+    assert set(marked("shared")) == both
+    assert set(marked("told")) == both | {"devices", "memory", "fabric", "waits"}
+    assert set(marked("may_change")) == {
+        "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits",
+        "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict",
+    }  # fmt: skip
+    assert set(ABOUT) - set(marked("again")) == {"output", "resume", "logger"}
+    assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "privacy", "compress", "waits"]
+    assert all(kind().__class__ is kind for kind in SECTIONS.values())
+
+
+def test_federation_types_every_setting_that_it_takes():
+    flat = [f.name for group in ("train", "fabric") for f in fields(SECTIONS[group]) if f.name != "device"]
+    assert set(Settings.__annotations__) == {*marked("keyword"), *flat}

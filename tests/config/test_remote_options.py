@@ -11,9 +11,10 @@ import yaml
 from raafl.commands.cli import main
 from raafl.commands.serve import listener
 from raafl.config.argv import names_section
+from raafl.config.experiment import marked
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
-from raafl.config.shared import SHARED, for_clients, sections
+from raafl.config.shared import for_clients, sections
 from raafl.config.trust import from_server
 from raafl.devices import load_devices
 from raafl.errors import BadInput
@@ -117,7 +118,7 @@ def test_only_sections_that_matter_to_a_client_are_compared():
     config = yaml.safe_load(text)
     mine = Terms(text, sections(text))
     assert mine.problem(sections(yaml.safe_dump({**config, "max_updates": 7, "devices": None, "name": "x"}))) is None
-    for name in SHARED:
+    for name in marked("shared"):
         changed = sections(yaml.safe_dump({**config, name: "something else"}))
         assert mine.problem(changed) == f"different config: '{name}' is not as in the server's config.yaml"
     assert mine.problem(sections(yaml.safe_dump({**config, "data": "mine"}), own_data=True)) is None

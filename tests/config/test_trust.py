@@ -11,11 +11,12 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
+from raafl.config.experiment import marked
 from raafl.config.parse import load_run, parse
 from raafl.config.registry import paths, registry
 from raafl.config.shared import sections
 from raafl.config.shipped import shipped
-from raafl.config.trust import _TEXTS, CLIENTS, from_server, imports_only, of_folder
+from raafl.config.trust import _TEXTS, from_server, imports_only, of_folder
 from raafl.errors import BadInput, RunFailed
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -175,7 +176,9 @@ def test_what_a_client_does_not_use_it_never_sees():
         "config": "/tmp/evil.yaml", "model.class_path": "os.system", "privacy": {"seed_file": "/etc/passwd"}, "guard": SYSTEM,
     }  # fmt: skip
     taken = yaml.safe_load(from_server(yaml.safe_dump({**CONFIG, **unused})))
-    assert set(taken) <= {*CLIENTS, "max_updates"} and taken == yaml.safe_load(from_server(QUICKSTART.read_text()))
+    assert set(taken) <= {*marked("told"), "max_updates"} and taken == yaml.safe_load(
+        from_server(QUICKSTART.read_text())
+    )
 
 
 def test_an_alias_of_plain_values_is_followed():

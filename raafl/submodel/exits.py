@@ -7,113 +7,20 @@ copy in the place of the original: the model's own forward then ends early.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
 from raafl.submodel.declared import Stack, find_stacks, said
-
-_MODELS = "transformers.models"
-_LAYERS = "transformers.modeling_layers"
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """What comes after the last block of a type of model.
-
-    Attributes:
-        paths: of the modules of which an exit has copies.
-        logits: ``logits(model, modules, hidden, input_ids)``: what the model makes of hidden states, shape (batch,
-            positions, width), with these modules in the place of those.
-    """
-
-    paths: Callable[[Any], tuple[str, ...]]
-    logits: Callable[[Any, Any, Tensor, Tensor | None], Tensor]
-
-
-TAILS: dict[str, Tail] = {}
-"""By dotted name of the model's type."""
-
-
-def _tail(paths: Any, logits: Any, *types: str) -> None:
-    TAILS.update(dict.fromkeys(types, Tail(paths if callable(paths) else lambda model: paths, logits)))
-
-
-_tail(
-    lambda model: (f"{model.base_model_prefix}.layernorm", "classifier"),
-    lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]),
-    f"{_MODELS}.vit.modeling_vit.ViTForImageClassification",
-    f"{_MODELS}.deit.modeling_deit.DeiTForImageClassification",
-)
-_tail(
-    ("deit.layernorm", "cls_classifier", "distillation_classifier"),
-    lambda model, own, hidden, ids: (own[1](own[0](hidden)[:, 0]) + own[2](own[0](hidden)[:, 1])) / 2,
-    f"{_MODELS}.deit.modeling_deit.DeiTForImageClassificationWithTeacher",
-)
-_tail(
-    ("encoder.ln", "heads"),
-    lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]),
-    "torchvision.models.vision_transformer.VisionTransformer",
-)
-_tail(
-    ("bert.pooler", "classifier"),
-    lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))),
-    f"{_MODELS}.bert.modeling_bert.BertForSequenceClassification",
-)
-_tail(
-    ("classifier",),
-    lambda model, own, hidden, ids: own[0](model.dropout(hidden)),
-    f"{_MODELS}.bert.modeling_bert.BertForTokenClassification",
-    f"{_MODELS}.roberta.modeling_roberta.RobertaForTokenClassification",
-    f"{_MODELS}.distilbert.modeling_distilbert.DistilBertForTokenClassification",
-)
-_tail(
-    ("classifier",),
-    lambda model, own, hidden, ids: own[0](hidden),
-    f"{_MODELS}.roberta.modeling_roberta.RobertaForSequenceClassification",
-)
-_tail(
-    ("pre_classifier", "classifier"),
-    lambda model, own, hidden, ids: own[1](model.dropout(torch.relu(own[0](hidden[:, 0])))),
-    f"{_MODELS}.distilbert.modeling_distilbert.DistilBertForSequenceClassification",
-)
-
-
-def _at_last_token(model: Any, logits: Tensor, ids: Tensor | None) -> Tensor:
-    if ids is None or model.config.pad_token_id is None:
-        return logits[:, -1]
-    places = torch.arange(ids.shape[1], device=ids.device) * (ids != model.config.pad_token_id)
-    return logits[torch.arange(len(ids), device=ids.device), places.argmax(-1)]
-
-
-_tail(
-    lambda model: (f"{model.base_model_prefix}.norm", "score"),
-    lambda model, own, hidden, ids: _at_last_token(model, own[1](own[0](hidden)), ids),
-    f"{_LAYERS}.GenericForSequenceClassification",
-)
-_tail(
-    lambda model: (f"{model.base_model_prefix}.norm", "score"),
-    lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))),
-    f"{_LAYERS}.GenericForTokenClassification",
-)
-# the vocabulary is large and often tied to the embedding: every exit of a language model reads the same one
-_tail(
-    ("model.norm",),
-    lambda model, own, hidden, ids: model.lm_head(own[0](hidden)),
-    f"{_MODELS}.llama.modeling_llama.LlamaForCausalLM",
-    f"{_MODELS}.mistral.modeling_mistral.MistralForCausalLM",
-    f"{_MODELS}.qwen2.modeling_qwen2.Qwen2ForCausalLM",
-)
+from raafl.submodel.known import TAILS, Tail, known
 
 
 def tail_of(model: nn.Module) -> Tail | None:
     """Look up the model's last layers."""
-    names = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
-    return next((TAILS[name] for name in names if name in TAILS), None)
+    found: Tail | None = known(model, TAILS)
+    return found
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import nn
+
+from raafl.submodel.known import MODELS, SQUARE, along, register_piece, register_tail
 from raafl.submodel.rules import leaf, register
 from raafl.submodel.transformer import Attention, Block, register_block, renumber
 
-_MODELS = "transformers.models"
 
-
-@register_block(f"{_MODELS}.bert.modeling_bert.BertLayer", f"{_MODELS}.roberta.modeling_roberta.RobertaLayer")
+@register_block(f"{MODELS}.bert.modeling_bert.BertLayer", f"{MODELS}.roberta.modeling_roberta.RobertaLayer")
 def _bert(layer: Any) -> Block:
     attentions = {"heads": _bert_attention(layer.attention, "attention")}
     norms = ["attention.output.LayerNorm", "output.LayerNorm"]
@@ -28,7 +31,7 @@ def _bert_attention(attention: Any, path: str, *, on_width: bool = True) -> Atte
     )  # fmt: skip
 
 
-@register_block(f"{_MODELS}.distilbert.modeling_distilbert.TransformerBlock")
+@register_block(f"{MODELS}.distilbert.modeling_distilbert.TransformerBlock")
 def _distilbert(layer: Any) -> Block:
     at = "attention"
     heads = Attention(
@@ -37,7 +40,7 @@ def _distilbert(layer: Any) -> Block:
     return Block({"heads": heads}, ("ffn.lin1",), "ffn.lin2", ("sa_layer_norm", "output_layer_norm"))
 
 
-@register_block(f"{_MODELS}.albert.modeling_albert.AlbertLayer")
+@register_block(f"{MODELS}.albert.modeling_albert.AlbertLayer")
 def _albert(layer: Any) -> Block:
     at = "attention"
     heads = Attention(f"{at}.query", f"{at}.key", f"{at}.value", f"{at}.dense", at, layer.attention.attention_head_size)
@@ -50,5 +53,95 @@ def _resize(encoder: Any) -> None:
 
 
 register(
-    f"{_MODELS}.bert.modeling_bert.BertEncoder", f"{_MODELS}.roberta.modeling_roberta.RobertaEncoder", resize=_resize
+    f"{MODELS}.bert.modeling_bert.BertEncoder", f"{MODELS}.roberta.modeling_roberta.RobertaEncoder", resize=_resize
 )(leaf)
+
+
+@register_piece(
+    f"{MODELS}.bert.modeling_bert.BertEmbeddings", f"{MODELS}.roberta.modeling_roberta.RobertaEmbeddings",
+    f"{MODELS}.distilbert.modeling_distilbert.Embeddings",
+)  # fmt: skip
+def _embeddings(layer: Any) -> Iterator[tuple[str, int]]:
+    for name, part in layer.named_children():
+        if isinstance(part, nn.Embedding | nn.LayerNorm):
+            yield from along(layer, name)
+
+
+@register_piece(f"{MODELS}.bert.modeling_bert.BertPooler", f"{MODELS}.roberta.modeling_roberta.RobertaPooler")
+def _pooler(layer: Any) -> Iterator[tuple[str, int]]:
+    return along(layer, "dense", square=True)
+
+
+@register_piece(f"{MODELS}.albert.modeling_albert.AlbertTransformer")
+def _albert_mapping(layer: Any) -> Iterator[tuple[str, int]]:
+    # the embedding's own width is another one
+    yield from ((f"embedding_hidden_mapping_in.{name}", 0) for name in ("weight", "bias"))
+
+
+@register_piece(f"{MODELS}.bert.modeling_bert.BertLMPredictionHead")
+def _bert_lm_head(layer: Any) -> Iterator[tuple[str, int]]:
+    yield from (
+        (f"transform.{name}", dim)
+        for part, square in (("dense", True), ("LayerNorm", False))
+        for name, dim in along(layer.transform, part, square=square)
+    )
+    yield from along(layer, "decoder")
+
+
+@register_piece(f"{MODELS}.roberta.modeling_roberta.RobertaLMHead")
+def _roberta_lm_head(layer: Any) -> Iterator[tuple[str, int]]:
+    yield from along(layer, "dense", square=True)
+    yield from along(layer, "layer_norm")
+    yield from along(layer, "decoder")
+
+
+@register_piece(f"{MODELS}.roberta.modeling_roberta.RobertaClassificationHead")
+def _roberta_head(layer: Any) -> Iterator[tuple[str, int]]:
+    yield from along(layer, "dense", square=True)
+    yield from along(layer, "out_proj")
+
+
+@register_piece(
+    f"{MODELS}.bert.modeling_bert.BertOnlyNSPHead", f"{MODELS}.bert.modeling_bert.BertPreTrainingHeads",
+    f"{MODELS}.albert.modeling_albert.AlbertSOPHead",
+)  # fmt: skip
+def _sentence_head(layer: Any) -> Iterator[tuple[str, int]]:
+    (name,) = (name for name, part in layer.named_children() if isinstance(part, nn.Linear))
+    return along(layer, name)
+
+
+@register_piece(f"{MODELS}.albert.modeling_albert.AlbertMLMHead")
+def _albert_lm_head(layer: Any) -> Iterator[tuple[str, int]]:
+    return along(layer, "dense")
+
+
+SQUARE.update(
+    {
+        (f"{MODELS}.distilbert.modeling_distilbert.DistilBertForSequenceClassification", "pre_classifier"),
+        (f"{MODELS}.distilbert.modeling_distilbert.DistilBertForMultipleChoice", "pre_classifier"),
+        (f"{MODELS}.distilbert.modeling_distilbert.DistilBertForMaskedLM", "vocab_transform"),
+        (f"{MODELS}.albert.modeling_albert.AlbertModel", "pooler"),
+    }
+)
+register_tail(
+    ("bert.pooler", "classifier"),
+    lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))),
+    f"{MODELS}.bert.modeling_bert.BertForSequenceClassification",
+)
+register_tail(
+    ("classifier",),
+    lambda model, own, hidden, ids: own[0](model.dropout(hidden)),
+    f"{MODELS}.bert.modeling_bert.BertForTokenClassification",
+    f"{MODELS}.roberta.modeling_roberta.RobertaForTokenClassification",
+    f"{MODELS}.distilbert.modeling_distilbert.DistilBertForTokenClassification",
+)
+register_tail(
+    ("classifier",),
+    lambda model, own, hidden, ids: own[0](hidden),
+    f"{MODELS}.roberta.modeling_roberta.RobertaForSequenceClassification",
+)
+register_tail(
+    ("pre_classifier", "classifier"),
+    lambda model, own, hidden, ids: own[1](model.dropout(torch.relu(own[0](hidden[:, 0])))),
+    f"{MODELS}.distilbert.modeling_distilbert.DistilBertForSequenceClassification",
+)

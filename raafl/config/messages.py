@@ -1,67 +1,118 @@
-"""jsonargparse's complaints as one clear line: the field, its value, and the remedy."""
+"""What is wrong with the user's own config, in one line for each problem: field, value, remedy, and where it stands.
+
+jsonargparse says that a config is refused; why is found here, by holding each file and option against the types.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
-import re
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from raafl.config.argv import name_of, values
+from raafl.config.check import KINDS, MADE, Check
+from raafl.config.experiment import ABOUT, SECTIONS
 from raafl.config.trainer_flags import unknown
+from raafl.devices import Device
 from raafl.errors import nearest
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "list": "a list",
-    "Sequence": "a list, such as [200]",
-    "dict": "a table",
-    "Path": "a path",
-}
-_PARTS = {"model": "LightningModule", "data": "LightningDataModule", "algorithm": "Algorithm", "partition": "Partition"}
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", Path: "a path",
+    list: "a list", tuple: "a list", Sequence: "a list", dict: "a table",
+}  # fmt: skip
+_LISTED: Mapping[Any, str] = {
+    int: "whole numbers, such as [200]", float: "numbers", str: "texts",
+    Device: "tables of fields, such as [{name: slow, flops_per_s: 1.0e9}]",
+}  # fmt: skip
 _EXAMPLES = {
-    "model": "model_zoo.MLP",
-    "data": "raafl.data.Digits",
-    "algorithm": "raafl.fed_raa",
-    "partition": "raafl.data.Iid",
+    "model": ("LightningModule", "model_zoo.MLP"),
+    "data": ("LightningDataModule", "raafl.data.Digits"),
+    "algorithm": ("Algorithm", "raafl.fed_raa"),
+    "partition": ("Partition", "raafl.data.Iid"),
+    "select": ("Select", "raafl.parts.Rated"),
 }
+_SPEC = ("class_path", "init_args", "dict_kwargs")
 
 
-def explain(message: str, parser: ArgumentParser, argv: Sequence[str]) -> str:
-    """Return one line for a complaint of jsonargparse's, with the nearest known name where one is misspelt.
+class Wrong(ValueError):
+    """One problem; ``field`` is the dotted name of what it is about."""
 
-    A complaint of a kind that is not known here is returned as it is, on one line.
+    def __init__(self, field: str, text: str) -> None:
+        """Say it."""
+        super().__init__(text)
+        self.field = field
+
+
+def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None = None) -> str:
+    """Say what is wrong with a command line that jsonargparse has refused, one line for each problem.
+
+    Args:
+        refused: what it said, for a problem that is not found here.
+        parser: the command's.
+        argv: as given to it, files first.
+        hidden: a file that the user has not written, whose lines are not quoted.
     """
-    text = re.sub(r"\.? Got value: Namespace\(class_path=('[\w.]+').*", r" class_path=\1", " ".join(message.split()))
-    for rule in (_unknown, _class_path, _required, _option, _wrong_value):
-        line = rule(text, parser)
-        if line is not None:
-            return line
-    return text
+    found = _Explained(parser)
+    for file in values(argv, "--config"):
+        tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        found.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
+    for tree in found.options([item for item in argv if name_of(item) != "--config"]):
+        found.source(tree, lambda field: "")
+    found.missing()
+    lines = dict.fromkeys(found.problems)
+    return "\n".join(lines) or " ".join(refused.split())
 
 
 def place_of_field(field: str | None, argv: Sequence[str]) -> str:
-    """Return where in the config of a command line a field is, in words; empty where no file has it, or an option does."""
+    """Say where in the config of a command line a field is; empty where no file has it, or an option does."""
     if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
         return ""
     for file in reversed(values(argv, "--config")):
-        path = Path(file)
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        number = next((i for i, line in enumerate(lines, start=1) if re.match(rf"{field}\s*:", line)), None)
+        number = line_of(file, field)
         if number is not None:
             return f" ({field} is in {relative(file)}, line {number})"
     return ""
+
+
+def line_of(file: str, field: str) -> int | None:
+    """Find the line of a dotted field in a YAML file, or of the nearest field around it."""
+    found = None
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        node: Any = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        for name in field.split("."):
+            pairs = _pairs(node)
+            pairs = pairs if name in pairs else _pairs(pairs.get("init_args", (None, None))[1])
+            if name not in pairs:
+                break
+            key, node = pairs[name]
+            found = key.start_mark.line + 1
+    return found
+
+
+def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
+    """Find the keys of a node of YAML, with their values; of a list, those of its entries."""
+    if isinstance(node, yaml.SequenceNode):
+        return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
+    return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
+
+
+def _quoted(file: str, field: str) -> str:
+    number = line_of(file, field)
+    return "" if number is None else f" ({relative(file)}, line {number})"
 
 
 def relative(path: str) -> str:
@@ -69,78 +120,236 @@ def relative(path: str) -> str:
     return path.removeprefix(str(Path.cwd()) + os.sep)
 
 
-def _field(text: str) -> str:
-    """Return the dotted name of the field that a nested complaint is about."""
-    return ".".join(re.findall(r"Parser key \"([\w.]+)\"", text))
+class _Explained(Check):
+    """Collects what is wrong with the sources of a config, in the order in which they count."""
+
+    def __init__(self, parser: ArgumentParser) -> None:
+        super().__init__()
+        self.problems: list[str] = []
+        self._parser = parser
+        self._made: dict[str, tuple[str, set[str]]] = {"partition": (_EXAMPLES["partition"][1], set())}
+        self._given: set[str] = set()
+
+    def source(self, tree: Mapping[str, Any], place: Callable[[str], str]) -> None:
+        """Check the sections of one file, or an option's; ``place`` says where a field stands."""
+        for name, value in tree.items():
+            try:
+                self._section(name, value)
+            except Wrong as wrong:
+                self.problems.append(f"{wrong}{place(wrong.field)}")
+
+    def _section(self, name: str, value: Any) -> None:
+        self._given.add(name)
+        if name == "json":
+            return self.value(value, bool, name, name)
+        if name not in self.hints:
+            raise Wrong(name, unknown(f"unknown field {name}", name, [*ABOUT, "config", "json"]))
+        if name in MADE:
+            return self.made(name, value, name)
+        if name != "logger":  # which has a check of its own
+            self.value(value, self.hints[name], name, name)
+
+    def missing(self) -> None:
+        """Note fields and arguments that have neither a value nor a default."""
+        needed = [name for name in ABOUT if name in MADE and name != "partition" and name not in self._given]
+        if len(needed) > 1:
+            options = ", ".join(f"--{name} VALUE" for name in needed)
+            self.problems.append(f"{', '.join(needed)} are missing: give --config FILE with them, or {options}")
+            return
+        for kind, (path, given) in self._made.items():
+            with suppress(Exception):
+                parameters = inspect.signature(_imported(path)).parameters.values()
+                needed += [
+                    f"{kind}.{one.name}"
+                    for one in parameters
+                    if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in given
+                ]
+        self.problems += [f"{name} is missing: give it in the config, or as --{name} VALUE" for name in needed]
+
+    def options(self, argv: Sequence[str]) -> list[dict[str, Any]]:
+        """Read options as trees of one value each, and note those that there are not, or that lack a value."""
+        known = {name: action for action in self._parser._actions for name in action.option_strings}
+        found: list[dict[str, Any]] = []
+        items = list(argv)
+        while items:
+            item = items.pop(0)
+            option, sign, text = item.partition("=")
+            name = option.removeprefix("--")
+            root = name.partition(".")[0]
+            if not item.startswith("-"):
+                self.problems.append(f"unexpected '{item}': an option starts with --, as in --clients 4")
+            elif option not in known and (root not in MADE or "." not in name):
+                shown = f"--{option.lstrip('-')}"
+                self.problems.append(
+                    unknown(f"unknown option {shown}", shown, [n for n in known if n.startswith("--")])
+                )
+                if not sign and items and not items[0].startswith("--"):
+                    items.pop(0)
+            elif option in known and known[option].nargs == 0:
+                self.problems += [f"{option} takes no value: leave '{text}' out"] if sign else []
+            elif not sign and (not items or items[0].startswith("--")):
+                self.problems.append(f"{option} needs a value, as in {option} VALUE")
+            elif root in ABOUT and not name.endswith("+"):
+                found.append(_nested(name, text if sign else items.pop(0)))
+            elif not sign:
+                items.pop(0)
+        return found
+
+    def made(self, kind: str, value: Any, where: str) -> None:
+        """Check a class_path, and its arguments against those of the class; a table without one is arguments."""
+        spec = value if isinstance(value, dict) else {"class_path": value}
+        before, given = self._made.get(where, (None, set()))
+        path = spec.get("class_path", before)
+        if path is None:
+            return
+        target = self._target(kind, path, where)
+        arguments = {**(spec.get("init_args") or {}), **{n: v for n, v in spec.items() if n not in _SPEC}}
+        self.arguments(arguments, target, where, path)
+        if where in MADE:
+            self._made[where] = (path, {*given, *arguments, *(spec.get("dict_kwargs") or {})})
+
+    def _target(self, kind: str, path: Any, where: str) -> Any:
+        """Import what a class_path names."""
+        base, example = _EXAMPLES[kind]
+        home = example.rpartition(".")[0]
+        if not isinstance(path, str) or "." not in path:
+            hint = nearest(f"{home}.{path}", [f"{home}.{name}" for name in _public(home)])
+            raise Wrong(where, f"{where} is '{path}': give a class path; {hint}")
+        try:
+            target = _imported(path)
+        except ModuleNotFoundError as error:
+            raise Wrong(where, f"{where} cannot be imported, {_no_module(str(error.name))}") from None
+        except (AttributeError, ValueError):
+            home = path.rpartition(".")[0]
+            hint = nearest(path, [f"{home}.{name}" for name in _public(home)])
+            raise Wrong(where, f"{where} is {path}, which does not exist: {hint}") from None
+        except Exception as error:
+            raise Wrong(where, f"{where} is {path}, which cannot be imported: {' '.join(str(error).split())}") from None
+        made = target
+        if not inspect.isclass(target):
+            with suppress(Exception):
+                made = get_type_hints(target).get("return")
+        if inspect.isclass(made) and base not in [one.__name__ for one in made.__mro__]:
+            raise Wrong(where, f"{where} is {path}, which makes no {base}: give one that does, such as {example}")
+        return target
+
+    def takes(self, factory: Any) -> Mapping[str, Any]:
+        """Find each argument's type as jsonargparse does, which sees through ``**kwargs``."""
+        parser = _parser_of(factory)
+        found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
+        hints: dict[str, Any] = {}
+        with suppress(Exception):  # names that a user's module has for type checkers alone
+            hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+        typed = {a.dest[3:]: t for a in parser._actions if (t := getattr(a, "_typehint", None)) is not None}
+        return {name: hints.get(name, typed.get(name, Any)) for name in found}
+
+    def scalar(self, value: Any, hint: Any, rule: str) -> bool:
+        """Ask jsonargparse whether it takes the value for one of the type."""
+        from jsonargparse import ArgumentParser
+
+        parser = ArgumentParser(exit_on_error=False)
+        try:
+            parser.add_argument("--value", type=hint)
+            parser.parse_object({"value": value})
+        except Exception:
+            return False
+        return True
+
+    def free(self, value: Any, rule: str) -> bool:
+        """Take anything."""
+        return True
+
+    def key(self, key: Any) -> bool:
+        """Take any text."""
+        return isinstance(key, str)
+
+    def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
+        """Check arguments, and of an object inside another one what it says itself of its values."""
+        super().arguments(given, factory, where, owner)
+        if where in MADE or where in SECTIONS:
+            return  # jsonargparse makes those as the last thing, and lets through what they say
+        parser = _parser_of(factory)
+        try:
+            namespace = parser.parse_object({"of": given})
+        except Exception:  # an argument is missing
+            return
+        try:
+            parser.instantiate(namespace)
+        except ValueError as error:
+            raise Wrong(where, str(error)) from None
+
+    def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
+        """Raise with the value and what there should be."""
+        if where in SECTIONS and not isinstance(value, dict):
+            raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
+        shown = f"'{value}'" if isinstance(value, str) else f"{value}"
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
+
+    def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
+        """Raise with the nearest name that there is."""
+        field = f"{where}.{name}"
+        if where in SECTIONS:
+            raise Wrong(field, unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]))
+        raise Wrong(field, f"unknown field {field}: {nearest(str(name), takes)}")
 
 
-def _unknown(text: str, parser: ArgumentParser) -> str | None:
-    """A field or option that there is not."""
-    if match := re.search(r"unrecognized arguments: (--?)?([\w.+-]+)", text):
-        if not match[1]:
-            return f"unexpected '{match[2]}': an option starts with --, as in --clients 4"
-        options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        return unknown(f"unknown option --{match[2]}", f"--{match[2]}", options)
-    if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
-        known = [action.dest for action in parser._actions if action.dest.startswith(match[1] + ".")]
-        return unknown(f"unknown field {match[1]}.{match[2]}", f"{match[1]}.{match[2]}", known)
-    if match := re.search(r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)", text):
-        owner = _field(text)
-        field = f"{owner}.{match[1]}" if owner else match[1]
-        accepted = _accepted(text, parser)
-        if not owner:
-            return unknown(f"unknown field {field}", field, accepted)
-        return f"unknown field {field}: {nearest(match[1], accepted)}"
-    return None
+def _parser_of(factory: Any) -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if inspect.isclass(factory) else parser.add_function_arguments
+    add(factory, "of", fail_untyped=False)
+    return parser
 
 
-def _accepted(text: str, parser: ArgumentParser) -> list[str]:
-    """Return the names that would have been accepted where ``text`` says one was not."""
-    path = re.search(r"class_path[ =]'([\w.]+)'", text)
-    target = _import(path[1]) if path else None
-    if callable(target):
-        return [name for name in inspect.signature(target).parameters if name != "self"]
-    return [action.dest for action in parser._actions if action.option_strings]
+def _nested(name: str, text: str) -> dict[str, Any]:
+    """Make the tree that an option stands for: lists and tables as YAML reads them, all else as text."""
+    value: Any = text
+    with suppress(yaml.YAMLError):
+        loaded = yaml.safe_load(text)
+        value = loaded if isinstance(loaded, list | dict) else text
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    tree: dict[str, Any] = value
+    return tree
 
 
-def _import(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
+def _words(hint: Any) -> list[str]:
+    """Say in words what a type takes, each kind by itself, null last."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        found = [word for one in inner for word in _words(one)]
+        return sorted(found, key=lambda word: word == "null")
+    if origin is Literal:
+        return ["one of " + ", ".join(str(one) for one in inner)]
+    if hint in KINDS:
+        return [f"a class_path with init_args, such as {_EXAMPLES[KINDS[hint]][1]}"]
+    if hint is Device:
+        return ["a table of fields, such as {name: slow, flops_per_s: 1.0e9}"]
+    if origin in (list, Sequence) and inner[0] in _LISTED:
+        return [f"a list of {_LISTED[inner[0]]}"]
+    return [_WORDS.get(origin or hint) or f"a value of type {getattr(hint, '__name__', hint)}"]
 
 
-def _class_path(text: str, parser: ArgumentParser) -> str | None:
-    """A class path that leads nowhere, or to something of another kind."""
-    field = _field(text)
-    if match := re.search(r"module '([\w.]+)' has no (?:attribute|\w+) '(\w+)'", text):
-        known = [f"{match[1]}.{name}" for name in _public(match[1])]
-        return f"{field} is {match[1]}.{match[2]}, which does not exist: {nearest(f'{match[1]}.{match[2]}', known)}"
-    if match := re.search(r"No module named '([\w.]+)'", text):
-        top = match[1].partition(".")[0]
-        known = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
-        hint = nearest(top, [*known, "raafl", "model_zoo"])
-        if "did you mean" not in hint or importlib.util.find_spec(top):
-            hint = "run the command in the folder that holds it, or install the package"
-        return f"{field} cannot be imported, there is no module '{match[1]}': {hint}"
-    wrong_kind = re.search(r"Import path ([\w.]+) does not correspond|Expected '([\w.]+)' to be a subclass", text)
-    no_path = re.search(r"Expected a dot import path string: (.*)$", text)
-    part = field.partition(".")[0]
-    if wrong_kind and part in _PARTS:
-        given = wrong_kind[1] or wrong_kind[2]
-        return f"{field} is {given}, which makes no {_PARTS[part]}: give one that does, such as {_EXAMPLES[part]}"
-    if part == "devices" and "Expected a dot import path string" in text:
-        return "devices holds something else than tables of fields: write each as {name: slow, flops_per_s: 1.0e9}"
-    if no_path and part in _PARTS:
-        home = _EXAMPLES[part].rpartition(".")[0]
-        known = [f"{home}.{name}" for name in _public(home)]
-        return f"{field} is '{no_path[1]}': give a class path; {nearest(f'{home}.{no_path[1]}', known)}"
-    return None
+def _imported(path: str) -> Any:
+    """Import by path, as far as jsonargparse is allowed to."""
+    from jsonargparse import _util
+
+    return _util.import_object(path)
+
+
+def _no_module(name: str) -> str:
+    top = name.partition(".")[0]
+    known = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
+    hint = nearest(top, [*known, "raafl", "model_zoo"])
+    if "did you mean" not in hint or importlib.util.find_spec(top):
+        hint = "run the command in the folder that holds it, or install the package"
+    return f"there is no module '{name}': {hint}"
 
 
 def _public(module_name: str) -> list[str]:
-    """Return the names that a module means to offer: its ``__all__``, or its classes, functions and lazy names."""
+    """List the names that a module means to offer: its ``__all__``, or its classes, functions and lazy names."""
     module = sys.modules.get(module_name)
     if module is None:
         return []
@@ -149,51 +358,3 @@ def _public(module_name: str) -> list[str]:
     found = [name for name in dir(module) if not name.startswith("_")]
     own = {name: vars(module).get(name) for name in found}
     return [n for n, v in own.items() if v is None or getattr(v, "__module__", "").startswith(module_name)]
-
-
-def _required(text: str, parser: ArgumentParser) -> str | None:
-    """A field without a value or a default."""
-    match = re.search(r"the following arguments are required: ([\w.]+(?:, [\w.]+)*)", text)
-    match = match or re.search(r'(?:Key|Option) ["\']?([\w.]+)["\']? is required', text)
-    if match is None:
-        return None
-    fields = [f"{_field(text)}.{name}".strip(".") for name in match[1].split(", ")]
-    if len(fields) == 1:
-        return f"{fields[0]} is missing: give it in the config, or as --{fields[0]} VALUE"
-    return (
-        f"{', '.join(fields)} are missing: give --config FILE with them, or {', '.join(f'--{f} VALUE' for f in fields)}"
-    )
-
-
-def _option(text: str, parser: ArgumentParser) -> str | None:
-    """An option with too few or too many values."""
-    if match := re.search(r"argument (--[\w.]+)[^:]*: expected one argument", text):
-        return f"{match[1]} needs a value, as in {match[1]} VALUE"
-    if match := re.search(r"argument (--[\w.]+)[^:]*: ignored explicit argument '(.*)'", text):
-        return f"{match[1]} takes no value: leave '{match[2]}' out"
-    return None
-
-
-def _wrong_value(text: str, parser: ArgumentParser) -> str | None:
-    """A value of the wrong type, or one that the field's own check refuses."""
-    if match := re.search(r"Expected an? ((?:(?! - ).)+?)\. Got value: (.*?)(?=$| - | Given value| class_path=)", text):
-        return f"{_field(text)} is '{match[2]}': give {_kind(match[1])}"
-    if "Does not validate against any of the Union" in text:
-        tried = re.search(r"Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
-        errors = tried[1].split(" - ") if tried else []
-        own = [error for error in errors if not error.startswith("Expected a")]
-        if own:
-            field = _field(text)
-            return f"{field}: {own[0]}" if field else own[0]
-        kinds = [_kind(error.removeprefix("Expected a").removeprefix("n").strip()) for error in errors]
-        if tried and kinds:
-            return f"{_field(text)} is '{tried[2]}': give {' or '.join(kinds)}"
-    return None
-
-
-def _kind(name: str) -> str:
-    """Return words for a type as jsonargparse prints it."""
-    if name.startswith("typing.Literal["):
-        return "one of " + ", ".join(re.findall(r"'([^']*)'", name))
-    short = re.sub(r"^<class '(.+)'>$", r"\1", name).rpartition(".")[2]
-    return "null" if short == "NoneType" else _KINDS.get(short, f"a value of type {short}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.config import remote_options
 from raafl.config.argv import names_section, values
-from raafl.config.messages import explain, relative
+from raafl.config.messages import relative
 from raafl.config.options import GROUPS
 from raafl.errors import BadInput, nearest
 
@@ -174,31 +174,44 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     if not argv and config_yaml is None:
         raise BadInput(f"{command} needs a config: give --config FILE (raafl {command} --help lists every field)")
     _find_project_modules()
+    hidden = None
     with ExitStack() as stack:
         if config_yaml is not None:
             if not trusted and not _names_own(argv):
                 stack.enter_context(imports_only(paths()))
             file = Path(stack.enter_context(TemporaryDirectory(prefix="raafl-"))) / "config.yaml"
             file.write_text(config_yaml, encoding="utf-8")
-            argv = ["--config", str(file), *argv]
-        namespace, text, made = _read(make_parser(command), config_first(argv))
+            hidden = str(file)
+            argv = ["--config", hidden, *argv]
+        namespace, text, made = _read(make_parser(command), config_first(argv), hidden)
     made_fields = {field.name: made[field.name] for field in fields(Experiment)}
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
 
 
-def _read(parser: ArgumentParser, argv: list[str]) -> tuple[Namespace, str, Namespace]:
+def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
     """Return what the parser makes of ``argv``: as plain values, as text, and with the objects that it names."""
     from argparse import ArgumentError
 
+    from raafl.config.experiment import SECTIONS
+    from raafl.config.messages import explain
+
     try:
         namespace = parser.parse_args(argv)
-        _check_groups(namespace)
+        if not all(hasattr(namespace[name], "as_dict") for name in SECTIONS):  # as in `train: 5`
+            raise ValueError("a single value stands where fields belong")
         text = str(parser.dump(namespace, skip_unset=False))  # nulls included
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise BadInput(explain(f"the config is refused: {error}", parser, argv, hidden)) from error
+    try:
         return namespace, text, parser.instantiate(namespace)
     except BadInput:
         raise
-    except (ArgumentError, ValueError, TypeError) as error:
-        raise BadInput(explain(str(error), parser, argv)) from error
+    except (
+        ArgumentError,
+        ValueError,
+        TypeError,
+    ) as error:  # what a part says of its arguments, maybe among others' words
+        raise BadInput(explain(str(error), parser, argv, hidden)) from error
 
 
 def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) -> Experiment:
@@ -243,15 +256,6 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
         BadInput: as `parse`.
     """
     return parse("simulate", ["--config", str(path), *overrides]).experiment
-
-
-def _check_groups(namespace: Namespace) -> None:
-    """Raise `BadInput` for a single value where a group of fields is wanted, as in `train: 5`."""
-    from raafl.config.experiment import SECTIONS
-
-    for name in SECTIONS:
-        if not hasattr(namespace[name], "as_dict"):
-            raise BadInput(f"{name} is {namespace[name]!r}: give its fields, as in --{name}.FIELD VALUE (see --help)")
 
 
 def _find_project_modules() -> None:

@@ -8,26 +8,21 @@ names). `of_folder` is for the config of a run folder.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import re
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, NoReturn
 
 import yaml
 
-from raafl.config.experiment import ABOUT, ACCELERATORS, Experiment, marked
+from raafl.config.check import MADE, Check
+from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
-from raafl.core.algorithm import Algorithm, Select
-from raafl.data.partition import Partition
 from raafl.errors import BadInput, RunFailed
 from raafl.foreign import foreign
 
-_KINDS: Final = {Select: "select", Partition: "partition", Algorithm: "algorithm"}
 _LARGEST = 2**63 - 1
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""
@@ -184,29 +179,28 @@ def _inside(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-class _Check:
-    """Holds values against types; every method but `section` is told where it is, and raises `Foreign`."""
+class _Check(Check):
+    """Raises `Foreign` for what is neither plain nor raafl's own."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
         """Begin; ``on_this_machine``: the config may name files and folders, and what Python handed over."""
+        super().__init__()
         self._local = on_this_machine
-        hidden = {"LightningModule": object, "LightningDataModule": object}
-        self._hints = get_type_hints(Experiment, localns=hidden)
 
     def section(self, name: Any, value: Any) -> None:
         """Check one section of a config."""
         if name == "json":  # an option of the command line, which configs are written with
             return self.value(value, bool, name, name)
-        if name not in self._hints:
+        if name not in self.hints:
             raise Foreign(f"there is no field {name!r:.60}")
-        if name in ("model", "data", "algorithm", "partition"):
+        if name in MADE:
             return self.made(name, value, name)
         if name == "logger":
             return self.loggers(value, name)
         most = _MOST.get(f"Experiment.{name}")
         if most is not None and type(value) is int and value > most and not self._local:
             raise Foreign(f"{name} is {value}, above {most:,}")
-        return self.value(value, self._hints[name], name, f"Experiment.{name}")
+        return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def made(self, kind: str, value: Any, where: str) -> None:
         """Check what stands for an object: one of the registry's names, alone or with arguments."""
@@ -220,67 +214,20 @@ class _Check:
         factory = known[path].find()
         self.arguments(spec.get("init_args"), factory, where, known[path].name)
 
-    def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
-        """Check arguments against the signature of what takes them."""
-        if given is None:
-            return
-        if not isinstance(given, dict):
-            _refuse(where, given, "which is no table of arguments")
-        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-        takes = inspect.signature(factory).parameters
-        for name, value in given.items():
-            if not isinstance(name, str) or name not in takes or name not in hints:
-                _refuse(f"{where}.{foreign(name, 60)}", value, f"which {owner} does not take")
-            self.value(value, hints[name], f"{where}.{name}", f"{owner}.{name}")
+    def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
+        """Raise for a value that is none of a type."""
+        _refuse(where, value, "which is no plain value of the type that belongs there")
 
-    def value(self, value: Any, hint: Any, where: str, rule: str) -> None:
-        """Check a value against a type; ``rule`` names the parameter it is for."""
-        if not self.fits(value, hint, where, rule):
-            _refuse(where, value, "which is no plain value of the type that belongs there")
+    def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
+        """Raise for an argument that ``owner`` does not take."""
+        _refuse(f"{where}.{foreign(name, 60)}", value, f"which {owner} does not take")
 
-    def fits(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Return whether a value is one of a type."""
-        origin, inner = get_origin(hint), get_args(hint)
-        if origin in (Union, types.UnionType):
-            return any(self._tried(value, one, where, rule) for one in inner)
-        if origin is Literal:
-            return any(type(one) is type(value) and one == value for one in inner)
-        if hint in _KINDS:
-            self.made(_KINDS[hint], value, where)
-            return True
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            self.arguments(value, hint, where, hint.__name__)
-            return True
-        if hint is Any or (origin is dict and inner[1] is Any):
-            return (hint is Any or isinstance(value, dict)) and self._free(value, where, rule)
-        if origin is dict:
-            return isinstance(value, dict) and all(
-                isinstance(key, str)
-                and _is(_WORD, key)
-                and key != "class_path"
-                and self.fits(item, inner[1], where, rule)
-                for key, item in value.items()
-            )
-        if isinstance(value, list):
-            return self._all_fit(value, origin, inner, where, rule)
-        return self._scalar(value, hint, rule)
+    def key(self, key: Any) -> bool:
+        """Tell whether a table may have this key: a word that no parser takes for the beginning of an object."""
+        return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
-    def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Return whether a value fits one of several types; what is refused as an object is told as such."""
-        if (hint in _KINDS or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
-            return False
-        return self.fits(value, hint, where, rule)
-
-    def _all_fit(self, items: list[Any], origin: Any, inner: tuple[Any, ...], where: str, rule: str) -> bool:
-        if origin in (list, Sequence):
-            return all(self.fits(item, inner[0], where, rule) for item in items)
-        if origin is not tuple:
-            return False
-        each = [inner[0]] * len(items) if inner[-1] is Ellipsis else list(inner)
-        pairs = list(zip(items, each, strict=False))
-        return len(items) == len(each) and all(self.fits(item, one, where, rule) for item, one in pairs)
-
-    def _scalar(self, value: Any, hint: Any, rule: str) -> bool:
+    def scalar(self, value: Any, hint: Any, rule: str) -> bool:
+        """Tell whether a value is one of a plain type."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:
@@ -294,8 +241,8 @@ class _Check:
             return _is_plain(value) if self._local else allowed is not None and allowed(value)
         return False
 
-    def _free(self, value: Any, where: str, rule: str) -> bool:
-        """Return whether what has no declared type is plain: fields of an architecture, or settings that are only shown."""
+    def free(self, value: Any, rule: str) -> bool:
+        """Tell whether what has no declared type is plain: fields of an architecture, or settings that are only shown."""
         if rule.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))

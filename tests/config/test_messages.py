@@ -1,6 +1,21 @@
-"""Where in a config a complaint's field is."""
+"""What is wrong with a config, and where it stands."""
 
-from raafl.config.messages import place_of_field
+from __future__ import annotations
+
+import pytest
+
+from raafl.config.messages import line_of, place_of_field
+from raafl.config.parse import parse
+from raafl.errors import BadInput
+from tests.habits.source import ROOT
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def refused(*argv):
+    with pytest.raises(BadInput) as error:
+        parse("simulate", ["--config", QUICKSTART, *argv])
+    return str(error.value)
 
 
 def test_the_line_of_a_field_in_the_last_config_that_has_it(tmp_path):
@@ -11,3 +26,78 @@ def test_the_line_of_a_field_in_the_last_config_that_has_it(tmp_path):
     assert place_of_field("data", argv) == f" (data is in {first}, line 2)"
     assert place_of_field("data", [*argv, "--data.path", "y"]) == ""
     assert place_of_field("model", argv) == "" == place_of_field(None, argv)
+
+
+def test_the_line_of_an_argument_and_of_a_field_of_a_list(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  class_path: x\n  init_args:\n    lr: 1\ndevices:\n- {name: a}\n- name: b\n  count: 0\n")
+    assert [line_of(str(file), name) for name in ("model.lr", "devices.count", "devices.x", "seed")] == [4, 8, 5, None]
+    assert line_of(str(tmp_path / "none.yaml"), "seed") is None
+
+
+def test_every_problem_of_every_file_and_option_is_said(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "seed: x\ntrain:\n  num_epochs: q\nmodel:\n  class_path: model_zoo.MLP\n  init_args:\n    lr: high\n"
+    )
+    assert refused("--config", str(file), "--clients", "many", "--algorithm.fragment=3").splitlines() == [
+        f"seed is 'x': give a whole number ({file}, line 1)",
+        f"train.num_epochs is 'q': give a whole number or null ({file}, line 3)",
+        f"model.lr is 'high': give a number ({file}, line 7)",
+        "clients is 'many': give a whole number",
+        "unknown field algorithm.fragment: did you mean 'fragments'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--cliens", "4"], "unknown option --cliens: did you mean '--clients'?"),
+        (["--train.num_epoch=4"], "unknown option --train.num_epoch: did you mean '--train.num_epochs'?"),
+        (["--clients"], "--clients needs a value, as in --clients VALUE"),
+        (["--json=5"], "--json takes no value: leave '5' out"),
+        (["4"], "unexpected '4': an option starts with --, as in --clients 4"),
+        (["--partition.alpha", "x"], "partition.alpha is 'x': give a number"),
+        (["--model.hidden", "[a]"], "model.hidden is ['a']: give a list of whole numbers, such as [200]"),
+        (["--train", "5"], "train is '5': give its fields, as in --train.FIELD VALUE (see --help)"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(options, says):
+    assert refused(*options) == says
+
+
+OWN = """
+import enum
+import model_zoo
+
+
+class Colour(enum.Enum):
+    red = 1
+
+
+class Net(model_zoo.MLP):
+    def __init__(self, colour: Colour = Colour.red, table: dict[str, int] | None = None, untyped=3, **more):
+        super().__init__(**more)
+"""
+
+
+def test_a_class_of_the_users_own_with_types_of_its_own_and_arguments_of_its_base(tmp_path, monkeypatch):
+    (tmp_path / "own_net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for argument, says in {
+        "colour: blue": "model.colour is 'blue': give a value of type Colour",
+        "table: {a: x}": "model.table is {'a': 'x'}: give a table or null",
+        "hiden: [3]": "unknown field model.hiden: did you mean 'hidden'?",
+        "hidden: [x], untyped: y": "model.hidden is ['x']: give a list of whole numbers, such as [200]",
+    }.items():
+        (tmp_path / "a.yaml").write_text(f"model: {{class_path: own_net.Net, init_args: {{{argument}}}}}")
+        assert refused("--config", str(tmp_path / "a.yaml")) == f"{says} ({tmp_path / 'a.yaml'}, line 1)"
+
+
+def test_what_an_object_inside_another_says_of_its_values(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "algorithm:\n  class_path: raafl.fed_avg\n  init_args:\n    submodel: {class_path: raafl.parts.Rated}\n"
+    )
+    says = refused("--config", str(file), "--algorithm.submodel.init_args.rates", "7")
+    assert "rates is 7" in says and "Union" not in says

@@ -115,7 +115,9 @@ WRONG = {
     "emulate: perhaps": "emulate is 'perhaps': give true or false",
     "model: {class_path: model_zoo.MLP, init_args: {hiden: [200]}}": "unknown field model.hiden: did you mean 'hidden'?",
     "model: {class_path: model_zoo.MLP, init_args: {lr: high}}": "model.lr is 'high': give a number",
-    "model: {class_path: model_zoo.MLP, init_args: {hidden: wide}}": "model.hidden is 'wide': give a list, such as [200]",
+    "model: {class_path: model_zoo.MLP, init_args: {hidden: wide}}": (
+        "model.hidden is 'wide': give a list of whole numbers, such as [200]"
+    ),
     "model: {class_path: model_zoo.MPL}": "model is model_zoo.MPL, which does not exist: did you mean 'model_zoo.MLP'?",
     "model: {class_path: modelzoo.MLP}": (
         "model cannot be imported, there is no module 'modelzoo': did you mean 'model_zoo'?"
@@ -140,7 +142,7 @@ WRONG = {
         "unknown field algorithm.fragment: did you mean 'fragments'?"
     ),
     "algorithm: {class_path: raafl.fed_raa, init_args: {fragments: [a, b]}}": (
-        "algorithm.fragments is 'a': give a number"
+        "algorithm.fragments is ['a', 'b']: give a whole number or a list of numbers"
     ),
     "algorithm: {class_path: raafl.fed_raa, init_args: {fragments: 9}}": (
         "fragments is 9: give 1 to 5 (Table 4), or a list of ratios such as [0.2, 0.3, 0.5]"
@@ -156,9 +158,7 @@ WRONG = {
     ),
     "devices: [{name: a, flop_per_s: 1.0e9}]": "unknown field devices.flop_per_s: did you mean 'flops_per_s'?",
     "devices: [{name: a, flops_per_s: fast}]": "devices.flops_per_s is 'fast': give a number",
-    "devices: [a, b]": (
-        "devices holds something else than tables of fields: write each as {name: slow, flops_per_s: 1.0e9}"
-    ),
+    "devices: [a, b]": ("devices is 'a': give a table of fields, such as {name: slow, flops_per_s: 1.0e9}"),
     "devices: [{name: a, flops_per_s: -1.0}]": (
         "device profile 'a': flops_per_s is -1.0; it must be a number above 0 (measure it with raafl plan --measure)"
     ),
@@ -166,11 +166,15 @@ WRONG = {
 }
 
 
+OF_THE_FACTORY = "algorithm: {class_path: raafl.fed_raa, init_args: {fragments: 9}}"
+
+
 @pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_config_is_one_clear_line(text, load):
+def test_a_wrong_config_is_one_clear_line_with_its_place(text, load, tmp_path):
     with pytest.raises(BadInput) as error:
         load(text)
-    assert str(error.value) == WRONG[text]
+    place = f" ({tmp_path / 'over.yaml'}, line 1)" if text != OF_THE_FACTORY else ""
+    assert str(error.value) == WRONG[text] + place
 
 
 NO_TABLE = "write a table of fields, with lines such as `clients: 4`"

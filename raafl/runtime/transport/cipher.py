@@ -8,7 +8,6 @@ AES instructions (benchmarks/README.md).
 
 from __future__ import annotations
 
-import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,9 +33,11 @@ _NONCE = struct.Struct("<4xQ")
 
 
 def derive(key: bytes, salt: bytes, info: bytes) -> bytes:
-    """Return 32 bytes by HKDF with SHA-256 (RFC 5869: extract with ``salt``, one block of expand with ``info``)."""
-    extracted = hmac.digest(salt, key, "sha256")
-    return hmac.digest(extracted, info + b"\x01", "sha256")
+    """Derive 32 bytes by HKDF with SHA-256 (RFC 5869); an empty ``salt`` is none."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(SHA256(), KEY_BYTES, salt or None, info).derive(key)
 
 
 @dataclass(frozen=True, slots=True)

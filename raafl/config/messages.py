@@ -127,7 +127,7 @@ class _Explained(Check):
         super().__init__()
         self.problems: list[str] = []
         self._parser = parser
-        self._made: dict[str, tuple[str, set[str]]] = {"partition": (_EXAMPLES["partition"][1], set())}
+        self._made: dict[str, tuple[str, dict[str, Any]]] = {"partition": (_EXAMPLES["partition"][1], {})}
         self._given: set[str] = set()
 
     def source(self, tree: Mapping[str, Any], place: Callable[[str], str]) -> None:
@@ -143,14 +143,14 @@ class _Explained(Check):
         if name == "json":
             return self.value(value, bool, name, name)
         if name not in self.hints:
-            raise Wrong(name, unknown(f"unknown field {name}", name, [*ABOUT, "config", "json"]))
+            raise Wrong(f"{name}", unknown(f"unknown field {name}", f"{name}", [*ABOUT, "config", "json"]))
         if name in MADE:
             return self.made(name, value, name)
         if name != "logger":  # which has a check of its own
             self.value(value, self.hints[name], name, name)
 
     def missing(self) -> None:
-        """Note fields and arguments that have neither a value nor a default."""
+        """Note fields and arguments without a value or a default, and what is wrong with all sources together."""
         needed = [name for name in ABOUT if name in MADE and name != "partition" and name not in self._given]
         if len(needed) > 1:
             options = ", ".join(f"--{name} VALUE" for name in needed)
@@ -164,6 +164,11 @@ class _Explained(Check):
                     for one in parameters
                     if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in given
                 ]
+            if not self.problems:  # in any part by itself: in all of them together
+                try:
+                    self.arguments(given, self._target(kind, path, kind), kind, path)
+                except Wrong as wrong:
+                    self.problems.append(str(wrong))
         self.problems += [f"{name} is missing: give it in the config, or as --{name} VALUE" for name in needed]
 
     def options(self, argv: Sequence[str]) -> list[dict[str, Any]]:
@@ -198,15 +203,19 @@ class _Explained(Check):
     def made(self, kind: str, value: Any, where: str) -> None:
         """Check a class_path, and its arguments against those of the class; a table without one is arguments."""
         spec = value if isinstance(value, dict) else {"class_path": value}
-        before, given = self._made.get(where, (None, set()))
+        before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)
         if path is None:
             return
         target = self._target(kind, path, where)
-        arguments = {**(spec.get("init_args") or {}), **{n: v for n, v in spec.items() if n not in _SPEC}}
+        arguments = spec.get("init_args") or {}
+        if not isinstance(arguments, dict):
+            raise Wrong(where, f"{where}.init_args is {arguments!r:.60}: give a table of arguments")
+        arguments = {**arguments, **{str(n): v for n, v in spec.items() if n not in _SPEC}}
         self.arguments(arguments, target, where, path)
         if where in MADE:
-            self._made[where] = (path, {*given, *arguments, *(spec.get("dict_kwargs") or {})})
+            kept = given if path == before else {n: v for n, v in given.items() if n in self.takes(target)}
+            self._made[where] = (path, _merged(kept, arguments))
 
     def _target(self, kind: str, path: Any, where: str) -> Any:
         """Import what a class_path names."""
@@ -301,6 +310,12 @@ def _parser_of(factory: Any) -> ArgumentParser:
     add = parser.add_class_arguments if inspect.isclass(factory) else parser.add_function_arguments
     add(factory, "of", fail_untyped=False)
     return parser
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``new`` over ``old``, table by table."""
+    both = {n: _merged(old[n], new[n]) for n in new if isinstance(old.get(n), dict) and isinstance(new[n], dict)}
+    return {**old, **new, **both}
 
 
 def _nested(name: str, text: str) -> dict[str, Any]:

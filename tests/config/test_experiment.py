@@ -142,7 +142,7 @@ def test_settings_of_a_run_go_before_the_models_own():
 def test_all_problems_are_named_at_once():
     found = problems(clients=0, seed=-5, max_time="2x", progress="loud", target="x", train=Training(num_epochs=-1))
     assert [line.split(" is ")[0] for line in found] == [
-        "clients", "train.num_epochs", "seed", "progress", "max_time", "target",
+        "clients", "seed", "train.num_epochs", "progress", "max_time", "target",
     ]  # fmt: skip
 
 

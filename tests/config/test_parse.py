@@ -166,14 +166,17 @@ WRONG = {
 }
 
 
-OF_THE_FACTORY = "algorithm: {class_path: raafl.fed_raa, init_args: {fragments: 9}}"
+NOWHERE = (  # what a factory says itself, and what no line says
+    "algorithm: {class_path: raafl.fed_raa, init_args: {fragments: 9}}",
+    "partition: {class_path: raafl.data.ClassesPerClient}",
+)
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_config_is_one_clear_line_with_its_place(text, load, tmp_path):
     with pytest.raises(BadInput) as error:
         load(text)
-    place = f" ({tmp_path / 'over.yaml'}, line 1)" if text != OF_THE_FACTORY else ""
+    place = f" ({tmp_path / 'over.yaml'}, line 1)" if text not in NOWHERE else ""
     assert str(error.value) == WRONG[text] + place
 
 
@@ -229,7 +232,7 @@ def test_a_module_that_cannot_import_what_it_needs_is_not_called_misspelt(load, 
         load("model: {class_path: needy.Net}")
     assert str(error.value) == (
         "model cannot be imported, there is no module 'a_package_that_is_not_there': "
-        "run the command in the folder that holds it, or install the package"
+        f"run the command in the folder that holds it, or install the package ({tmp_path / 'over.yaml'}, line 1)"
     )
 
 

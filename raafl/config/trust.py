@@ -152,9 +152,10 @@ def _tree(text: str) -> dict[str, Any]:
     for _ in range(_MAX_DEPTH):
         below = []
         for value in level:
-            below += _inside(value)
-            num += len(_inside(value))
-            if any(type(one) is int and abs(one) > _LARGEST for one in below):
+            inside = _inside(value)
+            below += inside
+            num += len(inside)
+            if any(type(one) is int and abs(one) > _LARGEST for one in inside):
                 raise Foreign("it has a number of more than 64 bits")
             if num > _MAX_VALUES:  # a small text may stand for very many, by aliases of aliases
                 raise Foreign(f"it has more than {_MAX_VALUES:,} values")

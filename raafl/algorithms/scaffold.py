@@ -85,6 +85,11 @@ class Controlled(Local):
         cost = submodels.cost(spec, batch_size)
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
 
+    @property
+    def spans(self) -> bool:
+        """Option I takes gradients that nobody averages."""
+        return self.option == 2
+
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Refuse a loss scaler, which variates would be added to scaled gradients with."""
         return [] if precision != "16-mixed" else ["fabric.precision is 16-mixed: scaffold needs bf16-mixed or 32-true"]

@@ -112,6 +112,11 @@ class Local:
     rescale: bool = field(default=False, kw_only=True)
     masked: bool = field(default=False, kw_only=True)
 
+    @property
+    def spans(self) -> bool:
+        """Whether a client of several processes can train this way: by gradients of the module alone, which are averaged."""
+        return True
+
     def prepare(self, module: Any) -> Any:
         """Return the model as this method trains it, such as with heads of its own; on server and clients, also without values.
 

@@ -45,6 +45,11 @@ class Split(Local):
             words = " and ".join(f"{name} is {value}" for name, value in given.items()) or "no cut is given"
             raise BadInput(f"{words}: give exactly one of client_layers, share and cut")
 
+    @property
+    def spans(self) -> bool:
+        """Each batch is an exchange with the server."""
+        return False
+
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Refuse what needs the gradients of both halves at once."""
         found = []

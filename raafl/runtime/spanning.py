@@ -26,13 +26,11 @@ from torch import Tensor
 from torch import distributed as _distributed
 
 import raafl
-from raafl.algorithms.fed_mezo.zeroth_order import ZerothOrder
 from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
 from raafl.errors import BadInput, RunFailed
 from raafl.local.failure import attempt
 from raafl.local.spanning import Crew
 from raafl.local.train import Stopped
-from raafl.parts.split import Split
 from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.nccl import identity
 from raafl.submodel import FlatTensors
@@ -80,8 +78,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
 
 def refuse(site: ClientSetup) -> None:
     """Raise `BadInput` for a method that is known to train in another way than by gradients that can be averaged."""
-    local = site.experiment.algorithm.local
-    if isinstance(local, Split | ZerothOrder):
+    if not site.experiment.algorithm.local.spans:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
             "without torchrun"

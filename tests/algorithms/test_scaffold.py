@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from lightning import LightningModule
-from torch import nn
-from torch.utils.data import TensorDataset
 
 from raafl.algorithms import scaffold
 from raafl.compression.compressors import Compress
 from raafl.compression.snapshots import Snapshots
 from raafl.core import saving
-from raafl.core.algorithm import Training
-from raafl.core.payload import Payload
 from raafl.core.types import Arrived, Update
-from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.train import LocalTrainer
 from raafl.parts.select.rated import Rated
-from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+from raafl.submodel import FULL, Spec
 from tests.federation import experiment, finish
+from tests.one_task import Slope, give, task_of, whole
 from tests.tools import assigned, coordinator_for, filled, join, line_state
 
 PART = Spec.keep({"hidden": [1]})
 
 
-class Slope(LightningModule):
-    """y = w x with the loss (w x - y)^2 / 2: at x = 1 the gradient is w - y."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(1, 1, bias=False)
-
-    def training_step(self, batch, index):
-        x, y = batch
-        return (self.line(x) - y).square().mean() / 2
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-def task_of(option, steps=2, c=1.0, own=0.5, w=8.0, y=4.0):
-    """What a client sends back from w, c and c_i, on one sample (1, y), with eta 1/2."""
-    module = Slope()
-    submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
-    algorithm = scaffold(option)
-    trainer = LocalTrainer(submodels, algorithm.local, "delta", Training(num_steps=steps, num_epochs=None))
-    payload = Payload(submodels, ("c", "c_i"), ("c_i",))
-    received = FlatTensors.empty(payload.layout())
-    values, down = payload.split(received, FULL, "sent")
-    for flat, value in ((values, w), (down["c"], c), (down["c_i"], own)):
-        flat["line.weight"].fill_(value)
-    coordinator = coordinator_for(algorithm)
-    assignment = next(iter(assigned(join(coordinator, [1])).values()))
-    data = ClientData(TensorDataset(torch.ones(1, 1), torch.full((1, 1), y)), torch.arange(1), batch_size=1)
-    update = trainer.run(assignment, received, data)
-    tensors, up = payload.split(update.tensors, FULL, "trained")
-    return tensors["line.weight"].item(), up["c_i"]["line.weight"].item()
+def steps(option):
+    """What goes up after two steps from w = 8, c = 1 and c_i = 1/2, for y = 4 and with eta 1/2."""
+    sent = {"line.weight": whole(8.0), "c/line.weight": whole(1.0), "c_i/line.weight": whole(0.5)}
+    up, _ = task_of(scaffold(option), Slope(), sent, 2)
+    return up["line.weight"].item(), up["c_i/line.weight"].item()
 
 
 def test_two_steps_with_option_two():
@@ -65,24 +31,12 @@ def test_two_steps_with_option_two():
 
     By eq. 4: c_i - c + (x - y) / (K eta) = -0.5 + 3.375 / (2 * 0.5) = 2.875, too. What travels is less c_i = 0.5.
     """
-    assert task_of(2) == (4.625 - 8.0, 2.875 - 0.5)
+    assert steps(2) == (4.625 - 8.0, 2.875 - 0.5)
 
 
 def test_two_steps_with_option_one():
     """The same steps; the gradient at x is 4."""
-    assert task_of(1) == (4.625 - 8.0, 4.0 - 0.5)
-
-
-def given(coordinator, assignment, delta, change):
-    """Answer with a difference and a change of the variate, each the same everywhere."""
-    payload = coordinator.payload
-    tensors = FlatTensors.empty(payload.layout(assignment.spec, "trained"))
-    values, bundles = payload.split(tensors, assignment.spec, "trained")
-    for flat, value in ((values, delta), (bundles["c_i"], change)):
-        for buffer in flat.buffers.values():
-            buffer.fill_(value)
-    update = Update(assignment.id, assignment.client, assignment.incarnation, tensors, 1)
-    return assigned(coordinator.handle(Arrived(update), 0.0))
+    assert steps(1) == (4.625 - 8.0, 4.0 - 0.5)
 
 
 def sent(coordinator, assignment):
@@ -98,8 +52,8 @@ def test_the_server_by_hand():
     first = assigned(join(coordinator, range(1, 5)))
     one, two = first.values()
     assert sent(coordinator, one) == [[0, 0]] * 3
-    given(coordinator, one, 2.0, 8.0)
-    after = given(coordinator, two, 4.0, 4.0)
+    give(coordinator, one, 2.0, c_i=8.0)
+    after = give(coordinator, two, 4.0, c_i=4.0)
     assert sent(coordinator, one) == [[1.5, 1.5], [3, 3], [8, 8]]
     assert sent(coordinator, two) == [[1.5, 1.5], [3, 3], [4, 4]]
     assert len(after) == 2
@@ -112,7 +66,7 @@ def test_the_server_by_hand():
 def test_c_stands_still_within_a_round():
     coordinator = coordinator_for(scaffold(concurrency=1), line_state(hidden=2), min_clients=2, num_clients=2)
     (first,) = assigned(join(coordinator, [1, 2])).values()
-    (second,) = given(coordinator, first, 1.0, 8.0).values()
+    (second,) = give(coordinator, first, 1.0, c_i=8.0).values()
     assert sent(coordinator, second) == [[0, 0]] * 3
 
 

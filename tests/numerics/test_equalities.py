@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_dyn, fed_nova, fed_opt, fed_per, fed_prox, fed_raa, moon
 from raafl.core.algorithm import Training
 from raafl.data import Dirichlet, FederatedData, Iid
 from raafl.runfolder import checkpoints as checkpoint
@@ -36,6 +36,9 @@ def close(one, other, **tolerance):
 
 ONE_FRAGMENT = {"fragments": 1, "rescale": False}
 SAME = {
+    "fed_dyn without regularisation is unweighted fed_avg": (fed_dyn(alpha=0.0), fed_avg(by_samples=False)),
+    "moon without contrast is fed_avg": (moon(mu=0.0), fed_avg()),
+    "fed_per with nothing of one's own is fed_avg": (fed_per(layers=[]), fed_avg()),
     "fed_prox without a pull is fed_avg": (fed_prox(prox=0.0), fed_avg()),
     "one fragment in rounds is unweighted fed_avg": (
         fed_raa(**ONE_FRAGMENT, trigger="all", alpha=1.0, staleness="constant", prox=0.0), fed_avg(by_samples=False),
@@ -62,6 +65,10 @@ def test_the_same_to_the_last_bit(tmp_path, name):
     first, second = run(tmp_path, "one", one), run(tmp_path, "other", other)
     assert first.digest == second.digest
     assert first.summary["final"] == second.summary["final"]
+
+
+def test_fed_nova_with_equal_steps_is_fed_avg_but_for_rounding(tmp_path):
+    close(values(run(tmp_path, "one", fed_nova())), values(run(tmp_path, "other", fed_avg())))
 
 
 def test_weighing_by_samples_makes_a_difference_here(tmp_path):

@@ -179,6 +179,11 @@ class ZerothOrder(Local):
         positive("lr", self.lr)
         positive("epsilon", self.epsilon)
 
+    @property
+    def spans(self) -> bool:
+        """There are no gradients."""
+        return False
+
     def hook(self, task: Task) -> Hook:
         """Return the steps of ``task``."""
         return Steps(task, self.lr, self.epsilon)

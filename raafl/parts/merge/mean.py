@@ -42,7 +42,7 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 
-class _Accumulator:
+class Accumulator:
     """A sum of updates, and how much weight lies on each element of it."""
 
     def __init__(self, state: GlobalState, memory: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class _Accumulator:
         self.state.scratch["sum"] = self.memory.pop("sum")
 
 
-def _trained(state: GlobalState) -> FlatTensors:
+def trained_values(state: GlobalState) -> FlatTensors:
     """Return the part of the global values that any update can change; frozen parameters keep every bit."""
     return state.values.prefix(state.submodels.layout(part="trained"))
 
@@ -151,7 +151,7 @@ class Mean(Merge):
             memory["lone"] = (update.tensors, spec)
             return
         self.keep(state)
-        _Accumulator(state, memory).add(update.tensors, spec, weight, factor)
+        Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def keep(self, state: GlobalState) -> None:
         """Take a lone update's values into the sum, before its tensors go away."""
@@ -160,7 +160,7 @@ class Mean(Merge):
             return
         tensors, spec = memory.pop("lone")
         weight, factor = memory["received"][0]
-        _Accumulator(state, memory).add(tensors, spec, weight, factor)
+        Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
         """Fold in what was received."""
@@ -177,9 +177,9 @@ class Mean(Merge):
             else:
                 plan.lerp_(state.values, tensors, received[0][1])
             return
-        self._apply_sum(state, _Accumulator(state, memory), received)
+        self._apply_sum(state, Accumulator(state, memory), received)
 
-    def _apply_sum(self, state: GlobalState, sums: _Accumulator, received: list[tuple[float, float]]) -> None:
+    def _apply_sum(self, state: GlobalState, sums: Accumulator, received: list[tuple[float, float]]) -> None:
         spec = sums.common
         if spec is None:
             self._apply_covered(state, sums, [factor for _, factor in received])
@@ -191,11 +191,11 @@ class Mean(Merge):
             plan.apply_(state.values, total, lambda target, source: _mix(target, source, keep, 1.0 / whole))
         sums.clear()
 
-    def _apply_covered(self, state: GlobalState, sums: _Accumulator, factors: list[float]) -> None:
+    def _apply_covered(self, state: GlobalState, sums: Accumulator, factors: list[float]) -> None:
         whole = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
         mixed = whole if alike else sums.cover(factors, "mixed")
-        for dtype, theta in _floating(_trained(state)):
+        for dtype, theta in _floating(trained_values(state)):
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, whole, mixed)))
             for old, total, on, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / on
@@ -263,11 +263,11 @@ class Deltas(Merge):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the scaled delta to the buffer's sum."""
         memory = state.memory.setdefault("deltas", {})
-        _Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
+        Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Take one server step with the mean of the buffer."""
-        sums = _Accumulator(state, state.memory["deltas"])
+        sums = Accumulator(state, state.memory["deltas"])
         if sums.common is not None:  # what it does not cover is zero in the sum
             for _, rate, theta, mine in self._pieces(state, sums.total):
                 theta.add_(mine, alpha=rate / sums.weight)
@@ -279,7 +279,7 @@ class Deltas(Merge):
 
     def _pieces(self, state: GlobalState, *others: FlatTensors) -> Iterator[tuple[Any, ...]]:
         """Yield dtype, rate and matching pieces of values and ``others``: each buffer, cut where the rates differ."""
-        for dtype, theta in _floating(_trained(state)):
+        for dtype, theta in _floating(trained_values(state)):
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in others))
             start = len(theta)
             if self.server_lr != 1.0:
@@ -344,12 +344,12 @@ class ServerOptimizer(Merge):
         """Add the scaled delta to the sum."""
         memory = state.memory.setdefault("fed_opt", {})
         weight = float(update.num_samples) if self.by_samples else 1.0
-        _Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
+        Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Take one server step."""
         memory = state.memory["fed_opt"]
-        sums = _Accumulator(state, memory)
+        sums = Accumulator(state, memory)
         if not sums.weight:
             sums.clear()
             return
@@ -359,7 +359,7 @@ class ServerOptimizer(Merge):
                 if buffer.dtype.is_floating_point:
                     buffer.fill_(self.tau**2)
         count = None if sums.common == FULL else sums.cover()
-        for name, theta in _trained(state).items():
+        for name, theta in trained_values(state).items():
             is_parameter = name in state.submodels.parameter_names
             flats = [theta, sums.total[name], memory["m"][name], memory["v"][name]]
             if count is not None:

@@ -1,0 +1,134 @@
+"""FedDyn (Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021).
+
+Each client minimises its loss with a linear and a quadratic term, whose optimum is the whole problem's (Algorithm 1)::
+
+    theta_k = argmin L_k(theta) - <g_k, theta> + alpha/2 ||theta - theta^{t-1}||^2
+    g_k <- g_k - alpha (theta_k - theta^{t-1})                       the client's gradient at its optimum, 0 at first
+    h <- h - alpha 1/m sum_{k in P_t} (theta_k - theta^{t-1})        m clients in all; h is the mean of all g_k
+    theta^t = 1/|P_t| sum_{k in P_t} theta_k - h / alpha
+
+So a step goes along ``grad L_k - g_k + alpha (theta - theta^{t-1})``. The server keeps g_k and works it out of what it receives:
+down go the submodel and g_k, up the submodel alone.
+
+The paper leaves open, and this does:
+- The argmin is the run's local epochs of the model's own optimizer, as in the paper's experiments.
+- alpha 0 is unweighted FedAvg, bit for bit; the limit of the equations would divide 0 by 0.
+- Submodels: means and h are over the clients that have an element (`raafl.parts.merge.variates`), -h / alpha moves what the round
+  covers. Running statistics are averaged.
+- It works in rounds alone: g_k and h are differences from the one theta^{t-1} that all clients of a round begin at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.sample import Sample
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.variates import Variates, WithVariates, plan_of
+from raafl.parts.select.submodels import Full
+from raafl.parts.trigger import AllReported
+from raafl.submodel import FlatTensors, Spec
+
+GRADIENT = "g_k"
+
+
+def fed_dyn(
+    alpha: float = 0.01, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None
+) -> Algorithm:
+    """Make FedDyn.
+
+    Args:
+        alpha: weight of the regularisation (alpha), 0 or more; the paper tries 0.001, 0.01 and 0.1.
+        cohort: clients in a round, drawn uniformly (P_t); None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+    """
+    if not alpha >= 0:
+        raise BadInput(f"alpha is {alpha}: give 0 or more")
+    mean = Mean(by_samples=False)
+    return Algorithm(
+        name="fed_dyn",
+        paper="Acar et al. 2021",
+        sample=Sample(cohort, concurrency),
+        select=submodel or Full(),
+        local=Regularised(prox=alpha) if alpha else Local(),
+        trigger=AllReported(),
+        merge=Corrected(mean, Variates(GRADIENT, by_element=submodel is not None), alpha) if alpha else mean,
+    )
+
+
+@dataclass(frozen=True)
+class Regularised(Local):
+    """The proximal term, and the linear one."""
+
+    down: ClassVar[tuple[str, ...]] = (GRADIENT,)
+
+    def hook(self, task: Task) -> Hook:
+        """Return the steps with the linear term."""
+        return _Steps(task)
+
+    def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
+        """Refuse a loss scaler, with which the term would be added to scaled gradients."""
+        return [] if precision != "16-mixed" else ["fabric.precision is 16-mixed: fed_dyn needs bf16-mixed or 32-true"]
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"SGD on the loss, dynamically regularised with {self.prox:g}"
+
+
+class _Steps(Hook):
+    """Takes g_k off each gradient; the proximal term is the trainer's."""
+
+    def update(self) -> None:
+        """Make a step."""
+        linear = self.task.down[GRADIENT]
+        for name, parameter in self.task.module.named_parameters():
+            if parameter.grad is not None and name in linear:
+                parameter.grad.sub_(linear[name].to(parameter.device))
+        super().update()
+
+
+@dataclass(frozen=True)
+class Corrected(WithVariates):
+    """The mean, moved by -h / alpha; g_k and h follow from how far clients have moved.
+
+    Attributes:
+        alpha: of the regularisation.
+    """
+
+    alpha: float
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Renew the client's gradient, and pass its values on."""
+        change, now = FlatTensors.empty(update.tensors.layout), state.submodels.plan(spec).gather(state.values)
+        for dtype, buffer in change.copy_(update.tensors).buffers.items():
+            buffer.sub_(now.buffers[dtype].to(buffer.device))
+        for name, tensor in change.items():
+            if name not in state.submodels.parameter_names:
+                tensor.zero_()
+        self.variates.add_(state, update.client, spec, change, -self.alpha)
+        state.memory.setdefault("fed_dyn", []).append(spec)
+        self.inner.receive(state, update, spec, staleness)
+
+    def apply(self, state: GlobalState) -> None:
+        """Take the mean, then move what it covers."""
+        super().apply(state)
+        whole = state.submodels.layout(part="trained")
+        on, h = FlatTensors.zeros(whole), FlatTensors.empty(whole)
+        for spec in state.memory.pop("fed_dyn"):
+            plan_of(state, spec).cover_(on)
+        self.variates.mean_(state, Spec(), h)
+        for name in on.layout.by_name:
+            correction = torch.where(on[name] > 0, h[name], 0.0)
+            state.values[name].sub_(correction.to(state.values.device), alpha=1 / self.alpha)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{self.inner}, less the mean gradient / {self.alpha:g}"

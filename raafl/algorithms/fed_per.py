@@ -1,0 +1,138 @@
+"""FedPer (Arivazhagan et al., "Federated Learning with Personalization Layers", 2019), and LG-FedAvg.
+
+Each client has layers of its own, which no other client's training touches; the others are averaged as in FedAvg
+(Algorithm 1): ``theta_B = sum_j gamma_j theta_B,j``, gamma_j = n_j / n, and theta_P,j stays client j's. FedPer's own layers are the
+last ones, ``local: head``; LG-FedAvg (Liang et al., "Think Locally, Act Globally", 2020) is its mirror, ``local: body``.
+
+The paper leaves open, and this does:
+- A client's layers are kept by the server, for this client alone, so that it may come back anywhere and a run replays: they
+  travel with its tasks, as state of its own. They are merged with nobody's and sent to nobody else. Where the server may not see
+  them either, this is not the method.
+- The head is the last linear layer; `layers` names others. Personal are parameters; running statistics are averaged.
+- The global model has the layers that it began with, and so have clients that are new: what it scores says little. Each client
+  measures its own model on its own test part (`partition.test_share`).
+- Submodels: own layers are cut as the submodel is. Empty `layers` are FedAvg, bit for bit.
+- With `alpha` it is asynchronous: the shared layers of each arrival are mixed in as in FedAsync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.core.payload import Bundles
+from raafl.core.sample import Sample
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, nearest
+from raafl.parts.merge.kept import keep_, restore_
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.submodels import Full
+from raafl.parts.trigger import AllReported, EachArrival
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.declared import within
+
+OWN = "own layers"
+Place = Literal["head", "body"]
+PLACES: tuple[Place, ...] = ("head", "body")
+
+
+def fed_per(
+    local: Place = "head", layers: Sequence[str] | None = None, by_samples: bool = True, alpha: float | None = None,
+    cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
+) -> Algorithm:  # fmt: skip
+    """Make FedPer.
+
+    Args:
+        local: a client's own layers: head (FedPer) or body, all but the head (LG-FedAvg).
+        layers: paths of the modules or parameters that are the head; None = the last linear layer.
+        by_samples: weigh by |D_j| (gamma_j); False = every client alike.
+        alpha: mixing weight of each arrival, asynchronously; None = rounds.
+        cohort: clients in a round, drawn uniformly; None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+    """
+    if local not in PLACES:
+        raise BadInput(f"local is '{local}': {nearest(str(local), PLACES)}")
+    late = Staleness("constant" if alpha is None else "polynomial", a=0.5)
+    return Algorithm(
+        name="fed_per",
+        paper="Arivazhagan et al. 2019",
+        sample=Sample(cohort, concurrency),
+        select=submodel or Full(),
+        local=Local(),
+        trigger=AllReported() if alpha is None else EachArrival(),
+        merge=Personal(
+            Mean(1.0 if alpha is None else alpha, late, by_samples), local, None if layers is None else tuple(layers)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Personal(Wrapped):
+    """A merge of the shared layers; each client's own are kept for it.
+
+    Attributes:
+        local: head or body.
+        layers: the head.
+    """
+
+    local: Place = "head"
+    layers: tuple[str, ...] | None = None
+    by_client: ClassVar[bool] = True
+
+    @property
+    def hands(self) -> bool:
+        """Each client is sent its own layers."""
+        return True
+
+    def own(self, submodels: Submodels) -> Collection[str]:
+        """Return the parameters of a client's own layers."""
+        head = self.layers
+        if head is None:
+            from torch import nn
+
+            linear = [path for path, layer in submodels.module.named_modules() if isinstance(layer, nn.Linear)]
+            head = tuple(linear[-1:])
+        names = submodels.parameter_names
+        return frozenset(name for name in names if within(name, head) == (self.local == "head"))
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return which paths are not there, and that nothing would be shared."""
+        names = state.submodels.parameter_names
+        wrong = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
+        problems = [f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in wrong]
+        shared = names - set(self.own(state.submodels))
+        return (
+            super().check(state) + problems + ([] if shared else ["fed_per: nothing is shared, all layers are local"])
+        )
+
+    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Put the client's own layers in."""
+        restore_(state, OWN, client, spec, values, self.own(state.submodels))
+        super().hand(state, client, spec, values, bundles)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Keep the client's own layers, and pass the update on."""
+        keep_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
+        super().receive(state, update, spec, staleness)
+
+    def apply(self, state: GlobalState) -> None:
+        """Fold in the shared layers; the others stay as they are."""
+        before = {name: state.values[name].clone() for name in self.own(state.submodels)}
+        super().apply(state)
+        for name, values in before.items():
+            state.values[name].copy_(values)
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "own_parameters" how many of a client's parameters are its own."""
+        layout = state.submodels.layout().by_name
+        return {**super().report(state), "own_parameters": sum(layout[n].numel for n in self.own(state.submodels))}
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{self.inner}, but for each client's own {self.local}"

@@ -1,0 +1,168 @@
+"""MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021).
+
+FedAvg whose clients keep what they see of a batch near what the model that they received sees, and away from what their own last
+model saw (eq. 3, 4; Algorithm 1), with z the representation that enters the last linear layer::
+
+    l_con = -log( exp(sim(z, z_glob) / tau) / (exp(sim(z, z_glob) / tau) + exp(sim(z, z_prev) / tau)) ),   sim: cosine
+    l = l_sup + mu l_con
+
+The server keeps each client's last model, which is what it has received; down go the submodel and that, up the submodel alone.
+
+The paper leaves open, and this does:
+- A client's first last model is the one that it receives: z_prev = z_glob, and the term has no gradient.
+- The other two models look at a batch in training mode, and leave no trace (running statistics, logs); what they draw (dropout) is
+  drawn from the task's generators. The paper's projection head is the user's to have in the model.
+- Submodels: the last model is cut as the submodel is; what the client has never trained of it is as received.
+- With `alpha` it is asynchronous: each arrival is mixed in as in FedAsync; z_glob is of the model that the client was sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.payload import Bundles
+from raafl.core.sample import Sample
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, positive
+from raafl.parts.local.elsewhere import at
+from raafl.parts.merge.kept import keep_, restore_
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.submodels import Full
+from raafl.parts.trigger import AllReported, EachArrival
+from raafl.submodel import Cost, FlatTensors, Spec, Submodels
+
+LAST = "last"
+
+
+def moon(
+    mu: float = 1.0, temperature: float = 0.5, layer: str | None = None, by_samples: bool = True,
+    alpha: float | None = None, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
+) -> Algorithm:  # fmt: skip
+    """Make MOON.
+
+    Args:
+        mu: weight of the contrastive term (mu), 0 or more; the paper tries 0.1, 1, 5 and 10.
+        temperature: temperature of the contrastive term (tau).
+        layer: path of the linear layer whose input is the representation; None = the last one.
+        by_samples: weigh by |D_i|; False = every client alike.
+        alpha: mixing weight of each arrival, asynchronously; None = rounds.
+        cohort: clients in a round, drawn uniformly; None = all.
+        concurrency: how many of them work at a time; None = no cap.
+        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+    """
+    if not mu >= 0:
+        raise BadInput(f"mu is {mu}: give 0 or more")
+    positive("temperature", temperature)
+    late = Staleness("constant" if alpha is None else "polynomial", a=0.5)
+    mean = Mean(1.0 if alpha is None else alpha, late, by_samples)
+    return Algorithm(
+        name="moon",
+        paper="Li et al. 2021",
+        sample=Sample(cohort, concurrency),
+        select=submodel or Full(),
+        local=Contrastive(mu, temperature, layer) if mu else Local(),
+        trigger=AllReported() if alpha is None else EachArrival(),
+        merge=Remembered(mean) if mu else mean,
+    )
+
+
+@dataclass(frozen=True)
+class Contrastive(Local):
+    """SGD on the loss and the contrastive term."""
+
+    down: ClassVar[tuple[str, ...]] = (LAST,)
+    mu: float = 1.0
+    temperature: float = 0.5
+    layer: str | None = None
+
+    def prepare(self, module: Any) -> Any:
+        """Return the model as it is; raises `BadInput` where it has no such layer."""
+        linear_in(module, self.layer)
+        return module
+
+    def hook(self, task: Task) -> Hook:
+        """Return the steps."""
+        return _Steps(task, self)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+        """Return the cost of a plain step (forward, and twice that backward), and of two more forward passes."""
+        cost = submodels.cost(spec, batch_size)
+        return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"SGD on the loss + contrastive term {self.mu:g}, temperature {self.temperature:g}"
+
+
+def linear_in(module: nn.Module, path: str | None) -> tuple[str, nn.Linear]:
+    """Return a linear layer of a model, by its path or else the last one; raises `BadInput` where there is none."""
+    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    if not linear or path not in (None, *linear):
+        raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
+    name = path or list(linear)[-1]
+    return name, linear[name]
+
+
+class _Steps(Hook):
+    """Compares what enters the last linear layer in three models."""
+
+    def __init__(self, task: Task, local: Contrastive) -> None:
+        super().__init__(task)
+        self._local, self._seen = local, torch.empty(0)
+        _, layer = linear_in(task.module, local.layer)
+        self._handle = layer.register_forward_pre_hook(self._see)
+
+    def _see(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._seen = args[0]
+
+    def _seen_at(self, values: FlatTensors, batch: Any, index: int) -> Tensor:
+        with at(self.task.module, values), torch.no_grad():
+            self.task.loss(batch, index)
+        return self._seen.flatten(1)
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return l_sup + mu l_con."""
+        others = [self._seen_at(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
+        loss, z = super().loss(batch, index), self._seen.flatten(1)
+        sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)
+        first = torch.zeros(len(z), dtype=torch.long, device=z.device)
+        return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, first)
+
+    def close(self) -> None:
+        """Take the hook off the layer."""
+        self._handle.remove()
+
+
+@dataclass(frozen=True)
+class Remembered(Wrapped):
+    """Keeps the values that each client has sent last."""
+
+    by_client: ClassVar[bool] = True
+
+    @property
+    def hands(self) -> bool:
+        """Each client is sent its own."""
+        return True
+
+    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Fill in the client's last model."""
+        bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
+        restore_(state, LAST, client, spec, bundles[LAST])
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Keep the values, and pass them on."""
+        keep_(state, LAST, update.client, spec, update.tensors)
+        super().receive(state, update, spec, staleness)
+
+    def __str__(self) -> str:
+        """Return the inner merge's words."""
+        return str(self.inner)

@@ -1,0 +1,52 @@
+"""Values of its own that the server keeps for a client, as the client has sent them: all that it trains, or some of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+
+from raafl.core.state import GlobalState
+from raafl.submodel import FULL, FlatTensors, Layout, Spec
+from raafl.submodel.extract import Plan
+
+
+def keep_(
+    state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: Collection[str] | None = None
+) -> None:
+    """Keep for a client what it has sent of a submodel; ``only`` the parameters named, None = all that train.
+
+    What it has never trained is NaN.
+    """
+    plan = _plan(state, spec, only)
+    if state.clients.find(name, client) is None:
+        for buffer in state.clients.of(name, client, plan.full_layout, state.values.device).buffers.values():
+            buffer.fill_(math.nan)
+    own = state.clients.of(name, client, plan.full_layout)
+    part = FlatTensors.empty(plan.layout, own.device)
+    for key, tensor in part.items():
+        tensor.copy_(values[key])
+    plan.scatter_(own, part)
+
+
+def restore_(
+    state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: Collection[str] | None = None
+) -> None:
+    """Put into ``out`` what is kept for a client; what it has never trained stays as it is."""
+    own = state.clients.find(name, client)
+    if own is None:
+        return
+    for key, tensor in _plan(state, spec, only).gather(own).items():
+        out[key].copy_(torch.where(tensor.isnan(), out[key], tensor))
+
+
+def _plan(state: GlobalState, spec: Spec, only: Collection[str] | None) -> Plan:
+    submodels = state.submodels
+    names = submodels.parameter_names if only is None else only
+
+    def layout(of: Spec) -> Layout:
+        entries = submodels.layout(of, "trained").entries
+        return Layout.pack((entry.name, entry.shape, entry.dtype) for entry in entries if entry.name in names)
+
+    return Plan(spec, layout(FULL), layout(spec), submodels.selections(submodels.normal(spec)))

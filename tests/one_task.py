@@ -1,0 +1,62 @@
+"""One task of a method on a model of one weight, whose every step can be followed by hand."""
+
+from __future__ import annotations
+
+import torch
+from lightning import LightningModule
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from raafl.core.algorithm import Algorithm, Training
+from raafl.core.payload import Payload
+from raafl.core.types import Arrived, Assignment, Update
+from raafl.data.federated import ClientData
+from raafl.local.train import LocalTrainer
+from raafl.submodel import FlatTensors, Submodels
+from tests.tools import assigned, coordinator_for, join
+
+
+class Slope(LightningModule):
+    """w x for y, with the loss (w x - y)^2 / 2: at x = 1 the gradient is w - y. SGD with eta 1/2."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.line = nn.Linear(1, 1, bias=False)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return (self.line(x) - y).square().mean() / 2
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=self.momentum)
+
+
+def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: int, y: float = 4.0) -> tuple:
+    """Train on one sample (1, y) from tensors by name, those of a bundle as BUNDLE/NAME; return what goes up, and the update."""
+    submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
+    merge = algorithm.merge
+    trainer = LocalTrainer(submodels, algorithm.local, merge.sends, Training(num_steps=steps, num_epochs=None))
+    payload = Payload(submodels, algorithm.local.down, algorithm.local.up)
+    received = FlatTensors.from_named({name: torch.as_tensor(value) for name, value in sent.items()}, payload.layout())
+    (assignment,) = assigned(join(coordinator_for(algorithm), [1])).values()
+    data = ClientData(TensorDataset(torch.ones(1, 1), torch.full((1, 1), y)), torch.arange(1), batch_size=1)
+    update = trainer.run(assignment, received, data)
+    return {name: tensor.clone() for name, tensor in update.tensors.items()}, update
+
+
+def give(coordinator, assignment: Assignment, value: float, num_samples: int = 1, extra=None, **bundles: float) -> dict:
+    """Answer a task with its values, and each bundle's, all alike; return the new assignments."""
+    payload = coordinator.payload
+    tensors = FlatTensors.empty(payload.layout(assignment.spec, "trained"))
+    values, known = payload.split(tensors, assignment.spec, "trained")
+    for flat, number in ((values, value), *((known[name], number) for name, number in bundles.items())):
+        for buffer in flat.buffers.values():
+            buffer.fill_(number)
+    update = Update(assignment.id, assignment.client, assignment.incarnation, tensors, num_samples, extra=extra or {})
+    return assigned(coordinator.handle(Arrived(update), 0.0))
+
+
+def whole(value: float) -> list[list[float]]:
+    """One weight, as `Slope` has it."""
+    return [[value]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from raafl.core.client_files import is_in_files, release, zeros_in
 from raafl.submodel.flat import FlatTensors, Layout
 
 
@@ -26,9 +27,23 @@ class ClientState:
         """Return what is kept for a client under ``name``, or None."""
         return self.kept.get(name, {}).get(client)
 
-    def of(self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return what is kept for a client under ``name``, to be changed in place: zeros in ``layout`` at first."""
-        kept = self.kept.setdefault(name, {})
+    def of(
+        self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None
+    ) -> FlatTensors:
+        """Return what is kept for a client under ``name``, to be changed in place: zeros in ``layout`` at first.
+
+        With a ``folder`` it lies in files there (`raafl.core.client_files`), with the same bits.
+        """
+        kept = self.everyone(name, folder)
         if client not in kept:
-            kept[client] = FlatTensors.zeros(layout, device)
+            kept[client] = FlatTensors.zeros(layout, device) if folder is None else zeros_in(folder, layout)
         return kept[client]
+
+    def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
+        """Return what is kept under ``name`` by client; with a ``folder`` what comes from a checkpoint is put there first."""
+        kept = self.kept.setdefault(name, {})
+        if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
+            for client, flat in kept.items():
+                kept[client] = zeros_in(folder, flat.layout).copy_(flat)
+                release(kept[client])
+        return kept

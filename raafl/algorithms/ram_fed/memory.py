@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
-from raafl.algorithms.ram_fed.files import check_folder, check_room, is_in_files, is_in_ram, release, zeros_in
 from raafl.core.algorithm import Merge
+from raafl.core.client_files import check_folder, check_room, is_in_ram, release
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, positive
@@ -19,6 +19,9 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.axes import table_within
 from raafl.submodel.extract import Plan
+
+LATEST = "latest update"
+"""In `GlobalState.clients`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Remembered(Merge):
     ever. Running statistics are mixed like the rest, but not remembered.
 
     Memory: one float copy of what trains for each client that has reported, and two more for sums; it is part of every
-    checkpoint. With a folder, the clients' copies lie in files there (`raafl.algorithms.ram_fed.files`), with the same bits.
+    checkpoint. With a folder, the clients' copies lie in files there (`raafl.core.client_files`), with the same bits.
     Time: one update costs a few passes over its submodel, one merge a few over the model; the sum of all
     memories is taken anew after N updates, so that rounding errors do not add up.
 
@@ -91,9 +94,8 @@ class Remembered(Merge):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Replace what is remembered of the client in the regions of ``spec``, and note by how much it changed."""
         memory, owned = self._memory(state), _owned(state.submodels, spec)
-        mine = memory["latest"].get(update.client)
-        if mine is None:
-            mine = memory["latest"][update.client] = self._nothing(state)
+        layout = state.submodels.layout(part="trained")
+        mine = state.clients.of(LATEST, update.client, layout, state.values.device, self.folder)
         fresh = owned.widened(update.tensors)
         change = owned.plan.gather(mine).to(fresh.device)
         for dtype, buffer in change.buffers.items():
@@ -111,7 +113,7 @@ class Remembered(Merge):
     def apply(self, state: GlobalState) -> None:
         """Move the model by v; with the new sum U' = U + sum (d - u), ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``."""
         memory = self._memory(state)
-        num_clients, received = len(memory["latest"]), memory["received"]
+        num_clients, received = len(self._latest(state)), memory["received"]
         rate = math.fsum(factor for _, factor in received) / len(received)
         rate *= 1.0 / num_clients if self.server_lr is None else self.server_lr
         count = _zeros(state)
@@ -128,40 +130,34 @@ class Remembered(Merge):
         self._forget_old(state, memory, next_merge=state.version + 1)
         _forget_statistics(state, memory["sum"])
         if memory["since"] >= num_clients:
-            self._sum_anew(memory)
+            self._sum_anew(state, memory)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return under "memory" of how many clients an update is remembered, and the bytes that takes."""
-        latest = self._memory(state)["latest"]
+        latest = self._latest(state)
         return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
 
     def _memory(self, state: GlobalState) -> dict[str, Any]:
         memory: dict[str, Any] = state.memory.setdefault("ram_fed", {})
         if not memory:
             memory |= {
-                "latest": {},
                 "sum": _zeros(state),
                 "change": _zeros(state),
                 "received": [],
                 "since": 0,
                 "log": {},
             }
-        latest = memory["latest"]
-        if self.folder is not None and not all(map(is_in_files, [*latest.values()][:1])):  # all are from a checkpoint
-            for client, flat in latest.items():
-                latest[client] = self._nothing(state).copy_(flat)
-                release(latest[client])
+        if "latest" in memory:  # of a checkpoint from before there was one store for all
+            state.clients.kept[LATEST] = memory.pop("latest")
         return memory
 
-    def _nothing(self, state: GlobalState) -> FlatTensors:
-        """Return what is remembered of a client before its first update."""
-        return _zeros(state) if self.folder is None else zeros_in(self.folder, state.submodels.layout(part="trained"))
+    def _latest(self, state: GlobalState) -> dict[int, FlatTensors]:
+        return state.clients.everyone(LATEST, self.folder)
 
-    def _sum_anew(self, memory: dict[str, Any]) -> None:
+    def _sum_anew(self, state: GlobalState, memory: dict[str, Any]) -> None:
         memory["since"] = 0
         memory["sum"].zero_()
-        for client in sorted(memory["latest"]):
-            mine = memory["latest"][client]
+        for _, mine in sorted(self._latest(state).items()):
             for dtype, buffer in memory["sum"].buffers.items():
                 buffer.add_(mine.buffers[dtype].to(buffer.device))
             release(mine)
@@ -172,7 +168,7 @@ class Remembered(Merge):
             kept = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
             if len(kept) == len(log):
                 continue
-            old, new = memory["latest"][client], _zeros(state)
+            old, new = self._latest(state)[client], _zeros(state)
             for _, spec in kept:
                 plan = _owned(state.submodels, spec).plan
                 plan.scatter_(new, plan.gather(old).to(new.device))

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from raafl.algorithms import ram_fed
-from raafl.algorithms.ram_fed.files import is_in_files, is_in_ram, zeros_in
 from raafl.algorithms.ram_fed.memory import Remembered
 from raafl.commands.replay import replay
 from raafl.core import saving
+from raafl.core.client_files import is_in_files, is_in_ram, zeros_in
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, RunFailed
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_memory_with_regions_that_nobody_trains_and_memori
             merge.apply(state)
             state.version += 1
         assert states[0].values.fingerprint() == states[1].values.fingerprint()
-    assert uncovered >= 3 and is_in_files(states[1].memory["ram_fed"]["latest"][1])
+    assert uncovered >= 3 and is_in_files(states[1].clients.kept["latest update"][1])
     assert merges[0].report(states[0]) == merges[1].report(states[1])
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +90,7 @@ def test_they_survive_a_restart(tmp_path, cut):
     whole, again = cut_in_the_middle(lambda: fresh(memory="disk", memory_folder=str(tmp_path)), cut, value)
     assert torch.equal(values_of(in_ram.state), values_of(whole.state))
     assert torch.equal(values_of(whole.state), values_of(again.state))
-    assert all(map(is_in_files, again.state.memory["ram_fed"]["latest"].values()))
+    assert all(map(is_in_files, again.state.clients.kept["latest update"].values()))
 
 
 def test_a_run_ends_alike_in_memory_in_files_resumed_and_replayed(tmp_path, monkeypatch):
@@ -128,13 +128,12 @@ def test_the_server_keeps_hardly_any_of_it_in_memory(tmp_path):
     before = psutil.Process().memory_info().rss
     for client in range(2, 13):
         take(client)
-    saved = saving.to_plain(
-        state.memory
-    )  # what a checkpoint is written from: the sums, and twelve copies in files, too
+    # what a checkpoint is written from: the sums, and twelve copies in files, too
+    saved = saving.to_plain([state.memory, state.clients.kept])
     grown = psutil.Process().memory_info().rss - before
     assert grown < 88e6, "of 176 MB that are remembered, and saved"  # the allocator keeps some of what came before
     take(1)  # not into what is saved
-    latest = dict(dict(saved["__pairs__"])["ram_fed"]["__pairs__"])["latest"]
+    latest = dict(saved[1]["__pairs__"])["latest update"]
     for client, flat in latest["__pairs__"]:
         (buffer,) = flat["buffers"]
         assert type(buffer) is torch.Tensor and buffer.eq(float(client)).all()

@@ -1,0 +1,48 @@
+"""What travels beside a submodel: layouts, how they are cut and taken apart, by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from raafl.core.payload import Payload
+from raafl.submodel import FULL, FlatTensors, Spec
+from tests.tools import line_state
+
+PART = Spec.keep({"hidden": [2]})
+
+
+def test_without_bundles_layouts_are_the_submodels_own():
+    submodels = line_state().submodels
+    payload = Payload(submodels)
+    assert not payload.has_bundles and payload.names == submodels.parameter_names
+    for spec in (FULL, PART):
+        assert payload.layout(spec, "sent") is submodels.layout(spec, "sent")
+        assert payload.layout(spec, "trained") is submodels.layout(spec, "trained")
+
+
+def test_bundles_lie_behind_the_values_and_are_cut_as_they_are():
+    payload = Payload(line_state().submodels, down=("a", "b"), up=("b",))
+    shapes = {"fc1.weight": (1, 2), "fc2.weight": (1, 1), "fc2.bias": (1,)}
+    assert payload.layout(PART, "trained").shapes == shapes | {f"b/{name}": shape for name, shape in shapes.items()}
+    assert list(payload.layout(PART, "sent").by_name) == [*shapes, *(f"{b}/{n}" for b in "ab" for n in shapes)]
+    assert {"a/fc2.bias", "b/fc1.weight", "fc1.weight"} <= payload.names
+
+
+def test_parts_share_the_storage_of_the_whole():
+    payload = Payload(line_state().submodels, down=("a", "b"))
+    flat = FlatTensors.from_named(
+        {name: torch.full(shape, 1.0 + "ab".find(name[0])) for name, shape in payload.layout(PART).shapes.items()}
+    )
+    values, bundles = payload.split(flat, PART, "sent")
+    assert [values["fc2.bias"].item(), bundles["a"]["fc2.bias"].item(), bundles["b"]["fc2.bias"].item()] == [0, 1, 2]
+    assert bundles["a"].layout == values.layout
+    bundles["b"].zero_()
+    assert flat["b/fc1.weight"].tolist() == [[0, 0]] and flat["a/fc1.weight"].tolist() == [[1, 1]]
+
+
+def test_a_plan_moves_values_and_bundles():
+    payload = Payload(line_state().submodels, up=("b",))
+    whole = FlatTensors.zeros(payload.layout(FULL, "trained"))
+    whole["fc1.weight"][2], whole["b/fc2.weight"][0, 2] = 3.0, 4.0
+    small = payload.plan(PART, "trained").gather(whole)
+    assert small["fc1.weight"].tolist() == [[3, 3]] and small["b/fc2.weight"].tolist() == [[4]]

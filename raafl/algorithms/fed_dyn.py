@@ -121,13 +121,12 @@ class Corrected(WithVariates):
         """Take the mean, then move what it covers."""
         super().apply(state)
         whole = state.submodels.layout(part="trained")
-        on, h = FlatTensors.zeros(whole), FlatTensors.empty(whole)
+        on, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
         for spec in state.memory.pop("fed_dyn"):
             plan_of(state, spec).cover_(on)
         self.variates.mean_(state, Spec(), h)
         for name in on.layout.by_name:
-            correction = torch.where(on[name] > 0, h[name], 0.0)
-            state.values[name].sub_(correction.to(state.values.device), alpha=1 / self.alpha)
+            state.values[name].sub_(torch.where(on[name] > 0, h[name], 0.0), alpha=1 / self.alpha)
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -17,7 +17,7 @@ The paper leaves open, and this does:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,7 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, nearest
+from raafl.parts.local.entering import linear_in
 from raafl.parts.merge.kept import keep_, restore_
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
@@ -90,14 +91,9 @@ class Personal(Wrapped):
         """Each client is sent its own layers."""
         return True
 
-    def own(self, submodels: Submodels) -> Collection[str]:
+    def own(self, submodels: Submodels) -> frozenset[str]:
         """Return the parameters of a client's own layers."""
-        head = self.layers
-        if head is None:
-            from torch import nn
-
-            linear = [path for path, layer in submodels.module.named_modules() if isinstance(layer, nn.Linear)]
-            head = tuple(linear[-1:])
+        head = (linear_in(submodels.module)[0],) if self.layers is None else self.layers
         names = submodels.parameter_names
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
@@ -106,7 +102,7 @@ class Personal(Wrapped):
         names = state.submodels.parameter_names
         wrong = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in wrong]
-        shared = names - set(self.own(state.submodels))
+        shared = names - self.own(state.submodels)
         return (
             super().check(state) + problems + ([] if shared else ["fed_per: nothing is shared, all layers are local"])
         )

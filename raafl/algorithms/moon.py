@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
@@ -32,6 +32,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, positive
 from raafl.parts.local.elsewhere import at
+from raafl.parts.local.entering import Entering, linear_in
 from raafl.parts.merge.kept import keep_, restore_
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
@@ -94,7 +95,7 @@ class Contrastive(Local):
         return _Steps(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
-        """Return the cost of a plain step (forward, and twice that backward), and of two more forward passes."""
+        """Return the cost of a plain step, of which forward is a third, and of two more forward passes."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
 
@@ -103,43 +104,29 @@ class Contrastive(Local):
         return f"SGD on the loss + contrastive term {self.mu:g}, temperature {self.temperature:g}"
 
 
-def linear_in(module: nn.Module, path: str | None) -> tuple[str, nn.Linear]:
-    """Return a linear layer of a model, by its path or else the last one; raises `BadInput` where there is none."""
-    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    if not linear or path not in (None, *linear):
-        raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
-    name = path or list(linear)[-1]
-    return name, linear[name]
-
-
 class _Steps(Hook):
     """Compares what enters the last linear layer in three models."""
 
     def __init__(self, task: Task, local: Contrastive) -> None:
         super().__init__(task)
-        self._local, self._seen = local, torch.empty(0)
-        _, layer = linear_in(task.module, local.layer)
-        self._handle = layer.register_forward_pre_hook(self._see)
-
-    def _see(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._seen = args[0]
+        self._local, self._entering = local, Entering(task.module, local.layer)
 
     def _seen_at(self, values: FlatTensors, batch: Any, index: int) -> Tensor:
         with at(self.task.module, values), torch.no_grad():
             self.task.loss(batch, index)
-        return self._seen.flatten(1)
+        return self._entering.seen
 
     def loss(self, batch: Any, index: int) -> Tensor:
         """Return l_sup + mu l_con."""
         others = [self._seen_at(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
-        loss, z = super().loss(batch, index), self._seen.flatten(1)
+        loss, z = super().loss(batch, index), self._entering.seen
         sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)
         first = torch.zeros(len(z), dtype=torch.long, device=z.device)
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, first)
 
     def close(self) -> None:
         """Take the hook off the layer."""
-        self._handle.remove()
+        self._entering.close()
 
 
 @dataclass(frozen=True)
@@ -162,7 +149,3 @@ class Remembered(Wrapped):
         """Keep the values, and pass them on."""
         keep_(state, LAST, update.client, spec, update.tensors)
         super().receive(state, update, spec, staleness)
-
-    def __str__(self) -> str:
-        """Return the inner merge's words."""
-        return str(self.inner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import torch
 
@@ -13,7 +12,7 @@ from raafl.submodel.extract import Plan
 
 
 def keep_(
-    state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: Collection[str] | None = None
+    state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
     """Keep for a client what it has sent of a submodel; ``only`` the parameters named, None = all that train.
 
@@ -31,7 +30,7 @@ def keep_(
 
 
 def restore_(
-    state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: Collection[str] | None = None
+    state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
     """Put into ``out`` what is kept for a client; what it has never trained stays as it is."""
     own = state.clients.find(name, client)
@@ -41,12 +40,16 @@ def restore_(
         out[key].copy_(torch.where(tensor.isnan(), out[key], tensor))
 
 
-def _plan(state: GlobalState, spec: Spec, only: Collection[str] | None) -> Plan:
+def _plan(state: GlobalState, spec: Spec, only: frozenset[str] | None) -> Plan:
     submodels = state.submodels
     names = submodels.parameter_names if only is None else only
+    spec = submodels.normal(spec)
 
     def layout(of: Spec) -> Layout:
         entries = submodels.layout(of, "trained").entries
         return Layout.pack((entry.name, entry.shape, entry.dtype) for entry in entries if entry.name in names)
 
-    return Plan(spec, layout(FULL), layout(spec), submodels.selections(submodels.normal(spec)))
+    def make() -> Plan:
+        return Plan(spec, layout(FULL), layout(spec), submodels.selections(spec))
+
+    return submodels._cached("kept", (spec, names), make)

@@ -81,7 +81,3 @@ class WithScores(Wrapped):
         """Let the inner merge fold in what it received, if it has received anything."""
         if state.memory.pop("received", False):
             super().apply(state)
-
-    def __str__(self) -> str:
-        """Return the inner merge's words."""
-        return str(self.inner)

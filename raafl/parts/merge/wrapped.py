@@ -76,6 +76,10 @@ class Wrapped(Merge):
         """Pass on the report of the inner merge."""
         return self.inner.report(state)
 
+    def __str__(self) -> str:
+        """Return the inner merge's words."""
+        return str(self.inner)
+
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):

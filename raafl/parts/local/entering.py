@@ -1,0 +1,37 @@
+"""The representation of a batch: what enters a model's last linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from raafl.errors import BadInput
+
+
+def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linear]:
+    """Return a linear layer of a model, by its path or else the last one; raises `BadInput` where there is none."""
+    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    if not linear or path not in (None, *linear):
+        raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
+    name = path or list(linear)[-1]
+    return name, linear[name]
+
+
+class Entering:
+    """Notes what enters a linear layer.
+
+    Attributes:
+        seen: the last input, a row for each sample.
+    """
+
+    def __init__(self, module: nn.Module, path: str | None = None) -> None:
+        """Watch a layer, by its path or else the last one, until `close`."""
+        self.seen: Tensor = torch.empty(0)
+        self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see)
+
+    def _see(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.seen = args[0].flatten(1)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._handle.remove()

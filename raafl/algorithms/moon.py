@@ -10,8 +10,7 @@ The server keeps each client's last model, which is what it has received; down g
 
 The paper leaves open, and this does:
 - A client's first last model is the one that it receives: z_prev = z_glob, and the term has no gradient.
-- The other two models look at a batch in training mode, and leave no trace (running statistics, logs); what they draw (dropout) is
-  drawn from the task's generators. The paper's projection head is the user's to have in the model.
+- The other two models look at a batch in training mode, draw (dropout) as the first does, and leave no trace in statistics or logs.
 - Submodels: the last model is cut as the submodel is; what the client has never trained of it is as received.
 - With `alpha` it is asynchronous: each arrival is mixed in as in FedAsync; z_glob is of the model that the client was sent.
 """

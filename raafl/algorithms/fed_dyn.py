@@ -60,7 +60,7 @@ def fed_dyn(
         select=submodel or Full(),
         local=Regularised(prox=alpha) if alpha else Local(),
         trigger=AllReported(),
-        merge=Corrected(mean, Variates(GRADIENT, by_element=submodel is not None), alpha) if alpha else mean,
+        merge=Corrected(mean, Variates(GRADIENT), alpha) if alpha else mean,
     )
 
 

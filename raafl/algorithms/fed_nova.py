@@ -22,7 +22,7 @@ The paper leaves open, and this does:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -112,6 +112,7 @@ class Normalised(Merge):
     by_samples: bool = True
     staleness: Staleness = field(default_factory=lambda: Staleness("polynomial", a=0.5))
     sends: Literal["values", "delta"] = "delta"
+    by_client: ClassVar[bool] = True
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Refuse what is no amount of work."""

@@ -14,7 +14,7 @@ The paper leaves open, and this does:
   holds for schedules, momentum and clipping, too, of which eq. 4 would make part of the variate. The correction is added to the
   gradients, before whatever the model's own optimizer does with them.
 - Option I takes the gradient at x over the task's batches, which doubles the computing.
-- Of submodels c is a mean over the clients that have trained an element (`raafl.parts.merge.variates`); of whole models over N.
+- Of submodels c is a mean without clients that do not train an element (`raafl.parts.merge.variates`); of whole models over N.
 - With a `buffer_size` it is asynchronous: K differences make a merge, each against the model and the c that its client was sent,
   weighed by s(staleness) = 1/sqrt(1 + staleness) as in FedBuff; c_i^+ is kept when it arrives, and c moves at the merge.
 """
@@ -56,7 +56,6 @@ def scaffold(
     """
     if option not in (1, 2):
         raise BadInput(f"option is {option}: give 1 or 2")
-    variates = Variates(CLIENT, SERVER, by_element=submodel is not None)
     return Algorithm(
         name="scaffold",
         paper="Karimireddy et al. 2020",
@@ -64,7 +63,7 @@ def scaffold(
         select=submodel or Full(),
         local=Controlled(option),
         trigger=AllReported() if buffer_size is None else Buffered(buffer_size),
-        merge=WithVariates(Deltas(server_lr, Staleness("polynomial", a=0.5)), variates),
+        merge=WithVariates(Deltas(server_lr, Staleness("polynomial", a=0.5)), Variates(CLIENT, SERVER)),
     )
 
 

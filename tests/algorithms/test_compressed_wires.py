@@ -34,13 +34,14 @@ def shares_of(algorithm, run):
     module = algorithm.local.prepare(small_mlp())
     submodels = Submodels(module)
     submodels.hold(module)  # what is frozen does not travel
+    payload = algorithm.local.payload(submodels)
     specs = {row["id"]: Spec.from_json(row["spec"]) for row in run.journal() if row["event"] == "assigned"}
     merged = sorted((row for row in run.rows() if row["outcome"] == "merged"), key=lambda row: row["client"])
     for client, rows in groupby(merged, key=lambda row: row["client"]):
         found = []
         for row in rows:
             spec = specs[int(row["assignment"])]
-            down, up = (submodels.layout(spec, part).num_bytes for part in ("sent", "trained"))
+            down, up = (payload.layout(spec, part).num_bytes for part in ("sent", "trained"))
             found.append((int(row["bytes_down"]) / down, int(row["bytes_up"]) / max(up, 1)))
         yield client, found
 

@@ -73,7 +73,7 @@ def test_c_stands_still_within_a_round():
 def test_of_submodels_c_is_a_mean_over_those_that_hold_an_element():
     """Client 1 trains all, client 2 the second unit alone: c is 4 / 1 at the first and (4 + 2) / 2 at the second."""
     algorithm = scaffold(submodel=Rated(rates=[1.0]))
-    coordinator = coordinator_for(algorithm, line_state(hidden=2), num_clients=9)
+    coordinator = coordinator_for(algorithm, line_state(hidden=2), num_clients=2)
     merge, state = algorithm.merge, coordinator.state
     for client, spec, change in ((1, FULL, 4.0), (2, PART, 2.0), (2, PART, 0.0)):
         update = Update(0, client, 0, filled(state, 0.0, spec), 1, bundles={"c_i": filled(state, change, spec)})

@@ -17,18 +17,17 @@ from raafl.submodel.extract import Plan
 class Variates:
     """A flat tensor for each client, over all that trains, 0 at first; and the sum over clients, as of the last merge.
 
-    Of submodels the mean of an element is over the clients that have trained it by then. Divided by all N, those that few
-    hold would have a mean that is too small for the variates to cancel out, and would be pulled from their optimum for good.
+    The mean is over all N clients of the run, those that were not heard of at 0, as papers have it; of an element of submodels
+    without those that have sent others and not this one. With them, elements that few hold would have a mean that is too
+    small for the variates to cancel out, and would be pulled from their optimum for good.
 
     Attributes:
         name: in `GlobalState.clients`, and of the bundle with it.
         mean: of the bundle with the mean; None = none is sent.
-        by_element: means are over those that have trained an element; False = over all N of the run, as papers have it.
     """
 
     name: str
     mean: str | None = None
-    by_element: bool = False
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
         """Fill ``out`` with the client's own, of a submodel."""
@@ -42,9 +41,9 @@ class Variates:
         """Fill ``out`` with the mean, of a submodel."""
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory["sum"], out)
-        count = plan.gather(memory["count"]) if self.by_element else None
+        count, unheard = plan.gather(memory["count"]), state.num_clients - len(memory["seen"])
         for dtype, buffer in out.buffers.items():
-            buffer.div_(state.num_clients if count is None else count.buffers[dtype].clamp_min(1))
+            buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
     def add_(self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0) -> None:
         """Add ``alpha * change`` to the client's own; it is part of the mean once `settle` is called."""
@@ -60,7 +59,7 @@ class Variates:
         for dtype, total in memory["sum"].buffers.items():
             total.add_(memory["new"].buffers[dtype])
         memory["new"].zero_()
-        for client, spec in memory["received"] if self.by_element else ():
+        for client, spec in memory["received"]:
             self._count(state, memory, client, spec)
         memory["received"].clear()
 
@@ -81,8 +80,7 @@ class Variates:
         memory: dict[str, Any] = state.memory.setdefault(f"variates {self.name}", {})
         if not memory:
             layout = state.submodels.layout(part="trained")
-            names = ("sum", "new", "count") if self.by_element else ("sum", "new")
-            memory |= {name: FlatTensors.zeros(layout, state.values.device) for name in names}
+            memory |= {name: FlatTensors.zeros(layout, state.values.device) for name in ("sum", "new", "count")}
             memory |= {"received": [], "seen": {}}
         return memory
 

@@ -136,7 +136,7 @@ class Normalised(Merge):
         on, done = sums.cover(), sums.cover(memory["done"], "mixed")
         for name, theta in trained_values(state).items():
             far = done[name] / on[name] if name in state.submodels.parameter_names else 1.0
-            theta.add_(torch.where(on[name] > 0, sums.total[name] / on[name] * far, 0.0))
+            theta.copy_(torch.where(on[name] > 0, theta + sums.total[name] / on[name] * far, theta))
         sums.clear()
         memory["done"].clear()
 

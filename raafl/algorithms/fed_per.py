@@ -25,7 +25,7 @@ from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
-from raafl.core.types import Update
+from raafl.core.types import Update, Warn
 from raafl.errors import BadInput, nearest
 from raafl.parts.local.entering import linear_in
 from raafl.parts.merge.kept import keep_, restore_
@@ -94,18 +94,21 @@ class Personal(Wrapped):
     def own(self, submodels: Submodels) -> frozenset[str]:
         """Return the parameters of a client's own layers."""
         head = (linear_in(submodels.module)[0],) if self.layers is None else self.layers
-        names = submodels.parameter_names
+        names = submodels.parameter_names & submodels.layout(part="trained").by_name.keys()
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return which paths are not there, and that nothing would be shared."""
+        """Return which paths are not there."""
         names = state.submodels.parameter_names
         wrong = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in wrong]
-        shared = names - self.own(state.submodels)
-        return (
-            super().check(state) + problems + ([] if shared else ["fed_per: nothing is shared, all layers are local"])
-        )
+        return super().check(state) + problems
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Say where nothing is shared."""
+        trained = state.submodels.parameter_names & state.submodels.layout(part="trained").by_name.keys()
+        alone = [] if trained - self.own(state.submodels) else [Warn("nothing is shared: each client trains alone")]
+        return super().notes(state, num_clients) + alone
 
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Put the client's own layers in."""

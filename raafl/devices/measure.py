@@ -160,11 +160,6 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int | None = No
     return min(rooms, key=lambda room: room.num_bytes)
 
 
-def available_memory_bytes(device: str | torch.device = "cpu") -> float:
-    """Return the bytes that `memory_room` finds for a process alone on the machine."""
-    return memory_room(device, num_sharing=1).num_bytes
-
-
 def _own_limits(status: Path = Path("/proc/self/status")) -> Iterator[Room]:
     """Yield what the process's resource limits leave; they hold for mapped memory on Linux only."""
     try:

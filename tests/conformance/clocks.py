@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from raafl.config.experiment import Experiment
-from raafl.runtime.inbox import ScriptedInbox
 from raafl.submodel import cost
 from raafl.submodel.cost import Cost
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels
 from tests.federation import Finished, finish
 from tests.ranks import ranks
+from tests.scripted_inbox import ScriptedInbox
 
 
 def order_of(run):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.core.types import Arrived, ClientInfo, Joined, Lost, Stop, Timer, Update
-from raafl.runtime.inbox import Inbox, ScriptedInbox, key_of
+from raafl.runtime.inbox import Inbox
+from tests.scripted_inbox import ScriptedInbox, key_of
 from tests.tools import filled, line_state
 
 NOTHING = filled(line_state(), 0.0)

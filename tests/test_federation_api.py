@@ -435,6 +435,7 @@ def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow("scripts start from nothing, as a user starts them")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("example", ["lightning_digits", "plain_module", "hugging_face"])
 def test_an_example_is_short_and_runs(tmp_path, request, example):
@@ -450,6 +451,7 @@ def test_an_example_is_short_and_runs(tmp_path, request, example):
     assert summary_of(output)["runtime"] == "simulated"
 
 
+@pytest.mark.slow("a script starts from nothing, as a user starts it")
 @pytest.mark.timeout(600)
 def test_the_example_for_hugging_face_says_why_it_skips(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "RAAFL_DATA"}
@@ -460,6 +462,7 @@ def test_the_example_for_hugging_face_says_why_it_skips(tmp_path):
     assert (done.returncode, done.stderr) == (1, "skipped: RAAFL_DATA is not set, the folder that has SST-2\n")
 
 
+@pytest.mark.slow("scripts start from nothing, as a user starts them")
 @pytest.mark.timeout(600)
 def test_an_example_runs_under_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -490,6 +493,7 @@ except raafl.BadInput as error:
 """
 
 
+@pytest.mark.slow("scripts start from nothing, as a user starts them")
 @pytest.mark.timeout(600)
 def test_a_script_starts_its_own_ranks_and_a_callback_ends_them(tmp_path):
     script, output = tmp_path / "script.py", tmp_path / "run"

@@ -54,6 +54,7 @@ def test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else(wheel):
     assert "raafl = raafl.commands.cli:main" in entries
 
 
+@pytest.mark.slow("three commands start from nothing")
 def test_it_works_in_an_empty_folder(site, tmp_path):
     raafl = [sys.executable, str(site / "bin" / "raafl")]
     here = {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}

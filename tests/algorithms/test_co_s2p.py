@@ -250,6 +250,7 @@ def test_the_rows_of_table_7_train_no_scores_of_what_is_random(fleet, linear, at
         assert all(len(units) == (2 if name.endswith("heads") else 16) for name, units in work.spec.kept)
 
 
+@pytest.mark.slow("a transformer's costs are predicted")
 def test_a_client_gets_what_its_memory_holds(fleet):
     one, select = fleet_of(fleet), RollingWindows(1.0, mask_rounds=1)
     need = one.cost(FULL).peak_bytes
@@ -321,6 +322,7 @@ def test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends(tm
     assert (one.summary["staleness"]["max"] == 0) == (trigger == "sync")
 
 
+@pytest.mark.slow("a transformer learns, twice")
 @pytest.mark.parametrize(
     ("arguments", "trigger"),
     [({"min_ratio": 1.0, "wait_s": 3.0}, "sync"), ({"min_ratio": 0.0, "wait_s": 0.0}, "async")],

@@ -10,6 +10,7 @@ import pytest
 BATCH, WIDTHS = 32, (3072, 2048, 2048, 10)
 
 
+@pytest.mark.slow("a benchmark starts processes of its own, from nothing")
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_operations_of_a_step_are_counted_by_hand():

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import startup
 
 
+@pytest.mark.slow("a benchmark starts processes of its own, from nothing")
 @pytest.mark.timeout(300)
 def test_a_start_of_three_ranks():
     (row,) = startup.rows(ranks=3, repeats=1, timeout_s=120)

@@ -75,6 +75,7 @@ def run_python(block: Block, names: dict[str, object], here: Path) -> None:
     exec(compile(block.text, str(file), "exec"), names)
 
 
+@pytest.mark.slow("what the docs show is run")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_does_what_it_says(page, here, finished, capsys):
     put_runs(page, here, finished)

@@ -29,6 +29,7 @@ def test_the_example_is_short():
     assert len(FILES["deadline.py"].splitlines()) < 60
 
 
+@pytest.mark.slow("what the docs show is run")
 def test_the_example_trains_refuses_and_replays(folder, capsys):
     assert main(["simulate", "--config", "deadline.yaml", "--json", "--progress", "quiet", "--output", "run"]) == 0
     summary = json.loads(capsys.readouterr().out)

@@ -52,11 +52,13 @@ def test_a_report_needs_no_torch_to_read_run_folders():
     assert loaded_after("import raafl.commands.report, raafl.report.labels", ("torch", *HEAVY)) == []
 
 
+@pytest.mark.slow("lightning is imported anew")
 def test_lean_lightning_leaves_out_what_torchmetrics_would_pull_in():
     optional = ("torchvision", "transformers", "scipy", "datasets", "wandb", "matplotlib", "pandas", "sklearn")
     assert loaded_after("from raafl.lean_import import import_lightning; import_lightning()", optional) == []
 
 
+@pytest.mark.slow("everything that torchmetrics can pull in is imported anew")
 def test_after_a_lean_import_everything_else_imports_as_usual():
     optional = ("torchvision", "transformers", "scipy.signal", "matplotlib.pyplot")
     present = [n for n in optional if importlib.util.find_spec(n.partition(".")[0])]
@@ -87,6 +89,7 @@ print(json.dumps(accuracy.compute().item()))
     assert run(code) == 0.75
 
 
+@pytest.mark.long
 def test_a_submodule_of_torchmetrics_may_come_first_after_a_lean_import():
     assert run(
         "from raafl.lean_import import import_lightning\nimport_lightning()\n"
@@ -95,6 +98,7 @@ def test_a_submodule_of_torchmetrics_may_come_first_after_a_lean_import():
     )
 
 
+@pytest.mark.long
 def test_lean_import_does_nothing_when_torchmetrics_is_there_already():
     assert run(
         "import torchmetrics, sys, json\nfinders, module = list(sys.meta_path), torchmetrics\n"
@@ -103,6 +107,7 @@ def test_lean_import_does_nothing_when_torchmetrics_is_there_already():
     )
 
 
+@pytest.mark.long
 def test_a_lightning_that_wants_more_of_torchmetrics_is_imported_the_ordinary_way():
     assert run(
         "import raafl.lean_import as lean, json\nlean._HOME.pop('MetricCollection')\nlightning = lean.import_lightning()\n"

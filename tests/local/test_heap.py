@@ -78,6 +78,7 @@ def test_a_process_that_keeps_what_it_frees_gets_few_new_pages_and_can_give_them
     assert kept["given"] and kept["gone"] > STEP_BYTES * 0.9
 
 
+@pytest.mark.slow("a process starts from nothing")
 @glibc
 def test_a_process_that_frees_at_once_holds_nothing_between_steps():
     tight = told("free_at_once")

@@ -268,6 +268,7 @@ def test_a_client_with_a_data_set_of_its_own_draws_from_the_tasks_seed():
     assert prints[0] == prints[1]
 
 
+@pytest.mark.slow("a process starts from nothing")
 @pytest.mark.timeout(120)
 def test_another_process_gives_the_same_bits():
     script = """

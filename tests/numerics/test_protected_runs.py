@@ -167,6 +167,7 @@ DEFENCES = {
 }
 
 
+@pytest.mark.slow("a run for each guard, until it has learnt")
 def test_a_client_that_sends_far_too_much_ruins_a_plain_mean_and_not_a_guarded_one(tmp_path):
     honest = poisoned(tmp_path, "honest", 1.0, fed_avg())["final"]["accuracy"]
     plain = poisoned(tmp_path, "plain", 100.0, fed_avg())["final"]["accuracy"]

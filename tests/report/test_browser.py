@@ -42,6 +42,7 @@ def page(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow("a whole browser draws it")
 @pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
 def test_every_chart_is_drawn_and_no_text_becomes_markup(page, tmp_path, scheme):
     image = pytest.importorskip("PIL.Image")
@@ -63,6 +64,7 @@ def test_every_chart_is_drawn_and_no_text_becomes_markup(page, tmp_path, scheme)
     assert {(66, 105, 208), (232, 104, 74)} <= colours  # a merged task, a lost one
 
 
+@pytest.mark.slow("a whole browser draws it")
 def test_a_phone_shows_the_page_without_scrolling_sideways(page, tmp_path):
     holder = tmp_path / "holder.html"
     measured = "const d = this.contentDocument.documentElement; document.title = [d.dataset.drawn, d.clientWidth, d.scrollWidth]"

@@ -138,6 +138,7 @@ def test_cells():
     assert escaped("a\x00b<") == "a b&lt;"
 
 
+@pytest.mark.slow("a hundred thousand tasks are read")
 def test_ten_thousand_clients_and_a_hundred_thousand_tasks_make_a_small_page(tmp_path):
     num_clients, num_tasks = 10_000, 100_000
     events = [EVENTS[0]] + [

@@ -181,6 +181,7 @@ def test_an_error_in_a_worker_is_told_with_its_own_words(tmp_path):
     assert children() == []
 
 
+@pytest.mark.slow("a process starts from nothing, and workers of it")
 def test_workers_end_soon_after_their_parent(tmp_path):
     script = f"""
         import os, signal, sys
@@ -217,6 +218,7 @@ def test_runs_in_several_processes_leave_no_file_open(tmp_path):
     assert children() == []
 
 
+@pytest.mark.slow("a model large enough to be computed by several threads")
 @pytest.mark.timeout(90)
 def test_several_threads_in_several_processes_do_not_hang_and_agree(tmp_path):
     """OpenMP's threads do not survive a fork: a worker that counts on its parent's would wait for ever."""

@@ -52,6 +52,7 @@ def test_clients_that_come_and_go_are_replayed(tmp_path):
     assert replay(tmp_path / "run", workers=2)["equal"] is True
 
 
+@pytest.mark.slow("torchrun and four ranks start from nothing")
 def test_a_wall_clock_run_of_real_ranks_replays_to_the_last_bit(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "raafl", "fit",

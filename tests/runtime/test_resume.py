@@ -38,6 +38,7 @@ def metric_rows(folder: Path) -> list[list[str]]:
     return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
 
 
+@pytest.mark.slow("three runs of some algorithms on a transformer")
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("cut", [13, 30])
 def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name, cut):
@@ -77,6 +78,7 @@ def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
     assert resumed["model_digest"] == whole["model_digest"] and resumed["updates_lost"] == whole["updates_lost"] > 0
 
 
+@pytest.mark.slow("two processes start from nothing, and 400 updates are made twice")
 def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):
     """Real processes, SIGKILL, wherever it hits."""
     whole = simulated("--config", CONFIG, "--max_updates=400", f"--output={tmp_path / 'whole'}")
@@ -97,6 +99,7 @@ def newest_version(folder: Path) -> int:
     return max((int(file.stem.split("-")[1]) for file in folder.glob("checkpoints/version-*.ckpt")), default=0)
 
 
+@pytest.mark.long
 def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tmp_path):
     folder = tmp_path / "run"
     torchrun = [
@@ -139,6 +142,7 @@ def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tm
     assert replay(folder)["equal"] is True
 
 
+@pytest.mark.slow("torchrun starts four ranks from nothing, twice")
 def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path):
     """With --max-restarts: a killed client ends all ranks of the node; the next attempt goes on."""
     folder = tmp_path / "run"
@@ -184,6 +188,7 @@ def test_a_resumed_run_keeps_the_limits_that_it_is_given(tmp_path, monkeypatch, 
     assert set(then.split()) & {f"--max_updates={goals.max_updates}", f"--max_time={goals.max_time_s}"}
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
     folder = tmp_path / "run"
     fit = [sys.executable, "-m", "raafl", "fit", "--local=2", "--progress=quiet", "--max_updates=null"]

@@ -68,11 +68,7 @@ def join(
         try:
             if site is None:
                 site = _told(make_site(_ask_config(pair)), say)
-            worker = Client(
-                site.info, pair, site.submodels, site.trainer, site.data, site.experiment.waits,
-                config=site.sections, unsent=unsent, on_welcome=search.succeeded,
-                wires=site.experiment.wires(site.submodels),
-            )  # fmt: skip
+            worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded)
             reason = _work(worker, site, say)
         except (PeerLost, PeerTimeout, Refused) as error:
             num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)

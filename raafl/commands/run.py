@@ -10,11 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from raafl.compression.plan import Wires
 from raafl.config.experiment import Experiment, seconds
-from raafl.core import saving
 from raafl.core.hooks import Watcher
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed, RunFailed
@@ -34,9 +31,8 @@ from raafl.runtime.conditions import conditions
 from raafl.runtime.divergence import Divergence
 from raafl.runtime.export import save_model
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.memory import settle_heap, with_memory
 from raafl.runtime.saver import Saver
-from raafl.runtime.setup import Parts, build, client_infos, client_parts, data_notes, load_data, make_executor
+from raafl.runtime.setup import Parts, build, data_notes, make_executor
 from raafl.submodel import FULL
 from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
@@ -116,18 +112,8 @@ class Run:
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
-        self.record.restore(section["record"])
         with self.statistics.untouched(coordinator.state.values):
-            coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
-        saving.restore(coordinator, section["coordinator"])
-        restarted = self.runtime != "simulated"
-        if restarted:  # ids are never used twice, also for tasks that were lost
-            coordinator.roster.last_id = max(coordinator.roster.last_id, mended.last_id)
-            for client, num in mended.joins.items():  # nor are incarnations
-                coordinator.roster.joins[client] = max(coordinator.roster.joins[client], num)
-            coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
-            self.record.lose(mended.num_lost)
-            coordinator.restart()
+            resume.resume(saved, mended, coordinator, self.record)
         if mended.num_missing:
             self._writer.gap(mended.num_missing)
             self.progress.warn(resume.missing(self.folder, mended.num_missing))
@@ -138,7 +124,7 @@ class Run:
             "last_id": coordinator.roster.last_id,
             "version": coordinator.state.version,
             "goals": self._goals().to_json(),
-            "restarted": restarted,
+            "restarted": saved.restarts,
             "start": self._start(),
         }
         self._writer.event(row)
@@ -349,31 +335,18 @@ def coordinate(run: Run, server: Server, saved: resume.SavedRun | None) -> tuple
 
 
 def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
-    from raafl.runtime.client import Client
+    from raafl.runtime.client_setup import ClientSetup
     from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
 
-    torch.set_num_threads(experiment.threads)
-    data = load_data(experiment)
-    info = client_infos(experiment, data)[rendezvous.rank - 1]
-    submodels, trainer = client_parts(experiment, data, rendezvous.fabric_options())
-    info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
-    settle_heap(experiment, info, submodels, data, trainer.fabric.device)
-    for note in notes:
-        Progress("plain", sys.stderr).note(f"raafl, client {info.id}: {note}")
+    setup = ClientSetup.make(experiment, rendezvous.rank, rendezvous.fabric_options())
+    client = setup.info.id
+    for note in setup.notes:
+        Progress("plain", sys.stderr).note(f"raafl, client {client}: {note}")
     try:
         rendezvous.await_server()
-        with rendezvous.connector(info.id, trainer.fabric.device)() as pair:
-            client = Client(
-                info,
-                pair,
-                submodels,
-                trainer,
-                data.client(info.id),
-                experiment.waits,
-                wires=experiment.wires(submodels),
-            )
-            reason = client.run()
+        with rendezvous.connector(client, setup.trainer.fabric.device)() as pair:
+            reason = setup.client(pair).run()
     except (PeerLost, PeerTimeout, Refused) as error:
         reason = rendezvous.let_go() or f"failed: the server is gone: {error}"
     if reason.startswith(("refused", "failed")):
-        raise RunFailed(f"client {info.id}: {reason}")
+        raise RunFailed(f"client {client}: {reason}")

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from raafl.core.algorithm import Algorithm, Fleet, Training, Waiting
+from raafl.core.algorithm import Algorithm, Fleet, OwnTests, Training, Waiting
+from raafl.core.payload import Wire
 from raafl.core.roster import Roster
 from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
@@ -51,9 +52,13 @@ class Coordinator:
 
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
-        seed: int = 0, pace: bool = False,
+        seed: int = 0, pace: bool = False, wires: Wire | None = None, own_tests: OwnTests | None = None,
+        drop_last: bool = False,
     ) -> None:  # fmt: skip
-        """Start with nobody there. ``pace`` makes a wall-clock client take its profile's time for each task."""
+        """Start with nobody there; what decides the cost of tasks is told to the parts as `Fleet` says.
+
+        ``pace`` makes a wall-clock client take its profile's time for each task.
+        """
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
         self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
@@ -67,7 +72,10 @@ class Coordinator:
         self.payload = algorithm.local.payload(state.submodels)
         state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))
-        self.fleet = Fleet(state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local)
+        self.fleet = Fleet(
+            state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, wires=wires,
+            own_tests=own_tests or OwnTests(), drop_last=drop_last,
+        )  # fmt: skip
         self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {

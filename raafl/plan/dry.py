@@ -18,7 +18,7 @@ from raafl.errors import BadInput
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
-from raafl.runtime.setup import batch_size_of, client_infos, furnish, load_data, make_model, proven
+from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, load_data, make_model, proven
 from raafl.runtime.simulated import Simulation
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
 
@@ -114,12 +114,8 @@ class World:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
         limits = replace(experiment.limits(there), max_updates=max_updates, checkpoint_every=None)
-        coordinator = Coordinator(
-            replace(algorithm, merge=Unmerged(algorithm.merge)), state, limits,
-            training=experiment.train, batch_size=self.batch_size, seed=experiment.seed,
-        )  # fmt: skip
-        furnish(coordinator, experiment, self.data)
-        return coordinator
+        unmerged = replace(algorithm, merge=Unmerged(algorithm.merge))
+        return coordinator_of(experiment, self.data, unmerged, state, limits)
 
 
 class Unmerged(Merge):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,9 +13,11 @@ from raafl.core.types import ClientInfo
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.train import LocalTrainer
+from raafl.local.train import FabricOptions, LocalTrainer
+from raafl.runtime.client import Client
 from raafl.runtime.memory import settle_heap, with_memory
 from raafl.runtime.setup import client_infos, client_parts, load_data
+from raafl.runtime.transport import Pair
 from raafl.submodel import Submodels
 
 
@@ -59,6 +62,23 @@ class ClientSetup:
         replace(experiment, output=None, resume=None).check()
         if not 1 <= client <= experiment.clients:
             raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
+        alike = sections(config_yaml, own_data=own_data or data_named)
+        return cls.make(experiment, client, experiment.fabric.on_this_machine(), own_data=own_data, alike=alike)
+
+    @classmethod
+    def make(
+        cls, experiment: Experiment, client: int, options: FabricOptions, *, own_data: bool = False,
+        alike: dict[str, str] | None = None,
+    ) -> ClientSetup:  # fmt: skip
+        """Make the parts of a client that the run is known to have, of an experiment that is checked.
+
+        Args:
+            experiment: the run's.
+            client: its id.
+            options: where it trains.
+            own_data: all of the training data is this client's; else its share.
+            alike: sections of the config that the server is to compare.
+        """
         torch.set_num_threads(experiment.threads)
         if own_data:
             data = whole(experiment)
@@ -68,11 +88,17 @@ class ClientSetup:
         else:
             data = load_data(experiment)
             mine, info = data.client(client), client_infos(experiment, data)[client - 1]
-        submodels, trainer = client_parts(experiment, data, experiment.fabric.on_this_machine())
+        submodels, trainer = client_parts(experiment, data, options)
         info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
         settle_heap(experiment, info, submodels, data, trainer.fabric.device)
-        alike = sections(config_yaml, own_data=own_data or data_named)
-        return cls(experiment, info, submodels, trainer, mine, alike, notes)
+        return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
+
+    def client(self, pair: Pair, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None) -> Client:
+        """Let the client work over a connection; see `Client`."""
+        return Client(
+            self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
+            config=self.sections or None, unsent=unsent, on_welcome=on_welcome, wires=self.experiment.wires(self.submodels),
+        )  # fmt: skip
 
 
 def whole(experiment: Experiment) -> FederatedData:

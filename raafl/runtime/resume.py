@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.core import saving
+from raafl.core.coordinator import Coordinator
 from raafl.core.types import Limits
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_events, that_count
+from raafl.runfolder.record import RunRecord
 from raafl.runfolder.rows import read_table, write_table
 from raafl.runfolder.schema import CLIENTS, EVENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.submodel import FlatTensors, Layout
@@ -39,6 +42,11 @@ class SavedRun:
     folder: Path
     state_dict: dict[str, Any]
     section: dict[str, Any]
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its clients are gone and join anew, as those of a wall-clock run."""
+        return bool(self.section["runtime"] != "simulated")
 
     def values(self, layout: Layout) -> FlatTensors:
         """Return the global values in ``layout``."""
@@ -142,7 +150,7 @@ def mend(saved: SavedRun) -> Mended:
     assigned = {row["id"]: row for row in journal if row.get("event") == "assigned"}
     last_id = max([*assigned, *(row["last_id"] for row in journal if row.get("event") == "gap")], default=0)
     lost: list[Sequence[str]] = []
-    if section["runtime"] != "simulated":
+    if saved.restarts:
         later = sorted(number for number in assigned if number > coordinator["last_id"])
         lost = [_lost_row(assigned[number], header) for number in later]
     write_table(folder / CLIENTS, header, [*kept, *lost])
@@ -152,6 +160,29 @@ def mend(saved: SavedRun) -> Mended:
         if row.get("event") == "joined":
             joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
     return Mended(last_id, len(lost), max(section["record"]["num_events"] - num_events, 0), joins, merged)
+
+
+def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
+    """Put a fresh coordinator and record, in place, to where the checkpoint was; the runtime restores its own clock.
+
+    Args:
+        saved: the checkpoint.
+        mended: what came of the tables, which are those of the checkpoint now.
+        coordinator: of the same config.
+        record: of the same folder.
+    """
+    record.restore(saved.section["record"])
+    coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
+    saving.restore(coordinator, saved.section["coordinator"])
+    if not saved.restarts:
+        return
+    roster = coordinator.roster
+    roster.last_id = max(roster.last_id, mended.last_id)  # ids are never used twice, also for tasks that were lost
+    for client, num in mended.joins.items():  # nor are incarnations
+        roster.joins[client] = max(roster.joins[client], num)
+    coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
+    record.lose(mended.num_lost)
+    coordinator.restart()
 
 
 def missing(folder: Path, num_events: int) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.core.algorithm import OwnTests
+from raafl.core.algorithm import Algorithm, OwnTests
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, derive_seed
+from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData, reading
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions, LocalTrainer
@@ -93,7 +93,6 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     torch.set_num_threads(experiment.threads)
     data = load_data(experiment)
     module = make_model(experiment)
-    batch_size = batch_size_of(experiment, data)
     submodels = proven(experiment, module, data)
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
     submodels.hold(state.values)
@@ -101,11 +100,8 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
     algorithm = pooled(experiment.protected(), submodels)
-    coordinator = Coordinator(
-        algorithm, state, experiment.limits(min_clients, count_lost),
-        training=experiment.train, batch_size=batch_size, seed=experiment.seed, pace=pace,
-    )  # fmt: skip
-    furnish(coordinator, experiment, data)
+    limits = experiment.limits(min_clients, count_lost)
+    coordinator = coordinator_of(experiment, data, algorithm, state, limits, pace=pace)
     fleet = coordinator.fleet.of(clients)
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
     if problems:
@@ -129,10 +125,14 @@ def data_notes(parts: Parts) -> list[str]:
     return found
 
 
-def furnish(coordinator: Coordinator, experiment: Experiment, data: FederatedData) -> None:
-    """Let the fleet know what of the run's config and data decides what tasks cost."""
-    coordinator.fleet = replace(
-        coordinator.fleet, wires=experiment.wires(coordinator.state.submodels), own_tests=own_tests(experiment, data),
+def coordinator_of(
+    experiment: Experiment, data: FederatedData, algorithm: Algorithm, state: GlobalState, limits: Limits, *,
+    pace: bool = False,
+) -> Coordinator:  # fmt: skip
+    """Make the coordinator of a run, which knows of its config and data what decides what tasks cost."""
+    return Coordinator(
+        algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
+        seed=experiment.seed, pace=pace, wires=experiment.wires(state.submodels), own_tests=own_tests(experiment, data),
         drop_last=data.drop_last,
     )  # fmt: skip
 

@@ -10,7 +10,8 @@ from raafl.data import Digits, Dirichlet
 from raafl.report.clients import partition
 from raafl.report.labels import classes_of
 from raafl.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, stretches, uses
-from raafl.runfolder.reading import MERGED, read
+from raafl.runfolder.reading import read
+from raafl.runfolder.schema import MERGED
 from tests.federation import SPEEDS, experiment, finish, unequal
 from tests.habits.source import ROOT
 from tests.report.folders import write

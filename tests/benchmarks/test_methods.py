@@ -73,6 +73,7 @@ print(json.dumps(rows(settings, jobs=2, levels=(0.0, 2.0))))
 """In a process of its own: a pool of spawned ones leaves a helper process behind for as long as this one lives."""
 
 
+@pytest.mark.slow("a comparison is run by a process of its own")
 def test_a_row_is_the_mean_of_its_seeds():
     code = ROWS.format(config=str(CONFIG), options=SHORT)
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=110)

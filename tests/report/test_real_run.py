@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from raafl.commands.cli import main
+from raafl.commands.report import _deal_out
 from raafl.data import Digits, Dirichlet
 from raafl.report.clients import partition
 from raafl.report.labels import classes_of
@@ -15,6 +18,8 @@ from raafl.runfolder.schema import MERGED
 from tests.federation import SPEEDS, experiment, finish, unequal
 from tests.habits.source import ROOT
 from tests.report.folders import write
+
+DEAL_OUT = partial(_deal_out, trusted=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,7 @@ def test_classes_are_those_that_the_config_deals_out(tmp_path):
         == 0
     )
     run = read(folder)
-    counts = classes_of(run)
+    counts = classes_of(run, DEAL_OUT)
     data = Digits(test_share=0.2, seed=0)
     data.setup("fit")
     labels = np.array([int(label) for _, label in data.train_dataloader().dataset])
@@ -93,13 +98,16 @@ def test_classes_are_those_that_the_config_deals_out(tmp_path):
     assert [list(column) for column in zip(*(trace["x"] for trace in traces), strict=True)] == list(counts.values())
 
     run.clients[2].num_samples += 1
-    assert classes_of(run) == "the config's data are not those of the run: client 2 had 308 samples, and would have 307"
+    assert (
+        classes_of(run, DEAL_OUT)
+        == "the config's data are not those of the run: client 2 had 308 samples, and would have 307"
+    )
 
 
 def test_classes_that_cannot_be_found_are_said_to_be_unknown(finished, tmp_path):
     run = read(finished.folder)
-    assert classes_of(run) == "there is no config to deal the data out by"
+    assert classes_of(run, DEAL_OUT) == "there is no config to deal the data out by"
     named = read(write(tmp_path / "run"))  # whose config names no model and no data
-    reason = classes_of(named)
+    reason = classes_of(named, DEAL_OUT)
     assert reason.startswith("the data cannot be dealt out again: ")
     assert reason in partition([("run", named)], {id(named): reason}).note

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from raafl.commands.cli import main as raafl
 from raafl.report.timeline import timeline
-from raafl.runfolder.reading import Run, read
+from raafl.runfolder.reading import RecordedRun, read
 
 ROOT = Path(__file__).resolve().parents[1]
 INK, FAINT = "#767c85", "#8a9099"
@@ -110,13 +110,13 @@ def ticks(most: float) -> list[float]:
     return [step * count for count in range(int(most / step + 1e-9) + 1)]
 
 
-def mean_curve(runs: Sequence[Run], seconds: float, points: int = 300) -> tuple[Floats, Floats]:
+def mean_curve(runs: Sequence[RecordedRun], seconds: float, points: int = 300) -> tuple[Floats, Floats]:
     """Return times and the mean over runs there, `(points,)`; between its evaluations a run is linear."""
     times = np.linspace(0, seconds, points)
     return times, np.mean([np.interp(times, run.metrics["time_s"], run.metrics[METRIC]) for run in runs], axis=0)
 
 
-def learning_curve(runs: dict[str, list[Run]], seconds: float) -> str:
+def learning_curve(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
     """Draw accuracy over virtual time: a thin line a seed, a thick one their mean."""
     seeds = len(next(iter(runs.values())))
     picture = Picture(400, f"Accuracy of {' and '.join(name for name, _ in ALGORITHMS.values())} over virtual seconds")
@@ -149,7 +149,7 @@ def learning_curve(runs: dict[str, list[Run]], seconds: float) -> str:
     return picture.svg()
 
 
-def who_did_what(runs: dict[str, list[Run]], seconds: float) -> str:
+def who_did_what(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
     """Draw the first seconds of one run of each algorithm, as the report's timeline has them."""
     left, right, step = 110.0, WIDTH - 20, 28.0
     num_lanes = max(len(some[0].client_ids()) for some in runs.values())
@@ -275,9 +275,9 @@ def way_of_an_update() -> str:
     return picture.svg()
 
 
-def simulated(folder: Path, seeds: int, seconds: float) -> dict[str, list[Run]]:
+def simulated(folder: Path, seeds: int, seconds: float) -> dict[str, list[RecordedRun]]:
     """Return runs of the quick start by algorithm, a run a seed; those that ``folder`` has are read, the others made."""
-    runs: dict[str, list[Run]] = {}
+    runs: dict[str, list[RecordedRun]] = {}
     for algorithm in ALGORITHMS:
         for seed in range(seeds):
             run = folder / f"{algorithm}-{seed}"

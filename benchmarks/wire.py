@@ -23,7 +23,7 @@ import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
-from raafl.runtime.transport import Door, GlooPair, Kind, Message, Pair, call, load_secret
+from raafl.runtime.transport import GlooPair, Kind, Listener, Message, Pair, call, load_secret
 from raafl.runtime.transport.cipher import RECORD_BYTES
 from raafl.submodel.flat import FlatTensors, Layout
 
@@ -89,7 +89,7 @@ def _tcp_pairs(store: Any, server: bool) -> dict[str, Pair]:
             pairs[name] = call(store.get(name).decode(), secret.for_client(1), timeout_s=_TIMEOUT_S)
             continue
         admitted: queue.SimpleQueue[Pair] = queue.SimpleQueue()
-        with Door(f"{_HOST}:0", secret, lambda pair, *_, q=admitted: q.put(pair), print, encrypt=encrypt) as door:
+        with Listener(f"{_HOST}:0", secret, lambda pair, *_, q=admitted: q.put(pair), print, encrypt=encrypt) as door:
             store.set(name, door.address)
             pairs[name] = admitted.get(timeout=_TIMEOUT_S)
     return pairs

@@ -41,7 +41,7 @@ def command(code: str, folder: Path, name: str) -> list[str]:
 
 def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
     """The supervisor of a plan."""
-    from raafl.commands.supervise import Child, Policy, Supervisor
+    from raafl.commands.supervise import Child, RestartPolicy, Supervisor
 
     def child(name: str, code: str, log: Path | None) -> Child:
         return Child(name, partial(command, code, folder, name.replace(" ", "-")), {"PATH": "/usr/bin:/bin"}, log)
@@ -50,7 +50,9 @@ def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
         number: child(f"client {number}", code, folder / f"log-{number}")
         for number, code in enumerate(plan["clients"], start=1)
     }
-    policy = Policy(**{"first_s": 0.02, "longest_s": 0.05, "leave_s": 30.0, "stop_s": 30.0, **plan.get("policy", {})})
+    policy = RestartPolicy(
+        **{"first_s": 0.02, "longest_s": 0.05, "leave_s": 30.0, "stop_s": 30.0, **plan.get("policy", {})}
+    )
     begun = (folder / "begun").exists if plan.get("watch_begun") else lambda: True
     return Supervisor(child("the server", plan["server"], None), clients, policy, say, begun=begun)
 

@@ -98,7 +98,7 @@ class Personal(Wrapped):
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return which paths are not there."""
+        """Name the paths that are not there."""
         names = state.submodels.parameter_names
         wrong = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in wrong]

@@ -48,7 +48,7 @@ class Callback:
         """The run has ended, for the reason in ``summary["finished"]``; not called where an error leaves no summary."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to keep of this callback: numbers, texts, tensors, and lists and dicts of them."""
+        """Return the state that a checkpoint is to keep of this callback: numbers, texts, tensors, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class LambdaCallback(Callback):
         self._names = tuple(functions)
 
     def __repr__(self) -> str:
-        """Return what it is made of."""
+        """Return its parts."""
         return f"LambdaCallback({', '.join(self._names)})"
 
 
@@ -173,7 +173,7 @@ class EarlyStopping(Callback):
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def __repr__(self) -> str:
-        """Return what it watches."""
+        """Return the object that it watches."""
         return (
             f"EarlyStopping(metric={self.metric!r}, patience={self.patience}, mode={self.mode!r}, "
             f"min_delta={self.min_delta:g})"

@@ -58,7 +58,7 @@ class Datasets(LightningDataModule):
         return [] if self.test is None else DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
 
     def __repr__(self) -> str:
-        """Return what it holds."""
+        """Return its contents."""
         train, test = (
             "None" if one is None else f"{type(one).__name__} of {len(one)}" for one in (self.train, self.test)
         )
@@ -131,7 +131,7 @@ def named(path: str, model_name: str | None, **given: Any) -> LightningDataModul
 
 
 def num_classes(data: LightningDataModule) -> int:
-    """Return how many classes the labels of a data module's training set have; it is set up."""
+    """Count the classes of the labels of a data module's training set; it is set up."""
     return int(labels_of(train_loader(data).dataset).max()) + 1
 
 

@@ -60,7 +60,7 @@ class Result:
     module: nn.Module
 
     def __repr__(self) -> str:
-        """Return what came of it, on one line."""
+        """Sum it up on one line."""
         summary = self.summary
         final = ", ".join(f"{name} {value:.4g}" for name, value in self.final.items())
         return (
@@ -302,7 +302,7 @@ class Federation:
         return result
 
     def _raises(self) -> bool:
-        """Return whether an interrupted run interrupts the program."""
+        """Check whether an interrupted run interrupts the program."""
         return not in_notebook() if self.on_interrupt is None else self.on_interrupt == "raise"
 
     def _notes(self) -> list[str]:
@@ -342,7 +342,7 @@ def _result(summary: dict[str, Any], folder: Path, watcher: CallbackWatcher) -> 
 
 
 def in_notebook() -> bool:
-    """Return whether this process runs the cells of a notebook."""
+    """Check whether this process runs the cells of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 

@@ -70,7 +70,7 @@ def local_ranks(num_clients: int | None) -> Iterator[None]:
 
 
 def _script(num_clients: int) -> list[str]:
-    """Return how this script was started."""
+    """Find the command by which this script was started."""
     if num_clients < 1:
         raise BadInput(f"local is {num_clients}: give the number of clients to start, 1 or more")
     if _started:

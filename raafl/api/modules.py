@@ -120,7 +120,7 @@ def _label(batch: Mapping[str, Any]) -> str | None:
 
 
 def _measured(metric: Any, output: Any, target: Any) -> Any:
-    """Return what a function gives for a batch, or a torchmetrics ``Metric`` that has seen it."""
+    """Compute a function's value for a batch, or that of a torchmetrics ``Metric`` that has seen it."""
     if isinstance(metric, nn.Module) and isinstance(output, Tensor):
         metric = metric.to(output.device)
     if not (callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))):
@@ -242,7 +242,7 @@ class ModuleSpec:
         return module
 
     def settings(self) -> dict[str, Any]:
-        """Return how it is trained, in words."""
+        """Name its training in words."""
         named = {"loss": self.loss, "optimizer": self.optimizer}
         found = {name: called(value) for name, value in named.items() if value is not None}
         if self.metrics:
@@ -256,7 +256,7 @@ def _check_function(name: str, value: Any, which: str) -> None:
 
 
 def called(thing: Any) -> str:
-    """Return what a function, a class or an object is called, with the module that it is from."""
+    """Name a function, a class or an object, with the module that it is from."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"
     return name.removeprefix("builtins.")

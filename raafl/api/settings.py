@@ -148,7 +148,7 @@ def devices_of(devices: Any) -> Any:
 
 
 def count_of(devices: Any) -> int | None:
-    """Return how many devices there are; None where nothing says."""
+    """Count the devices; None where nothing says."""
     if devices is None:
         return None
     try:
@@ -210,7 +210,7 @@ def _partition(partition: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what YAML can hold of a value; an object becomes its class."""
+    """Reduce a value to one that YAML can hold; an object becomes its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -226,7 +226,7 @@ def _plain(value: Any) -> Any:
 
 
 def without_addresses(text: str) -> str:
-    """Return what `repr` has said without where in memory it was."""
+    """Strip addresses in memory from a `repr`."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 

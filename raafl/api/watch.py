@@ -204,7 +204,7 @@ class CallbackWatcher(Watcher):
         self._announce(coordinator.state.version, now)
 
     def stop_asked(self) -> str | None:
-        """Return why a callback, or whoever holds the federation, wants the run to end."""
+        """Return the reason for which a callback, or whoever holds the federation, wants the run to end."""
         return self.failure or self._stop
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ _TAKE_FOLDERS = ("replay", "report", "watch")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
-    """Return what `raafl --print_completion SHELL` prints; ``usage`` says what each command does."""
+    """Write the script that `raafl --print_completion SHELL` prints; ``usage`` says what each command does."""
     texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
     shell = (values(argv, "--print_completion") or [""])[0]
     return script(shell, {name: texts.get(name, "") for name in commands})

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from raafl.commands.supervise import Child, Policy, Supervisor
+from raafl.commands.supervise import Child, RestartPolicy, Supervisor
 from raafl.config.argv import names_section, values, without
 from raafl.errors import BadInput
 
@@ -42,7 +42,7 @@ class Asked:
     """
 
     clients: int
-    policy: Policy
+    policy: RestartPolicy
     options: tuple[str, ...]
 
 
@@ -62,7 +62,7 @@ def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
         logs.mkdir()
         environment = child_environment(os.environ, secrets.token_hex(32))
         port = listener.getsockname()[1]
-        server = Server(asked.options, listener, note)
+        server = ServerProcess(asked.options, listener, note)
         supervisor = Supervisor(
             Child("the server", server.command, {**environment, NOTE: str(note)}, fds=(listener.fileno(),)),
             {
@@ -98,7 +98,7 @@ def _loopback() -> Iterator[socket.socket]:
         yield listener
 
 
-class Server:
+class ServerProcess:
     """The command line of each of the server's lives."""
 
     def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
@@ -113,7 +113,7 @@ class Server:
         return Path(path.strip()) if path.strip() else None
 
     def command(self) -> list[str]:
-        """Return how to start it: for a new run, or to go on with the one there is."""
+        """Write the command that starts it: for a new run, or to go on with the one there is."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
@@ -130,7 +130,7 @@ class Server:
 
 
 def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
-    """Return how to start a client."""
+    """Write the command that starts a client."""
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--resume", resumed[-1]]
@@ -140,7 +140,7 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, str]:
-    """Return what the ranks get: one thread each unless set, as torchrun does, and the secret, which no command line shows."""
+    """Make the environment of the ranks: one thread each unless set, as torchrun does, and the secret."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -150,7 +150,7 @@ def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, 
 
 
 def read(argv: Sequence[str]) -> Asked:
-    """Return what ``argv`` asks for.
+    """Read the request in ``argv``.
 
     Raises:
         BadInput: see `fit_local`.
@@ -168,7 +168,7 @@ def read(argv: Sequence[str]) -> Asked:
     explicit = _count(argv, "--clients", least=1)
     if explicit not in (None, num_clients):
         raise BadInput(f"--clients is {explicit}, but --local {num_clients} starts {num_clients}: leave --clients away")
-    policy = Policy()
+    policy = RestartPolicy()
     if (most := _count(argv, "--max_restarts", least=0)) is not None:
         policy = replace(policy, max_restarts=most)
     options = without(argv, "--local", "--max_restarts", "--clients")

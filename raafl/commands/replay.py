@@ -19,7 +19,7 @@ from raafl.runfolder.schema import JournalRow
 from raafl.runtime.conditions import conditions, differences
 from raafl.runtime.replay import Replay
 from raafl.runtime.saver import with_ties
-from raafl.runtime.setup import Parts, build, make_executor
+from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FlatTensors
 
 
@@ -94,13 +94,13 @@ def _own_data(folder: Path, rows: list[JournalRow], files: Mapping[int, Path], t
     return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
 
 
-def _save(folder: Path, parts: Parts, experiment: Experiment) -> Path:
+def _save(folder: Path, parts: ServerSetup, experiment: Experiment) -> Path:
     state = parts.coordinator.state
     return checkpoint.save(folder, state.version, with_ties(parts.module, state.values), module=parts.module)
 
 
-def _distance(folder: Path, parts: Parts) -> dict[str, Any] | None:
-    """Return how far the replayed values are from the run's last checkpoint: largest and root mean square difference."""
+def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
+    """Measure the distance of the replayed values from the run's last checkpoint: largest and root mean square difference."""
     with contextlib.suppress(BadInput):
         saved = checkpoint.load(folder)
         values = parts.coordinator.state.values

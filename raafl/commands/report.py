@@ -19,7 +19,7 @@ from raafl.report.groups import Group, algorithm_of, grouped, names_of
 from raafl.report.page import escaped, folded, page, shown, table_html
 from raafl.report.submodels import regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
-from raafl.runfolder.reading import Run, read
+from raafl.runfolder.reading import RecordedRun, read
 from raafl.runfolder.rows import atomic_file
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def report(argv: Sequence[str]) -> str:
     return f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {len(text.encode()) / 1e6:.1f} MB"
 
 
-def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -> str:
+def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
     """Return the page about these runs.
 
     Args:
@@ -98,7 +98,7 @@ def build(runs: Sequence[Run], *, labels: bool = False, trusted: bool = False) -
     return page(title, subtitle, _top(groups, runs), charts, bottom, links)
 
 
-def _deal_out(run: Run, *, trusted: bool) -> FederatedData:
+def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
     """Load the data that a run's config names, which needs torch, and share them out again."""
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
@@ -106,7 +106,7 @@ def _deal_out(run: Run, *, trusted: bool) -> FederatedData:
     return load_data(load_run(run.path, trusted=trusted, again=True))
 
 
-def _top(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
     parts = []
     noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in overview.notes_of(run)]
     if noted:
@@ -127,7 +127,7 @@ def _top(groups: Sequence[Group], runs: Sequence[Run]) -> str:
     return f'<section id="overview">{"".join(parts)}{outcomes}</section>'
 
 
-def _cards(groups: Sequence[Group], run: Run) -> str:
+def _cards(groups: Sequence[Group], run: RecordedRun) -> str:
     metrics = overview.model_metrics(groups)
     figures = overview.figures(run)
     values = dict(zip(metrics[:3], overview.final(run, metrics[:3]), strict=True))
@@ -151,7 +151,7 @@ def _cards(groups: Sequence[Group], run: Run) -> str:
     return f'<dl class="cards">{inner}</dl>'
 
 
-def _configs(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+def _configs(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
     parts = ['<section id="config"><h2>Config</h2>']
     differing = overview.differences_table(groups)
     if differing is not None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment, seconds
 from raafl.core.hooks import Watcher
 from raafl.core.types import Warn
@@ -24,7 +24,7 @@ from raafl.parts.select.submodels import Full
 from raafl.runfolder.journal import default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, JournalRow, Summary
-from raafl.runfolder.statistics import Coverage, Figures
+from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime import resume
 from raafl.runtime.batch_norm import Filled, StaticStatistics
 from raafl.runtime.conditions import conditions
@@ -32,7 +32,7 @@ from raafl.runtime.divergence import Divergence
 from raafl.runtime.export import save_model
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.saver import Saver
-from raafl.runtime.setup import Parts, build, data_notes, make_executor
+from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
 from raafl.submodel import FULL
 from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
@@ -50,7 +50,7 @@ class Run:
     """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
 
     def __init__(
-        self, parts: Parts, config_yaml: str, runtime: str, progress_file: Any = None,
+        self, parts: ServerSetup, config_yaml: str, runtime: str, progress_file: Any = None,
         saved: resume.SavedRun | None = None, watcher: Watcher | None = None,
     ) -> None:  # fmt: skip
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
@@ -98,9 +98,9 @@ class Run:
         experiment = self.parts.experiment
         return Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
 
-    def _figures(self) -> Figures:
+    def _figures(self) -> RunStatistics:
         fleet = self.parts.coordinator.fleet
-        return Figures(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
+        return RunStatistics(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
 
     def _go_on(self, saved: resume.SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
@@ -170,7 +170,7 @@ class Run:
         return metrics
 
     def _said_before(self) -> list[str]:
-        """Return what is to be said at the start; raises `BadInput` for warnings where the run is strict."""
+        """Collect the notes of the start; raises `BadInput` for warnings where the run is strict."""
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
         notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
         refuted = self.parts.submodels.refuted
@@ -302,7 +302,7 @@ def _serve(
     sessions = [
         Session(
             client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
-            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=Wires.on(parts.coordinator),
+            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=CompressionPlan.on(parts.coordinator),
             share=client.num_samples,
         )
         for client in parts.clients
@@ -311,7 +311,7 @@ def _serve(
 
 
 def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any) -> Server:
-    """Return what drives ``run`` on real clients; ``more`` is for `Server`."""
+    """Make the server of ``run`` on real clients; ``more`` is for `Server`."""
     from raafl.runtime.distributed import Server
 
     return Server(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.commands.fit_local import NOTE
 from raafl.commands.run import Run, coordinate, make_server
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput
@@ -25,7 +25,7 @@ from raafl.runtime.session import Session, Terms
 from raafl.runtime.setup import build
 from raafl.runtime.transport import Kind, Message, Pair, Refused
 from raafl.runtime.transport.keys import bind, check_run
-from raafl.runtime.transport.listener import Door, encrypts, parse_address
+from raafl.runtime.transport.listener import Listener, encrypts, parse_address
 from raafl.runtime.transport.turns import Turns
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def serve(
     lobby = _Lobby(
         experiment, Terms(for_clients(config_yaml), sections(config_yaml)), parts.submodels, inbox or Inbox(), shares
     )
-    door = Door(
+    door = Listener(
         where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s, turns=Turns()
     )
     try:
@@ -144,7 +144,7 @@ class _Lobby:
         def session(incarnation: int) -> Session:
             return Session(
                 client, incarnation, lambda: pair, self._submodels, self.inbox, self._waits, self.record.moved,
-                self._experiment.server_device, self._terms, Wires.on(self.server.coordinator),
+                self._experiment.server_device, self._terms, CompressionPlan.on(self.server.coordinator),
                 share=self._shares[client - 1],
             )  # fmt: skip
 
@@ -156,7 +156,7 @@ class _Lobby:
 
 
 def _bears() -> int | None:
-    """Return how often a client's code may fail alike: once where all clients are ours, and started again; else always."""
+    """Count the failures alike that a client's code is allowed: one where all clients are ours, and started again; else any."""
     return 1 if NOTE in os.environ else None
 
 

@@ -30,7 +30,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RestartPolicy:
     """How patient the supervisor is.
 
     Attributes:
@@ -95,7 +95,7 @@ class Child:
             self.send(signal.SIGKILL)  # what it had started: the group's number is its own until it is reaped
         return self.process.poll()
 
-    def start_again(self, policy: Policy) -> float:
+    def start_again(self, policy: RestartPolicy) -> float:
         """Have it started again; return in how many seconds."""
         now = time.monotonic()
         sound = now - self._started_s >= policy.sound_s
@@ -118,12 +118,12 @@ class Child:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a child has ended, without reaping it; False where the system cannot say (macOS)."""
+    """Check whether a child has ended, without reaping it; False where the system cannot say (macOS)."""
     return hasattr(os, "waitid") and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """Return what a child does before it becomes the program: have itself killed when its parent dies."""
+    """Make the function that a child runs before it becomes the program: it is killed when its parent dies."""
     libc = _libc
     if libc is None:
         return None
@@ -193,7 +193,7 @@ class Supervisor:
 
     server: Child
     clients: dict[int, Child]
-    policy: Policy
+    policy: RestartPolicy
     say: Callable[[str], None]
     begun: Callable[[], bool] = lambda: True
     listener: socket.socket | None = None
@@ -339,7 +339,7 @@ class Supervisor:
 
 
 def fate(code: int, words: Sequence[str] = ()) -> str:
-    """Return what became of a process, in words: "was killed by SIGKILL", or "failed: " and what it said last."""
+    """Say in words the end of a process: "was killed by SIGKILL", or "failed: " and what it said last."""
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

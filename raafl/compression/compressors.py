@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raafl.errors import BadInput, fraction, nearest
-from raafl.submodel.flat import Entry, FlatTensors, Layout
+from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 
 Name = Literal["none", "bf16", "int8", "top_k"]
 NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
@@ -79,11 +79,11 @@ class Compressor(ABC):
     feeds_back: ClassVar[bool] = False
     differences: ClassVar[bool] = True
 
-    def takes(self, entry: Entry) -> bool:
-        """Return whether a tensor is compressed."""
+    def takes(self, entry: TensorEntry) -> bool:
+        """Check whether a tensor is compressed."""
         return entry.dtype.is_floating_point and entry.numel > 0 and (self.only is None or entry.name in self.only)
 
-    def taken(self, layout: Layout) -> tuple[Entry, ...]:
+    def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
         """Return the tensors of ``layout`` that are compressed."""
         return _split(self, layout)[0]
 
@@ -118,18 +118,18 @@ class Compressor(ABC):
         self._decode(taken, wire, out)
 
     @abstractmethod
-    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         """Yield name, shape and dtype of what travels for ``taken``."""
 
     @abstractmethod
-    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...
 
     @abstractmethod
-    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None: ...
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None: ...
 
 
 @lru_cache(maxsize=1024)
-def _split(compressor: Compressor, layout: Layout) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+def _split(compressor: Compressor, layout: Layout) -> tuple[tuple[TensorEntry, ...], tuple[TensorEntry, ...]]:
     taken = tuple(entry for entry in layout.entries if compressor.takes(entry))
     return taken, tuple(entry for entry in layout.entries if not compressor.takes(entry))
 
@@ -144,18 +144,18 @@ def _wire(compressor: Compressor, layout: Layout) -> Layout:
 class BFloat16(Compressor):
     """Rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
 
-    def takes(self, entry: Entry) -> bool:
-        """Return whether a tensor is compressed: not one of 16 bits or fewer."""
+    def takes(self, entry: TensorEntry) -> bool:
+        """Check whether a tensor is compressed: not one of 16 bits or fewer."""
         return super().takes(entry) and entry.dtype.itemsize > 2
 
-    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         return ((entry.name, entry.shape, torch.bfloat16) for entry in taken)
 
-    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         for entry in taken:
             out[entry.name].copy_(values.view(entry))
 
-    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
         for entry in taken:
             out.view(entry).copy_(wire[entry.name])
 
@@ -171,13 +171,13 @@ class Int8(Compressor):
 
     draws: ClassVar[bool] = True
 
-    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         for entry in taken:
             yield entry.name, entry.shape, torch.int8
         for entry in taken:
             yield _scales(entry), (num_rows(entry.shape),), torch.float32
 
-    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         generator = torch.Generator().manual_seed(
             seed
         )  # the CPU's wherever the tensors are: the same bits on every device
@@ -191,7 +191,7 @@ class Int8(Compressor):
             levels = drawn.add_(rows / step).floor_().clamp_(-127, 127).nan_to_num_(0.0)
             out[entry.name].copy_(levels.view(entry.shape))
 
-    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
         for entry in taken:
             scales = wire[_scales(entry)]
             if bool((scales < 0).any()):
@@ -201,11 +201,11 @@ class Int8(Compressor):
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
-    """Return how many int8 scales a tensor of this shape has."""
+    """Count the int8 scales of a tensor of this shape."""
     return shape[0] if len(shape) > 1 and math.prod(shape[1:]) >= ROW else 1
 
 
-def _scales(entry: Entry) -> str:
+def _scales(entry: TensorEntry) -> str:
     return f"{entry.name} scales"
 
 
@@ -225,17 +225,17 @@ class TopK(Compressor):
     feeds_back: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
-        """Return how many of ``numel`` elements travel."""
+        """Count the elements of ``numel`` that travel."""
         return min(numel, max(1, round(self.share * numel)))
 
-    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         for dtype, entries in _by_dtype(taken).items():
             numel = sum(entry.numel for entry in entries)
             count = self.count(numel)
             yield f"{dtype} places", (count,), torch.int32 if numel < 2**31 else torch.int64
             yield f"{dtype} elements", (count,), dtype
 
-    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         for dtype, entries in _by_dtype(taken).items():
             flat = torch.cat([values.view(entry).reshape(-1) for entry in entries])
             count = self.count(flat.numel())
@@ -244,7 +244,7 @@ class TopK(Compressor):
             out[f"{dtype} places"].copy_(chosen)
             out[f"{dtype} elements"].copy_(flat[chosen])
 
-    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
         for dtype, entries in _by_dtype(taken).items():
             chosen, numel = wire[f"{dtype} places"].long(), sum(entry.numel for entry in entries)
             if int(chosen[0]) < 0 or int(chosen[-1]) >= numel or not bool((chosen[1:] > chosen[:-1]).all()):
@@ -255,8 +255,8 @@ class TopK(Compressor):
                 out.view(entry).copy_(part.view(entry.shape))
 
 
-def _by_dtype(entries: Sequence[Entry]) -> dict[torch.dtype, list[Entry]]:
-    found: dict[torch.dtype, list[Entry]] = {}
+def _by_dtype(entries: Sequence[TensorEntry]) -> dict[torch.dtype, list[TensorEntry]]:
+    found: dict[torch.dtype, list[TensorEntry]] = {}
     for entry in entries:
         found.setdefault(entry.dtype, []).append(entry)
     return found
@@ -268,10 +268,10 @@ class Bits(Compressor):
 
     differences: ClassVar[bool] = False
 
-    def _packed(self, taken: Sequence[Entry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         return ((entry.name, (-(-entry.numel // 8),), torch.uint8) for entry in taken)
 
-    def _encode(self, taken: Sequence[Entry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         for entry in taken:
             flat, wire = values.view(entry).reshape(-1), out[entry.name]
             ones = flat == 1
@@ -281,7 +281,7 @@ class Bits(Compressor):
             bits[: entry.numel] = ones
             torch.sum(bits.view(-1, 8) << _places(wire), dim=1, dtype=torch.uint8, out=wire)
 
-    def _decode(self, taken: Sequence[Entry], wire: FlatTensors, out: FlatTensors) -> None:
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
         for entry in taken:
             packed = wire[entry.name]
             bits = ((packed.unsqueeze(1) >> _places(packed)) & 1).view(-1)
@@ -315,7 +315,7 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 
 
 def up_name(compress: Compress, fixed: str | None) -> str:
-    """Return what updates travel by: what the merge has ``fixed`` (`Merge.wire`), else ``compress.up``.
+    """Name the compressor of updates: the one that the merge has ``fixed`` (`Merge.wire`), else ``compress.up``.
 
     Raises:
         BadInput: both are given, and differ.

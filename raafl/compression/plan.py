@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Literal
 from raafl.compression.compressors import Compress, Compressor, compressor, up_name
 from raafl.core.payload import MAX_CACHED, Payload, Way
 from raafl.parts.split_half import Half
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 from raafl.submodel.spec import FULL, Spec
 
 if TYPE_CHECKING:
     from raafl.core.algorithm import Local, Merge
     from raafl.core.coordinator import Coordinator
     from raafl.submodel.cost import Cost
-    from raafl.submodel.flat import Entry, Layout
+    from raafl.submodel.flat import Layout, TensorEntry
     from raafl.submodel.submodels import Submodels
 
 WAYS: tuple[Way, Way] = ("sent", "trained")
 
 
-class Wires:
+class CompressionPlan:
     """The compressors of a run and what they make of its payloads; the same on server and clients, without state.
 
     Parameters and bundles are compressed. Running statistics and other buffers are few and no step in a direction: they travel as
@@ -47,8 +47,10 @@ class Wires:
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
 
     @classmethod
-    def of(cls, submodels: Submodels, compress: Compress, merge: Merge, local: Local | None = None) -> Wires | None:
-        """Return what a config's section and an algorithm's own merge ask for; None where plain submodels travel.
+    def of(
+        cls, submodels: Submodels, compress: Compress, merge: Merge, local: Local | None = None
+    ) -> CompressionPlan | None:
+        """Plan the compression that a config's section and an algorithm's own merge ask for; None where plain submodels travel.
 
         Args:
             submodels: of the model.
@@ -68,7 +70,7 @@ class Wires:
         return cls(payload, merge.sends, down, up)
 
     @classmethod
-    def on(cls, coordinator: Coordinator) -> Wires:
+    def on(cls, coordinator: Coordinator) -> CompressionPlan:
         """Return those of a coordinator's run."""
         wires = coordinator.fleet.wires
         return wires if isinstance(wires, cls) else cls(coordinator.payload)
@@ -84,7 +86,7 @@ class Wires:
         return any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
-        """Return what compresses one way: "sent" is down, "trained" is up."""
+        """Make the compressor of one way: "sent" is down, "trained" is up."""
         return self.down if way == "sent" else self.up
 
     def layout(self, spec: Spec, way: Way) -> Layout:
@@ -92,13 +94,13 @@ class Wires:
         one, plain = self.compressor(way), self.payload.layout(spec, way)
         return plain if one is None else one.layout(plain)
 
-    def added_back(self, layout: Layout) -> list[Entry]:
-        """Return what of an update in ``layout`` travels as a difference though the merge wants values; bundles are steps."""
+    def added_back(self, layout: Layout) -> list[TensorEntry]:
+        """Select the tensors of an update in ``layout`` that travel as a difference though the merge wants values; bundles are steps."""
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
-    def plan(self, spec: Spec, way: Way) -> Plan:
+    def plan(self, spec: Spec, way: Way) -> CopyPlan:
         """Return the plan between that part of the whole model and of ``spec``; both without what does not travel."""
         return self.payload.plan(spec, way)
 
@@ -119,7 +121,7 @@ class Wires:
         return Spec(tuple((name, range(len(kept))) for name, kept in spec.kept), spec.blocks, spec.trained, spec.exits)
 
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
-        """Return how many bytes more go down, go up, and are held by the client beside the plain tensors."""
+        """Count the bytes that go down, go up, and are held by the client beside the plain tensors."""
         more, held = [], 0
         for way in WAYS:
             one, plain, wire = self.compressor(way), self.payload.layout(spec, way), self.layout(spec, way)
@@ -133,7 +135,7 @@ class Wires:
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return what the user is to know at the start: what travels, and what the server holds for it."""
+        """List the notes for the user at the start: what travels, and what the server holds for it."""
         if self.down is None and self.up is None:
             return []
         texts, held = [], 0

@@ -39,7 +39,7 @@ class Snapshots:
         return current
 
     def _own(self, assignment: Assignment) -> FlatTensors:
-        """Return what one client is sent that has something of its own."""
+        """Cut a snapshot for one client that is sent something of its own."""
         spec = assignment.spec
         layout = self._payload.layout(spec, "sent")
         free = self._free.get(layout)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raafl.compression.compressors import Unsound
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.compression.snapshots import Snapshots
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Way
@@ -51,7 +51,7 @@ class Down:
         copy: what the client has of the whole model, NaN where it has nothing; None = nothing at all, or none is kept.
     """
 
-    def __init__(self, wires: Wires, scratch: _Scratch | None = None) -> None:
+    def __init__(self, wires: CompressionPlan, scratch: _Scratch | None = None) -> None:
         """Start a life of the client; ``scratch`` may be shared by those of one thread."""
         self._wires, self._scratch = wires, scratch or _Scratch()
         self.copy: FlatTensors | None = None
@@ -64,7 +64,7 @@ class Down:
         return self._wires.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Return what travels for ``snapshot``, good until the next call; nothing is noted before `unpack`."""
+        """Encode ``snapshot`` for the wire, good until the next call; nothing is noted before `unpack`."""
         one, spec = self._wires.down, assignment.spec
         if one is None or self._is_whole(spec):
             return snapshot
@@ -78,7 +78,7 @@ class Down:
         return wire
 
     def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Return what the client has received, in ``out`` or in storage that is good until the next call; note that it has.
+        """Decode what the client has received, in ``out`` or in storage good until the next call; note that it has.
 
         Raises:
             Unsound: it is none of `pack`'s.
@@ -107,7 +107,7 @@ class Down:
         return one is not None and one.feeds_back and self._known(spec) is None
 
     def _known(self, spec: Spec) -> FlatTensors | None:
-        """Return what the client has of ``spec`` where it has all of it and it matters."""
+        """Find the client's own copy of ``spec`` where it has all of it and it matters."""
         one = self._wires.down
         if one is None or not one.feeds_back or self.copy is None:
             return None
@@ -126,13 +126,13 @@ class Up:
         residual: what the client has left out so far, over all that trains; None = nothing.
     """
 
-    def __init__(self, wires: Wires, scratch: _Scratch | None = None) -> None:
+    def __init__(self, wires: CompressionPlan, scratch: _Scratch | None = None) -> None:
         """Start a life of the client; ``scratch`` may be shared by those of one thread."""
         self._wires, self._scratch = wires, scratch or _Scratch()
         self.residual: FlatTensors | None = None
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Return what travels for what the trainer returned, good until the next call; keep what is left out of it."""
+        """Encode the trainer's result for the wire, good until the next call; keep what is left out of it."""
         one = self._wires.up
         if one is None:
             return trained
@@ -175,7 +175,7 @@ class Up:
         Args:
             spec: the submodel.
             wire: as received.
-            received: what the client was sent, which it has trained; only where `Wires.adds_back`.
+            received: what the client was sent, which it has trained; only where `CompressionPlan.adds_back`.
 
         Raises:
             Unsound: the update may not be merged.
@@ -228,7 +228,7 @@ class _Life:
     down_bytes: int = 0
 
 
-class Carried(Snapshots):
+class CompressedSnapshots(Snapshots):
     """Snapshots as clients receive them and updates as the server does, all in one process: for simulations and replays.
 
     Updates are packed and unpacked when they are taken from the executor, in the order of the events, whoever has trained
@@ -238,7 +238,7 @@ class Carried(Snapshots):
     def __init__(self, coordinator: Coordinator) -> None:
         """Cut from the coordinator's state as it goes on."""
         super().__init__(coordinator)
-        self._wires = Wires.on(coordinator)
+        self._wires = CompressionPlan.on(coordinator)
         self._half = self._wires.submodels if isinstance(self._wires.submodels, Half) else None
         self._scratch = _Scratch()
         self._lives: dict[int, _Life] = {}
@@ -286,13 +286,13 @@ class Carried(Snapshots):
         return wire.num_bytes
 
     def _part(self, values: FlatTensors, way: Way) -> FlatTensors:
-        """Return what travels of ``values`` one way, good until the next call: the client's half, or all of it."""
+        """Select the values that travel one way, good until the next call: the client's half, or all of it."""
         if self._half is None:
             return values
         return self._half.take_(self._scratch(f"part {way}", self._half.layout(FULL, way), values.device), values)
 
     def more_bytes(self, assignment: Assignment) -> int:
-        """Return how many bytes more than predicted went down for a client's newest task: whole tensors, at first."""
+        """Count the bytes beyond those predicted that went down for a client's newest task: whole tensors, at first."""
         if self._wires.down is None or not self._wires.down.feeds_back:
             return 0
         return self._life(assignment).down_bytes - self._wires.layout(assignment.spec, "sent").num_bytes
@@ -325,7 +325,7 @@ class Carried(Snapshots):
     # ---- interrupted and resumed ----
 
     def save(self) -> list[Any]:
-        """Return what is remembered of each client, as plain data and tensors."""
+        """Save the memory of each client as plain data and tensors."""
         return [
             [client, life.incarnation, to_plain(life.down.copy), to_plain(life.up.residual), life.down_bytes]
             for client, life in self._lives.items()

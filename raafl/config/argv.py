@@ -9,7 +9,7 @@ from raafl.errors import BadInput
 
 
 def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Namespace:
-    """Return what a command of its own parser is given, which is made with ``exit_on_error=False``.
+    """Parse the arguments of a command with a parser of its own, which is made with ``exit_on_error=False``.
 
     Args:
         parser: its ``prog`` is the command.
@@ -34,7 +34,7 @@ def name_of(item: str) -> str:
 
 
 def values(argv: Sequence[str], option: str) -> list[str]:
-    """Return what ``argv`` gives for an option, each time; an option at the very end has the empty value."""
+    """Read an option's values in ``argv``, each time; an option at the very end has the empty value."""
     return [
         item.partition("=")[2] if "=" in item else following
         for item, following in zip(argv, [*argv, ""][1:], strict=True)
@@ -43,7 +43,7 @@ def values(argv: Sequence[str], option: str) -> list[str]:
 
 
 def names_section(argv: Sequence[str], section: str) -> bool:
-    """Return whether ``argv`` gives a section of the config, or any field of it: `--data`, `--data.batch_size`."""
+    """Check whether ``argv`` gives a section of the config, or any field of it: `--data`, `--data.batch_size`."""
     return any(name_of(item).split(".")[0] == section for item in argv)
 
 

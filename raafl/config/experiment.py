@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raafl.compression.compressors import Compress, up_name
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.config.loggers import specs
 from raafl.config.options import MODES, About, Target, Waits, about
 from raafl.core.algorithm import Algorithm, Select, Training
@@ -307,12 +307,12 @@ class Experiment:
     def _protected(self, key: bytes) -> Algorithm:
         return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
 
-    def wires(self, submodels: Submodels) -> Wires | None:
-        """Return how what travels of ``submodels`` is compressed, alike on server and clients; None = it is not."""
-        return Wires.of(submodels, self.compress, self.algorithm.merge, self.algorithm.local)
+    def wires(self, submodels: Submodels) -> CompressionPlan | None:
+        """Plan the compression of what travels of ``submodels``, alike on server and clients; None = there is none."""
+        return CompressionPlan.of(submodels, self.compress, self.algorithm.merge, self.algorithm.local)
 
     def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
-        """Return what the coordinator needs to know of beginning and end."""
+        """Return the limits of the run for the coordinator."""
         return Limits(
             min_clients=min_clients,
             count_lost=count_lost,
@@ -325,7 +325,7 @@ class Experiment:
         )
 
     def _round(self) -> int:
-        """Return how many versions there are to about N updates."""
+        """Count the versions that about N updates make."""
         trigger: Any = self.algorithm.trigger
         if trigger.restart == "merge":
             return 1

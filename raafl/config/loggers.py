@@ -57,7 +57,7 @@ class LoggerSpec:
 
 
 def specs(logger: Any) -> list[LoggerSpec]:
-    """Return what the field `logger` asks for: a name, a `class_path` with `init_args`, a logger, or a list of these.
+    """Read the field `logger`: a name, a `class_path` with `init_args`, a logger, or a list of these.
 
     Raises:
         BadInput: it is none of these, or names a logger that cannot be made here; all problems at once.
@@ -139,7 +139,7 @@ def maker(
     spec: LoggerSpec, folder: Path, warn: Callable[[str], None], note: Callable[[str], None],
     before: Mapping[str, Any] | None = None, version: int = 0,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Return what makes the logger, for its own thread: imports and connections may take long.
+    """Return the function that makes the logger, for its own thread: imports and connections may take long.
 
     Args:
         spec: which logger.
@@ -240,7 +240,7 @@ def _wandb_url() -> str:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a web server answers at ``url``, whatever it says; the library itself would try for very long."""
+    """Check whether a web server answers at ``url``, whatever it says; the library itself would try for very long."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S):
             return True

@@ -83,7 +83,7 @@ class Target:
         return cls(metric.strip(), number)
 
     def met(self, metrics: dict[str, float]) -> bool:
-        """Return whether ``metrics`` reach the target."""
+        """Check whether ``metrics`` reach the target."""
         if self.metric not in metrics:
             return False
         if self.metric.endswith(_LOWER_IS_BETTER):

@@ -151,7 +151,7 @@ def eval_hint(text: str, names: dict[str, Any]) -> Any:
 
 
 def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
-    """Return what ``argv`` asks for.
+    """Read the request in ``argv``.
 
     Args:
         command: whose options they are.
@@ -189,7 +189,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
 
 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
-    """Return what the parser makes of ``argv``: as plain values, as text, and with the objects that it names."""
+    """Parse ``argv``: as plain values, as text, and with the objects that it names."""
     from argparse import ArgumentError
 
     from raafl.config.experiment import SECTIONS
@@ -235,7 +235,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) 
 
 
 def _names_own(argv: Sequence[str]) -> bool:
-    """Return whether the user's own options name a class that is not raafl's, or a config that may."""
+    """Check whether the user's own options name a class that is not raafl's, or a config that may."""
     from raafl.config.registry import paths
 
     known = set(paths())

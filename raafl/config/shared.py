@@ -22,7 +22,7 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 
 
 def for_clients(config_yaml: str) -> str:
-    """Return what a client without a config is given of the server's: the sections that it uses, device files as what they hold."""
+    """Select the sections of the server's config that a client without one is given, device files as what they hold."""
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}

@@ -304,7 +304,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a truth or nothing, or a text in which no parser finds an object."""
+    """Check whether a value is a number, a truth or nothing, or a text in which no parser finds an object."""
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT and "class_path" not in value
     return isinstance(value, bool | int | float | None)

@@ -53,7 +53,7 @@ class Training:
     batch_size: int | None = None
 
     def samples(self, work: Work, num_samples: int, batch_size: int) -> int:
-        """Return how many samples ``work`` processes on a client with ``num_samples``."""
+        """Count the samples that ``work`` processes on a client with ``num_samples``."""
         steps = work.num_steps if work.num_steps is not None else self.num_steps
         if steps is not None and work.num_epochs is None:
             return steps * min(batch_size, num_samples)
@@ -115,7 +115,7 @@ class Fleet:
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Return what a task of ``spec`` costs a client; ``extra`` is the work's."""
+        """Predict the cost of a task of ``spec`` for a client; ``extra`` is the work's."""
         cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
         return cost if self.wires is None else self.wires.cost(cost, spec)
 
@@ -133,7 +133,7 @@ class Fleet:
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Return what ``ask`` raises as `BadInput`, client by client."""
+        """Collect the `BadInput` that ``ask`` raises, client by client."""
         found = []
         for client in self.clients.values():
             try:
@@ -143,7 +143,7 @@ class Fleet:
         return found
 
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
-        """Return whether the memory that a task of ``spec`` is predicted to need, `Cost.peak_bytes`, is within the client's."""
+        """Check whether the memory that a task of ``spec`` is predicted to need, `Cost.peak_bytes`, is within the client's."""
         budget = client.profile.memory_bytes
         return budget == float("inf") or self.cost(spec).peak_bytes <= budget
 
@@ -181,7 +181,7 @@ class Select(ABC):
         return []
 
     def notes(self, fleet: Fleet) -> list[str]:
-        """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
+        """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
         return []
 
 
@@ -219,7 +219,7 @@ class Trigger(ABC):
 
     @abstractmethod
     def due(self, waiting: Waiting) -> bool:
-        """Return whether to merge now; asked after every event while at least one update waits."""
+        """Check whether to merge now; asked after every event while at least one update waits."""
 
     def wake_at(self, waiting: Waiting) -> float | None:
         """Return when to ask again even if nothing happens, or None."""
@@ -250,7 +250,7 @@ class Merge(ABC):
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
+        """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
         return []
 
     @property
@@ -271,11 +271,11 @@ class Merge(ABC):
         return
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return why it will not learn from updates that come so many merges late on average, or None."""
+        """Explain why it will not learn from updates that come so many merges late on average, or None."""
         return None
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return why a sound update is not to be received, as REASON in refused:REASON, or None; asked before `receive`."""
+        """Refuse a sound update by a reason, the REASON in refused:REASON, or None; asked before `receive`."""
         return None
 
     @abstractmethod
@@ -295,7 +295,7 @@ class Merge(ABC):
         return
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return what the run's summary is to say of the merge: plain data by name."""
+        """Report the merge for the run's summary: plain data by name."""
         return {}
 
 
@@ -317,7 +317,7 @@ class Algorithm:
         return {"name": self.name, "paper": self.paper, **parts}
 
     def notes(self, fleet: Fleet, num_clients: int) -> list[str]:
-        """Return what its parts have to say at the start."""
+        """Collect the notes of its parts at the start."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             self.select.notes(fleet)

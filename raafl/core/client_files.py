@@ -68,7 +68,7 @@ def zeros_in(folder: str, layout: Layout) -> FlatTensors:
 
 
 def is_in_files(flat: FlatTensors) -> bool:
-    """Return whether ``flat`` is from `zeros_in`."""
+    """Check whether ``flat`` is from `zeros_in`."""
     return all(isinstance(buffer, InFile) for buffer in flat.buffers.values())
 
 
@@ -100,7 +100,7 @@ def check_room(folder: str, num_bytes: int, what: str) -> None:
 
 
 def is_in_ram(folder: str) -> bool:
-    """Return whether files in ``folder`` are in RAM themselves; False where the system does not say."""
+    """Check whether files in ``folder`` are in RAM themselves; False where the system does not say."""
     mounts, place = Path("/proc/self/mounts"), Path(folder).resolve()
     kinds = [line.split(" ")[1:3] for line in mounts.read_text().splitlines()] if mounts.is_file() else []
     around = [(len(point), kind) for point, kind in kinds if place.is_relative_to(point)]

@@ -24,13 +24,13 @@ class ClientState:
         self.kept: dict[str, dict[int, FlatTensors]] = {}
 
     def find(self, name: str, client: int) -> FlatTensors | None:
-        """Return what is kept for a client under ``name``, or None."""
+        """Look up a client's tensors under ``name``, or None."""
         return self.kept.get(name, {}).get(client)
 
     def of(
         self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None
     ) -> FlatTensors:
-        """Return what is kept for a client under ``name``, to be changed in place: zeros in ``layout`` at first.
+        """Look up a client's tensors under ``name``, to be changed in place: zeros in ``layout`` at first.
 
         With a ``folder`` it lies in files there (`raafl.core.client_files`), with the same bits.
         """
@@ -40,7 +40,7 @@ class ClientState:
         return kept[client]
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
-        """Return what is kept under ``name`` by client; with a ``folder`` what comes from a checkpoint is put there first."""
+        """Look up all tensors under ``name`` by client; with a ``folder`` those from a checkpoint are put there first."""
         kept = self.kept.setdefault(name, {})
         if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
             for client, flat in kept.items():

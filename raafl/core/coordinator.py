@@ -137,7 +137,7 @@ class Coordinator:
         self.arrived_s.append(now)
 
     def _problem(self, update: Update, assignment: Assignment | None) -> str | None:
-        """Return why ``update`` may not be merged, or None."""
+        """Explain why ``update`` may not be merged, or None."""
         if assignment is None:
             return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
         if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
@@ -191,7 +191,7 @@ class Coordinator:
             )
 
     def _is_hopeless(self) -> bool:
-        """Return whether no client's update can be hoped to be merged any more."""
+        """Check whether no client's update can be hoped to be merged any more."""
         known = [client for client, num in self.roster.joins.items() if num]
         if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
             return True
@@ -288,7 +288,7 @@ class Coordinator:
         return dismissed
 
     def _work_for(self, client: ClientInfo) -> Work:
-        """Return what a client is to do; where nothing smaller suits one whose memory was too small, what suited it before."""
+        """Choose a client's work; where nothing smaller suits one whose memory was too small, that which suited it before."""
         try:
             return self.algorithm.select(client, self.fleet)
         except BadInput:

@@ -25,11 +25,11 @@ class Hooks:
         """An event has been seen to, to its end."""
 
     def stop_asked(self) -> str | None:
-        """Return why the run is to end now, or None; asked after each event."""
+        """Return the reason for which the run is to end now, or None; asked after each event."""
         return None
 
     def checkpoint_due(self) -> bool:
-        """Return whether a checkpoint is wanted now, whatever the coordinator says; asked after each event."""
+        """Check whether a checkpoint is wanted now, whatever the coordinator says; asked after each event."""
         return False
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Several(Hooks):
         return next((reason for hooks in self._hooks if (reason := hooks.stop_asked()) is not None), None)
 
     def checkpoint_due(self) -> bool:
-        """Return whether any of them wants one."""
+        """Check whether any of them wants one."""
         return any(hooks.checkpoint_due() for hooks in self._hooks)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:

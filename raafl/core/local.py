@@ -78,7 +78,7 @@ class Hook:
         self.task.update()
 
     def finish(self) -> dict[str, Any]:
-        """Return what the server is to be told beside the values, `Update.extra`; called after the last step."""
+        """Return the plain data for the server beside the values, `Update.extra`; called after the last step."""
         return {}
 
     def close(self) -> None:
@@ -134,27 +134,27 @@ class Local:
         return Payload(submodels, self.down, self.up)
 
     def hook(self, task: Task) -> Hook:
-        """Return what runs the steps of ``task``."""
+        """Make the hook that runs the steps of ``task``."""
         return Hook(task)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return what a task of ``spec`` costs a client that trains it this way, at a batch size."""
+        """Predict the cost of a task of ``spec`` that a client trains this way, at a batch size."""
         return submodels.cost(spec, batch_size)
 
     def terms(self, client: ClientInfo, fleet: Fleet) -> dict[str, Any]:
-        """Return what of `Work.extra` is the same for every task of ``client``; what its cost is to be asked with."""
+        """Return the part of `Work.extra` that all tasks of ``client`` share; their cost is predicted with it."""
         return {}
 
     def tests(self, extra: Mapping[str, Any]) -> bool:
-        """Return whether a client measures what such a task has trained on its own test part, if it has one."""
+        """Check whether a client measures what such a task has trained on its own test part, if it has one."""
         return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return why its steps cannot be run with these settings of `fabric`, one line each."""
+        """Explain why its steps cannot be run with these settings of `fabric`, one line each."""
         return []
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return what the user is to know at the start, one line each; a `Warn` where it is likely not what was meant."""
+        """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
         if not self.masked:
             return []
         from raafl.core.masked_loss import why_unmasked

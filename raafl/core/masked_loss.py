@@ -49,7 +49,7 @@ def output_layer(submodels: Submodels) -> str | None:
 
 
 def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tuple[str | None] | None:
-    """Return what ``ask`` says of the whole model and a batch, both without values; None where that cannot run."""
+    """Pass ``ask`` the whole model and a batch, both without values; None where that cannot run."""
     if submodels.example_batch is None:
         return None
     for device in ("meta", "cpu"):  # of tensors that the user's code makes without saying where
@@ -67,7 +67,7 @@ def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tup
 
 
 def _why_unused(module: Any, batch: Any) -> str | None:
-    """Return why the loss of a training step does not come from logits that the module's own call gives, or None."""
+    """Explain why the loss of a training step does not come from logits that the module's own call gives, or None."""
     found: list[Tensor | None] = []
 
     def cut(_: Any, args: Any, output: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from raafl.submodel.cost import Cost
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import FULL, Spec
 from raafl.submodel.submodels import Submodels
@@ -61,15 +61,15 @@ class Payload:
         more = [(_name(bundle, e.name), e.shape, e.dtype) for bundle in self._bundles[way] for e in one.entries]
         return Layout.pack([*((e.name, e.shape, e.dtype) for e in values.entries), *more])
 
-    def plan(self, spec: Spec, way: Way) -> Plan:
+    def plan(self, spec: Spec, way: Way) -> CopyPlan:
         """Return the plan between what travels one way of the whole model and of ``spec``."""
         return self._plan(self.submodels.normal(spec), way)
 
-    def _make_plan(self, spec: Spec, way: Way) -> Plan:
+    def _make_plan(self, spec: Spec, way: Way) -> CopyPlan:
         selections = dict(self.submodels.selections(spec))
         for bundle in self._bundles[way]:
             selections |= {_name(bundle, tensor): runs for tensor, runs in self.submodels.selections(spec).items()}
-        return Plan(spec, self.layout(FULL, way), self.layout(spec, way), selections)
+        return CopyPlan(spec, self.layout(FULL, way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
         """Return the values and the bundles in what travels one way for a task of ``spec``; they share its storage."""
@@ -95,7 +95,7 @@ class Wire(Protocol):
         ...
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return what the user is to know at the start."""
+        """List the notes for the user at the start."""
         ...
 
 

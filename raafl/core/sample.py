@@ -18,11 +18,11 @@ class IdlePool:
         self._place: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Return how many are idle."""
+        """Count the idle."""
         return len(self._order)
 
     def __contains__(self, client: int) -> bool:
-        """Return whether ``client`` is idle."""
+        """Check whether ``client`` is idle."""
         return client in self._place
 
     def __iter__(self) -> Iterator[int]:
@@ -81,7 +81,7 @@ class Sample:
         positive("concurrency", self.concurrency, optional=True)
 
     def most_at_work(self, num_clients: int) -> int:
-        """Return how many of so many clients may be at work at a time."""
+        """Count the clients, of so many, that may be at work at a time."""
         return min([num_clients, *(limit for limit in (self.cohort, self.concurrency) if limit is not None)])
 
     def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:

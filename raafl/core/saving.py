@@ -49,7 +49,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(data: Any) -> Any:
-    """Return what `to_plain` was given."""
+    """Restore the value that `to_plain` was given."""
     if isinstance(data, list):
         return [from_plain(item) for item in data]
     if not isinstance(data, dict):

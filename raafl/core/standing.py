@@ -50,15 +50,15 @@ class Standing:
             book.pop(client, None)
 
     def keeps_out(self, client: int, now: float) -> bool:
-        """Return whether the client may not take part yet."""
+        """Check whether the client may not take part yet."""
         return now < self.until.get(client, now)
 
     def is_bad(self, client: int) -> bool:
-        """Return whether the client's last updates were all refused, as many as keep it out."""
+        """Check whether the client's last updates were all refused, as many as keep it out."""
         return self.refused[client] >= self.most
 
     def is_hopeless(self, client: int) -> bool:
-        """Return whether the client was kept out again and again, with nothing accepted between."""
+        """Check whether the client was kept out again and again, with nothing accepted between."""
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:

@@ -294,7 +294,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def client_to_json(client: ClientInfo) -> dict[str, Any]:
-    """Return what is known of a client as plain data; an infinite rate becomes None, which JSON can say."""
+    """Describe a client as plain data; an infinite rate becomes None, which JSON can say."""
     profile = {name: None if value == math.inf else value for name, value in asdict(client.profile).items()}
     return {
         "client": client.id,

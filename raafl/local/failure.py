@@ -64,13 +64,13 @@ def attempt(trainer: Trains, assignment: Assignment, received: FlatTensors, data
 
 
 def out_of_memory(assignment: Assignment) -> Update:
-    """Return what stands for the update of a task for which the memory was too small."""
+    """Make the update that stands for a task for which the memory was too small."""
     nothing = FlatTensors.empty(Layout(()))
     return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=OUT_OF_MEMORY)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that memory, of the machine or of a GPU, was too small."""
+    """Check whether ``error`` says that memory, of the machine or of a GPU, was too small."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

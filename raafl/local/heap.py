@@ -41,7 +41,7 @@ def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
 
 
 def is_glibc() -> bool:
-    """Return whether the C library is one that can be told."""
+    """Check whether the C library is one that can be told."""
     return _glibc("mallopt") is not None
 
 

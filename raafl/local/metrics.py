@@ -39,7 +39,7 @@ def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
 
 
 def overrides(module: Any, name: str) -> bool:
-    """Return whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
+    """Check whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
     method = getattr(type(module), name, None)
     return method is not None and not str(getattr(method, "__module__", "")).startswith(
         ("lightning.", "pytorch_lightning.")

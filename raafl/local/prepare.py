@@ -47,7 +47,7 @@ def prepare(module: Any) -> Any:
 
 
 def uncompiled(module: Any) -> Any:
-    """Return what `torch.compile` was given, of what it returned; anything else as it is."""
+    """Unwrap a module that `torch.compile` returned; anything else stays as it is."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 

@@ -20,7 +20,7 @@ from raafl.submodel import FlatTensors
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Crew:
+class ClientProcesses:
     """The processes of one client, as each of them sees it while it trains.
 
     Attributes:
@@ -51,7 +51,7 @@ class Crew:
         return self._share
 
     def seed(self, seed: int) -> int:
-        """Return what this process draws from besides the data's order: dropout differs from one to another."""
+        """Derive the seed of all that this process draws besides the data's order: dropout differs from one to another."""
         return seed if self.rank == 0 else derive_seed(seed, f"process {self.rank}")
 
     def weighed(self, loss: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class LowerHook(Hook):
 
 
 def lower_activation(task: Task, path: str, batch: Any, index: int) -> Tensor:
-    """Return what the client's half gives for a batch, with its graph.
+    """Run the client's half on a batch; return its activation with its graph.
 
     Raises:
         BadInput: the run's precision scales losses, which takes one backward pass.
@@ -179,7 +179,7 @@ class UpperLocal(Local):
     """What the server does with its half."""
 
     def hook(self, task: Task) -> Hook:
-        """Return what runs it."""
+        """Return the hook that runs it."""
         return UpperHook(task)
 
 

@@ -28,7 +28,7 @@ from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
 from raafl.local.record import Recorder, to_device
-from raafl.local.spanning import Crew
+from raafl.local.spanning import ClientProcesses
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
@@ -203,7 +203,7 @@ class LocalTrainer:
         self._generator = torch.Generator()
         self._checked: FrozenBase | None = None
         self.stop: threading.Event | None = None  # once set, a task ends before its next batch, with `Stopped`
-        self.crew: Crew | None = None  # the processes that train together; None = this is the only one
+        self.crew: ClientProcesses | None = None  # the processes that train together; None = this is the only one
         self.place = ""  # where in its task it is, in words
 
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:

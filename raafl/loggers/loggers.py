@@ -21,7 +21,7 @@ import yaml
 from raafl.config.loggers import FOLDER, LoggerSpec, in_words, maker, specs
 from raafl.core.hooks import Hooks
 from raafl.core.types import Settled
-from raafl.loggers.tracking import Measured, RunIds, Since, Tables, finish, log, prepare
+from raafl.loggers.tracking import Measurements, RunIds, Since, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, Summary, kind_of
 from raafl.submodel import Spec
@@ -93,7 +93,7 @@ class Loggers(Hooks):
             "time_s": now, "wall_s": record.wall_s, "num_updates": ends[MERGED], "num_refused": ends[REFUSED],
             "num_lost": ends[LOST], "bytes_up": record.bytes_up, "bytes_down": record.bytes_down,
         }  # fmt: skip
-        measured = Measured(version, {**metrics, **own}, figures, *self._since.take())
+        measured = Measurements(version, {**metrics, **own}, figures, *self._since.take())
         for worker in self._workers:
             worker.put(lambda logger: log(logger, measured), counted=True)
 
@@ -197,7 +197,7 @@ class _Worker(threading.Thread):
                 self._fail(in_words(error))
 
     def _look(self) -> bool:
-        """Return whether it is stuck in a call, and say so the first time."""
+        """Check whether it is stuck in a call, and say so the first time."""
         since = self._since
         stuck = since is not None and time.monotonic() - since > self._call_s
         if stuck and self._error is None:

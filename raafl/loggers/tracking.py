@@ -27,7 +27,7 @@ from raafl.submodel import Spec
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from raafl.runfolder.reading import Run
+    from raafl.runfolder.reading import RecordedRun
 
 OVER_TIME, OVER_BYTES = "over_time/", "over_bytes/"
 """Begin the names under which W&B draws each metric against the run's clock, and against the bytes moved."""
@@ -43,7 +43,7 @@ _COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurements:
     """One evaluation, as loggers get it.
 
     Attributes:
@@ -98,7 +98,7 @@ class Since:
 
 
 def is_a(logger: Any, name: str) -> bool:
-    """Return whether a logger is of the Lightning class of this name."""
+    """Check whether a logger is of the Lightning class of this name."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 
@@ -112,7 +112,7 @@ def prepare(logger: Any) -> None:
         logger.experiment.define_metric(f"{begin}{glob}*", step_metric=f"{begin}{step}")
 
 
-def log(logger: Any, measured: Measured) -> None:
+def log(logger: Any, measured: Measurements) -> None:
     """Log an evaluation, with its version as step."""
     row: dict[str, Any] = measured.scalars()
     histograms = {"staleness": measured.staleness, "coverage": measured.coverage}
@@ -138,7 +138,7 @@ def log(logger: Any, measured: Measured) -> None:
 
 
 def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return how many values lie in each bin, and the edges: a bin for each ``whole`` number, or `BINS` from 0 to 1."""
+    """Count the values in each bin, and give the edges: a bin for each ``whole`` number, or `BINS` from 0 to 1."""
     import numpy as np
 
     most = int(max(values)) + 1 if whole else 1
@@ -224,7 +224,7 @@ class Tables:
             return self._found
 
 
-def clients_table(run: Run) -> Table:
+def clients_table(run: RecordedRun) -> Table:
     """Return a row for each client: what it is, what became of its tasks, how long it worked, what it moved."""
     import numpy as np
 
@@ -252,7 +252,7 @@ def clients_table(run: Run) -> Table:
     return columns, rows
 
 
-def timeline_table(run: Run) -> Table:
+def timeline_table(run: RecordedRun) -> Table:
     """Return a row for each task, in the order in which they ended; the last `MAX_TASKS`."""
     tasks = run.tasks
     numbers = ("assigned_s", "arrived_s", "version", "merged_version", "staleness", "bytes_down", "bytes_up")
@@ -263,8 +263,8 @@ def timeline_table(run: Run) -> Table:
     return ["client", "spec", "outcome", "begins_s", "ends_s", *numbers[2:]], rows
 
 
-def regions_table(run: Run) -> Table:
-    """Return how many updates each region of the model has had merged."""
+def regions_table(run: RecordedRun) -> Table:
+    """Count the merged updates of each region of the model."""
     counts: dict[int, int] = {}
     for region in run.tasks["region"][run.tasks.are(MERGED)]:
         if math.isfinite(region):
@@ -327,7 +327,7 @@ _NAMES = {
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a tracker calls a run, and no other argument of a logger that a file may hold."""
+    """Select the arguments by which a tracker knows a run, of those of a logger that a file may hold."""
     return {
         name: value
         for name, words in _NAMES.items()

@@ -104,7 +104,7 @@ class Split(Local):
         return submodels if half is None else half
 
     def hook(self, task: Task) -> Hook:
-        """Return what runs a half with the other at the end of a wire, or both halves of a task that is all here."""
+        """Make the hook that runs a half with the other at the end of a wire, or both halves of a task that is all here."""
         from raafl.local.split import BothHook, LowerHook
 
         if isinstance(task.submodels, Half):
@@ -113,7 +113,7 @@ class Split(Local):
         return Hook(task) if terms is None else BothHook(task, terms["cut"])
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return what a client's half costs it, with the activations and gradients of all its samples on the wire.
+        """Predict the cost of a client's half, with the activations and gradients of all its samples on the wire.
 
         Each batch is an exchange, of which the link's latency is paid both ways. In the peak are the activations and the
         gradient of one batch as they travel. What the server computes takes the client no time here.

@@ -220,7 +220,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return found
 
     def frame(self, cut: Cut) -> Frame:
-        """Return what stands for the client's part at ``cut``.
+        """Make the stand-in of the client's part at ``cut``.
 
         Raises:
             ValueError: with this batch the step does not come to the cut.

@@ -64,7 +64,7 @@ class Half(Submodels):
         self.module = copy_structure(whole.module, memo)
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor belongs to this half."""
+        """Check whether a tensor belongs to this half."""
         return (name in self.cut.lower) == (self.side == "lower")
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
@@ -188,7 +188,7 @@ class Frames:
         self.shapes: Shapes = tuple(tuple(item.shape) for item in flat)
 
     def __contains__(self, shapes: object) -> bool:
-        """Return whether the frame for batches of ``shapes`` is at hand."""
+        """Check whether the frame for batches of ``shapes`` is at hand."""
         return shapes in self._known
 
     def of(self, shapes: Shapes) -> Frame:

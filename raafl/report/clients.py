@@ -13,7 +13,7 @@ import numpy as np
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, rounded, thin_rows
 from raafl.report.groups import Group
 from raafl.report.timeline import in_order, lane, lanes_height
-from raafl.runfolder.reading import Run
+from raafl.runfolder.reading import RecordedRun
 from raafl.runfolder.schema import MERGED
 
 _MAX_DOTS = 1500
@@ -73,7 +73,7 @@ def participation(groups: Sequence[Group]) -> Chart:
     return Chart("participation", "Participation and speed", note, views, tables, choices)
 
 
-def _points(run: Run) -> list[Point]:
+def _points(run: RecordedRun) -> list[Point]:
     tasks, merged = run.tasks, run.tasks.are(MERGED)
     lasted_s = tasks["arrived_s"] - tasks["assigned_s"]
     versions = float(np.nanmax(tasks["merged_version"], initial=0.0)) or 1.0
@@ -137,7 +137,9 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
     return Table(columns, kept, f"{group.label}. {said}")
 
 
-def partition(runs: Sequence[tuple[str, Run]], classes: Mapping[int, Classes | str], left_out: int = 0) -> Chart:
+def partition(
+    runs: Sequence[tuple[str, RecordedRun]], classes: Mapping[int, Classes | str], left_out: int = 0
+) -> Chart:
     """Draw each client's number of samples; by class, for the runs (by id) of which that is known.
 
     Args:
@@ -173,10 +175,10 @@ def partition(runs: Sequence[tuple[str, Run]], classes: Mapping[int, Classes | s
     if left_out:
         note += f" {left_out} more runs are left out here: the first of each group is shown."
     note += "".join(f" {reason}" for reason in reasons)
-    return Chart("partition", "Data of the clients", note, views, tables, {"Run": [name for (name,) in views]})
+    return Chart("partition", "Data of the clients", note, views, tables, {"RecordedRun": [name for (name,) in views]})
 
 
-def _bars(run: Run, sizes: Mapping[int, int], classes: Classes) -> View:
+def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:
     names = [lane(run, client) for client in sizes]
     bar = {"type": "bar", "orientation": "h", "y": names}
     traces = [{**bar, "x": list(sizes.values()), "name": "samples", "hovertemplate": "%{x} samples"}]
@@ -229,7 +231,7 @@ def _count(classes: Classes, client: int, label: int) -> int:
     return counts[label] if label < len(counts) else 0
 
 
-def _partition_table(name: str, run: Run, sizes: Mapping[int, int], classes: Classes) -> Table:
+def _partition_table(name: str, run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> Table:
     num_classes = max((len(counts) for counts in classes.values()), default=0)
     rows: list[list[Cell]] = [
         [lane(run, client), size, *(_count(classes, client, label) for label in range(num_classes))]

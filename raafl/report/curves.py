@@ -8,7 +8,7 @@ import numpy as np
 
 from raafl.report.figure import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.report.groups import Group
-from raafl.runfolder.reading import Numbers, Run
+from raafl.runfolder.reading import Numbers, RecordedRun
 from raafl.runfolder.schema import MERGED, TIME_TO
 
 TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
@@ -76,7 +76,7 @@ def metric_names(groups: Sequence[Group]) -> list[str]:
     return names[:_MAX_METRICS]
 
 
-def along(run: Run, against: str) -> Numbers:
+def along(run: RecordedRun, against: str) -> Numbers:
     """Return where each row of a run's metrics.csv stands on an axis; NaN where that is not known."""
     metrics = run.metrics
     missing = np.full(len(metrics.get("version", ())), np.nan)
@@ -93,7 +93,7 @@ def along(run: Run, against: str) -> Numbers:
     return np.searchsorted(merged, metrics.get("version", missing), side="right").astype(np.float64)
 
 
-def curve(run: Run, metric: str, against: str) -> tuple[Numbers, Numbers]:
+def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers]:
     """Return a run's curve: places on the axis, ascending, and values; rows that lack either are left out."""
     if metric not in run.metrics:
         return np.empty(0), np.empty(0)
@@ -157,7 +157,7 @@ def _see_through(colour: str) -> str:
     return f"rgba({red},{green},{blue},0.2)"
 
 
-def _table(run: Run, metrics: Sequence[str]) -> Table:
+def _table(run: RecordedRun, metrics: Sequence[str]) -> Table:
     names = [name for name in (*_NOT_METRICS, *metrics) if name in run.metrics]
     updates = rounded(along(run, UPDATES), 12)
     columns = [rounded(run.metrics[name]) for name in names]

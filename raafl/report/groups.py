@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raafl.runfolder.outcome import REASONS
-from raafl.runfolder.reading import Run
+from raafl.runfolder.reading import RecordedRun
 from raafl.watch.pace import Goals
 
 _NOT_THE_EXPERIMENT = (
@@ -34,13 +34,13 @@ class Group:
 
     label: str
     colour: str
-    runs: tuple[Run, ...]
+    runs: tuple[RecordedRun, ...]
     differs: Mapping[str, str]
 
 
-def grouped(runs: Sequence[Run]) -> list[Group]:
+def grouped(runs: Sequence[RecordedRun]) -> list[Group]:
     """Return the runs by experiment, in the order in which the experiments come first."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RecordedRun]] = {}
     for run in runs:
         found.setdefault(_key(run), []).append(run)
     members = list(found.values())
@@ -59,7 +59,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def algorithm_of(run: Run) -> str:
+def algorithm_of(run: RecordedRun) -> str:
     """Return the name of a run's algorithm."""
     named = (run.summary or {}).get("algorithm")
     if not named:
@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _experiment(run: Run) -> dict[str, Any]:
+def _experiment(run: RecordedRun) -> dict[str, Any]:
     found = {name: value for name, value in run.config.items() if name not in _NOT_THE_EXPERIMENT}
     if run.goals:  # it went on with other limits than its config's
         goals = Goals.from_json(run.goals)
@@ -97,18 +97,18 @@ def _experiment(run: Run) -> dict[str, Any]:
     return found
 
 
-def _cut_short(run: Run) -> bool:
+def _cut_short(run: RecordedRun) -> bool:
     """Whether a run ended before its limits did it."""
     return str((run.summary or {}).get("finished")) not in REASONS
 
 
-def _key(run: Run) -> str:
+def _key(run: RecordedRun) -> str:
     if not run.config or _cut_short(run):
         return f"alone {run.path}"
     return json.dumps([_experiment(run), run.runtime], sort_keys=True, default=str)
 
 
-def _labels(members: Sequence[Sequence[Run]], fields: Sequence[Mapping[str, str]]) -> list[str]:
+def _labels(members: Sequence[Sequence[RecordedRun]], fields: Sequence[Mapping[str, str]]) -> list[str]:
     """Name each group by its algorithm, and by what tells it from the other groups of that algorithm."""
     labels: list[str] = []
     for some, mine in zip(members, fields, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raafl.errors import BadInput
-from raafl.runfolder.reading import Run
+from raafl.runfolder.reading import RecordedRun
 
 if TYPE_CHECKING:
     from raafl.data.federated import FederatedData
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MAX_CLASSES = 100
 
 
-def classes_of(run: Run, deal_out: Callable[[Run], FederatedData]) -> Mapping[int, Sequence[int]] | str:
+def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Mapping[int, Sequence[int]] | str:
     """Return the number of samples of each class by client, clients with data of their own left out; or why not.
 
     Args:

@@ -13,13 +13,13 @@ from raafl.report.curves import metric_names
 from raafl.report.figure import Cell, Table, rounded
 from raafl.report.groups import Group, algorithm_of
 from raafl.runfolder.outcome import REASONS
-from raafl.runfolder.reading import Run, number
+from raafl.runfolder.reading import RecordedRun, number
 from raafl.runfolder.schema import KINDS, MERGED, is_metric
 
 _MAX_METRICS = 8
 
 
-def figures(run: Run) -> dict[str, Cell]:
+def figures(run: RecordedRun) -> dict[str, Cell]:
     """Return a run's figures by name: from its summary, or, where it has none, from the other files."""
     summary, tasks = run.summary or {}, run.tasks
     merged = tasks.are(MERGED)
@@ -52,13 +52,13 @@ def figures(run: Run) -> dict[str, Cell]:
     return found | dict(zip(some, rounded(list(some.values())), strict=True))
 
 
-def ended(run: Run) -> str:
+def ended(run: RecordedRun) -> str:
     """Say in words why a run ended."""
     reason = (run.summary or {}).get("finished")
     return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
 
 
-def final(run: Run, metrics: Sequence[str]) -> list[float]:
+def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
     """Return the model's metrics at the end of a run, or at its last evaluation; NaN where there is none."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
@@ -120,7 +120,7 @@ def differences_table(groups: Sequence[Group]) -> Table | None:
     return Table(["field", *(group.label for group in groups)], rows[:300])
 
 
-def notes_of(run: Run) -> list[str]:
+def notes_of(run: RecordedRun) -> list[str]:
     """List the faults of a run that a reader has to know: what is missing, what was not written, what was warned of."""
     summary = run.summary or {}
     notes = list(run.notes)
@@ -134,7 +134,7 @@ def notes_of(run: Run) -> list[str]:
     return notes
 
 
-def _time_to(run: Run) -> Mapping[str, Any]:
+def _time_to(run: RecordedRun) -> Mapping[str, Any]:
     found = (run.summary or {}).get("time_to")
     return found if isinstance(found, Mapping) else {}
 
@@ -159,7 +159,7 @@ def _either(value: Any, otherwise: float) -> float:
     return otherwise if math.isnan(found) else found
 
 
-def _last(run: Run, name: str) -> float:
+def _last(run: RecordedRun, name: str) -> float:
     values = run.metrics.get(name, np.empty(0))
     known = values[np.isfinite(values)]
     return float(known[-1]) if len(known) else math.nan

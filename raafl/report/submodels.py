@@ -11,7 +11,7 @@ from raafl.report.figure import Cell, Chart, Table, View, axis, banded, gap, rou
 from raafl.report.groups import Group
 from raafl.report.timeline import lanes_height
 from raafl.report.times import KIND_COLOURS
-from raafl.runfolder.reading import Numbers, Run
+from raafl.runfolder.reading import Numbers, RecordedRun
 from raafl.runfolder.schema import KINDS, MERGED
 
 _MAX_BARS = 50
@@ -151,7 +151,7 @@ def _regions(group: Group) -> dict[int, list[float]]:
     return found
 
 
-def _pauses(run: Run) -> dict[int, float]:
+def _pauses(run: RecordedRun) -> dict[int, float]:
     """Return for each region the most versions that were made in a row without it."""
     merged = run.tasks.are(MERGED) & np.isfinite(run.tasks["merged_version"]) & np.isfinite(run.tasks["region"])
     region, version = run.tasks["region"][merged], run.tasks["merged_version"][merged]

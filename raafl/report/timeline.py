@@ -10,7 +10,7 @@ import numpy as np
 
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, briefly, rounded, thin_rows
 from raafl.report.times import KIND_COLOURS, KIND_NAMES, USES, WAIT, Stretches, at_work, stretches, uses
-from raafl.runfolder.reading import Run
+from raafl.runfolder.reading import RecordedRun
 
 _MAX_LANES, _BANDS = 40, 24
 _MAX_TASKS = 2500
@@ -20,7 +20,7 @@ USE_COLOURS = ("#4269d0", "#6cc5b0", "#4269d0", "#e8684a", "#b9b9c2", "rgba(128,
 _WAITING = "rgba(140,140,150,0.35)"
 
 
-def in_order(run: Run) -> list[int]:
+def in_order(run: RecordedRun) -> list[int]:
     """Return the clients, the fastest devices first, those of unknown speed last."""
 
     def speed(client: int) -> tuple[float, int]:
@@ -31,7 +31,7 @@ def in_order(run: Run) -> list[int]:
     return sorted(run.client_ids(), key=speed)
 
 
-def lane(run: Run, client: int) -> str:
+def lane(run: RecordedRun, client: int) -> str:
     """Name a client: its number and its device."""
     device = run.clients[client].device if client in run.clients else ""
     device = device if len(device) <= _LABEL else device[: _LABEL - 1] + "…"
@@ -43,7 +43,7 @@ def lanes_height(lanes: int) -> int:
     return 130 + 26 * lanes
 
 
-def bands_of(run: Run, order: Sequence[int]) -> dict[str, list[int]]:
+def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
     """Return clients by what to call them: each its own lane, or, if there are too many, bands of like speed."""
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
@@ -56,7 +56,7 @@ def bands_of(run: Run, order: Sequence[int]) -> dict[str, list[int]]:
     return named
 
 
-def timeline(runs: Sequence[tuple[str, Run]], left_out: int = 0) -> Chart:
+def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
     """Return the chart of who did what when, for each named run."""
     views: dict[tuple[str, ...], View] = {}
     tables, large, unknown = [], False, False
@@ -82,10 +82,10 @@ def timeline(runs: Sequence[tuple[str, Run]], left_out: int = 0) -> Chart:
     if unknown:
         note += " Without a journal it is not known who was there when: all are drawn as present."
     note += _others(left_out)
-    return Chart("timeline", "Who did what when", note, views, tables, {"Run": [name for (name,) in views]})
+    return Chart("timeline", "Who did what when", note, views, tables, {"RecordedRun": [name for (name,) in views]})
 
 
-def _lanes(run: Run, order: Sequence[int], found: Stretches) -> View:
+def _lanes(run: RecordedRun, order: Sequence[int], found: Stretches) -> View:
     end_s = run.end_s
     labels = {client: lane(run, client) for client in order}
     spells: list[tuple[str, float, float]] = []
@@ -119,7 +119,7 @@ def _lanes(run: Run, order: Sequence[int], found: Stretches) -> View:
     return View(traces, layout)
 
 
-def _told(run: Run, row: int) -> str:
+def _told(run: RecordedRun, row: int) -> str:
     if row < 0:
         return "no row in clients.csv"
     tasks = run.tasks
@@ -128,7 +128,7 @@ def _told(run: Run, row: int) -> str:
     return f"version {version:.0f}, {spec}, staleness {stale:.0f}, {tasks.outcome[row]}"
 
 
-def _heat(run: Run, order: Sequence[int], found: Stretches) -> View:
+def _heat(run: RecordedRun, order: Sequence[int], found: Stretches) -> View:
     bands = bands_of(run, order)
     edges = np.linspace(0.0, run.end_s, _STEPS + 1)
     shares = at_work(found, list(bands.values()), edges)
@@ -145,7 +145,7 @@ def _heat(run: Run, order: Sequence[int], found: Stretches) -> View:
     return View([trace], layout)
 
 
-def _tasks_table(name: str, run: Run, found: Stretches) -> Table:
+def _tasks_table(name: str, run: RecordedRun, found: Stretches) -> Table:
     order = np.argsort(found.start_s, kind="stable")
     tasks = run.tasks
     places, said = thin_rows([[int(i)] for i in order], 100)
@@ -165,7 +165,7 @@ def _tasks_table(name: str, run: Run, found: Stretches) -> Table:
     )
 
 
-def time_spent(runs: Sequence[tuple[str, Run]], left_out: int = 0) -> Chart:
+def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
     """Draw the uses of the time of each client, and of all of them."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
@@ -200,7 +200,7 @@ def time_spent(runs: Sequence[tuple[str, Run]], left_out: int = 0) -> Chart:
     ) + _others(left_out)
     many = any(len(run.client_ids()) > _MAX_LANES for _, run in runs)
     note += f" More than {_MAX_LANES} clients are drawn as {_BANDS} bands of clients of like speed." if many else ""
-    choices = {"Of": ["each client", "all clients"], "Run": list(totals)}
+    choices = {"Of": ["each client", "all clients"], "RecordedRun": list(totals)}
     return Chart("time-spent", "Where the time went", note, views, tables, choices)
 
 

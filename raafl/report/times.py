@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raafl.runfolder.reading import Client, Numbers, Run, number
+from raafl.runfolder.reading import ClientRecord, Numbers, RecordedRun, number
 from raafl.runfolder.schema import KINDS, LOST, MERGED
 
 OPEN = len(KINDS)
@@ -39,7 +39,7 @@ class Stretches:
     row: npt.NDArray[np.int64]
 
 
-def stretches(run: Run) -> Stretches:
+def stretches(run: RecordedRun) -> Stretches:
     """Return when each task began and ended.
 
     A task whose answer came ends with its arrival; a lost one when its client was lost, or, where the journal does not say,
@@ -81,7 +81,7 @@ def _after(times: Sequence[float], since: float, otherwise: float) -> float:
     return _first(times, math.nextafter(since, math.inf), otherwise)
 
 
-def uses(run: Run, found: Stretches) -> dict[int, dict[str, float]]:
+def uses(run: RecordedRun, found: Stretches) -> dict[int, dict[str, float]]:
     """Divide each client's seconds, from 0 to the run's end, by client and `USES`.
 
     The transfers of a task are what its device's links take for its bytes; where they are not known, a task is not divided.
@@ -109,14 +109,14 @@ def uses(run: Run, found: Stretches) -> dict[int, dict[str, float]]:
     return times
 
 
-def _present_s(run: Run, client: int, end_s: float) -> float:
+def _present_s(run: RecordedRun, client: int, end_s: float) -> float:
     known = run.clients.get(client)
     if known is None:
         return end_s
     return sum(max(min(to, end_s) - min(since, end_s), 0.0) for since, to in known.spells)
 
 
-def transfer_s(run: Run) -> Numbers:
+def transfer_s(run: RecordedRun) -> Numbers:
     """Return the seconds that each task's bytes spend on its device's links, `(tasks,)`; NaN where that is not known."""
     tasks = run.tasks
     assignments = tasks["assignment"].tolist()
@@ -132,7 +132,7 @@ def transfer_s(run: Run) -> Numbers:
     return total
 
 
-def _link(client: Client, is_simulated: bool) -> tuple[float, float, float]:
+def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float]:
     """Return seconds per byte down and up, and the latency; NaN where the link is a real one of unknown speed."""
     down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
     latency = number(client.profile.get("latency_s"))

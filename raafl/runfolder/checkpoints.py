@@ -30,7 +30,7 @@ _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SavedCheckpoint:
     """What a checkpoint file holds.
 
     Attributes:
@@ -98,7 +98,7 @@ def save(
     return path
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
+def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
     """Read a checkpoint; `path` is the file, or a run folder, of which the newest checkpoint is taken.
 
     Raises:
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             raise BadInput(
                 f"checkpoint: {found} has format {format_}, this raafl reads {_FORMAT}; use the raafl that wrote it"
             )
-        return Checkpoint(
+        return SavedCheckpoint(
             found, section["version"], content["state_dict"], content.get("hyper_parameters", {}), section["state"]
         )
     except BadInput:

@@ -39,7 +39,7 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 
 @dataclass(slots=True)
-class Client:
+class ClientRecord:
     """What the journal says of one client.
 
     Attributes:
@@ -97,7 +97,7 @@ class Tasks:
 
 
 @dataclass(slots=True)
-class Run:
+class RecordedRun:
     """What one run folder holds.
 
     Attributes:
@@ -117,7 +117,7 @@ class Run:
     metrics: dict[str, Numbers] = field(default_factory=dict)
     tasks: Tasks = field(default_factory=lambda: _tasks([], []))
     summary: Summary | None = None
-    clients: dict[int, Client] = field(default_factory=dict)
+    clients: dict[int, ClientRecord] = field(default_factory=dict)
     open_tasks: list[tuple[int, float]] = field(default_factory=list)
     num_exchanges: dict[int, int] = field(default_factory=dict)
     lost_at: dict[int, list[float]] = field(default_factory=dict)
@@ -165,8 +165,8 @@ def number(value: Any) -> float:
     return found if math.isfinite(found) else math.nan
 
 
-def read(path: Path) -> Run:
-    """Return what a run folder holds.
+def read(path: Path) -> RecordedRun:
+    """Read a run folder.
 
     Raises:
         BadInput: there is no run folder at ``path``.
@@ -177,8 +177,8 @@ def read(path: Path) -> Run:
         inside = sum((child / JOURNAL).is_file() for child in path.iterdir() if child.is_dir())
         more = f"; it holds {inside} of them: raafl report {path}/*" if inside else ""
         raise BadInput(f"'{path}' is not a run folder: it has neither config.yaml nor any of {', '.join(_FILES)}{more}")
-    run = Run(path, path.resolve().name)
-    readers: dict[str, Callable[[Run, Path], None]] = {
+    run = RecordedRun(path, path.resolve().name)
+    readers: dict[str, Callable[[RecordedRun, Path], None]] = {
         CONFIG: _read_config, METRICS: _read_metrics, CLIENTS: _read_clients, JOURNAL: _read_journal,
         SUMMARY: _read_summary,
     }  # fmt: skip
@@ -195,7 +195,7 @@ def read(path: Path) -> Run:
     return run
 
 
-def _read_config(run: Run, path: Path) -> None:
+def _read_config(run: RecordedRun, path: Path) -> None:
     import yaml
 
     run.config_text = path.read_text(encoding="utf-8", errors="replace")
@@ -210,13 +210,13 @@ def _read_config(run: Run, path: Path) -> None:
         run.notes.append("config.yaml holds no mapping")
 
 
-def _read_summary(run: Run, path: Path) -> None:
+def _read_summary(run: RecordedRun, path: Path) -> None:
     run.summary = read_summary(path.parent)
     if run.summary is None:
         run.notes.append("summary.json is damaged; what it would say is taken from the other files where they say it")
 
 
-def _rows(run: Run, path: Path) -> tuple[list[str], list[list[str]]]:
+def _rows(run: RecordedRun, path: Path) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table; rows that are torn are left out, and said."""
     text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
     found = _csv(text)
@@ -248,12 +248,12 @@ def _numbers(cells: Iterable[str]) -> Numbers:
     return np.where(np.isfinite(found), found, math.nan)
 
 
-def _read_metrics(run: Run, path: Path) -> None:
+def _read_metrics(run: RecordedRun, path: Path) -> None:
     header, rows = _rows(run, path)
     run.metrics = {name: _numbers(row[i] for row in rows) for i, name in enumerate(header) if name}
 
 
-def _read_clients(run: Run, path: Path) -> None:
+def _read_clients(run: RecordedRun, path: Path) -> None:
     header, rows = _rows(run, path)
     if "client" not in header or "outcome" not in header:
         if header:
@@ -277,7 +277,7 @@ def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
     return Tasks(client, cells("outcome"), cells("spec"), {name: _numbers(cells(name)) for name in _TASK_NUMBERS})
 
 
-def _read_journal(run: Run, path: Path) -> None:
+def _read_journal(run: RecordedRun, path: Path) -> None:
     """Take from the journal who was there when, what device each has, and which tasks never ended."""
     settled = set(run.tasks["assignment"].tolist())
     try:
@@ -288,7 +288,7 @@ def _read_journal(run: Run, path: Path) -> None:
     run.has_journal = bool(run.clients)
 
 
-def _take(run: Run, event: JournalRow, settled: set[float]) -> None:
+def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
     kind, at, client = event.get("event"), number(event.get("time_s")), event.get("client")
     if math.isfinite(at):
         run.last_event_s = max(run.last_event_s, at)
@@ -301,7 +301,7 @@ def _take(run: Run, event: JournalRow, settled: set[float]) -> None:
     if not isinstance(client, int) or not math.isfinite(at):
         return
     if kind == "joined":
-        known = run.clients.setdefault(client, Client(client))
+        known = run.clients.setdefault(client, ClientRecord(client))
         profile, num_samples = event.get("profile"), number(event.get("num_samples"))
         known.profile = profile if isinstance(profile, dict) else {}
         known.num_samples = 0 if math.isnan(num_samples) else int(num_samples)

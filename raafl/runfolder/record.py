@@ -33,7 +33,7 @@ from raafl.runfolder.schema import (
     RunFigures,
     Summary,
 )
-from raafl.runfolder.statistics import Figures
+from raafl.runfolder.statistics import RunStatistics
 from raafl.submodel import FlatTensors
 
 
@@ -45,10 +45,10 @@ class RunRecord:
 
     def __init__(
         self, folder: RunFolder | None, targets: Sequence[Target] = (), *, fingerprints: bool = True,
-        figures: Figures | None = None,
+        figures: RunStatistics | None = None,
     ) -> None:  # fmt: skip
         """Start counting; ``fingerprints`` puts a digest of each update into the journal."""
-        self.figures = figures or Figures()
+        self.figures = figures or RunStatistics()
         self.row: dict[str, float | None] = {}
         """Figures beside the metrics, as they were when the version measured last was made."""
         self._due: dict[int, dict[str, float | None]] = {}

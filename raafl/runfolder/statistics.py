@@ -59,7 +59,7 @@ class Coverage:
         return sum(int(count[entry.name].count_nonzero()) for entry in self._entries) / self._total
 
 
-class Figures:
+class RunStatistics:
     """Running figures of a run, told of each assignment and of its end."""
 
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
@@ -189,7 +189,7 @@ class Figures:
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
-    """Return what a client has measured on its own test part, of the metrics that are known; nothing without a sound size."""
+    """Read a client's measurements on its own test part, of the metrics that are known; none without a sound size."""
     if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}

@@ -10,7 +10,7 @@ from raafl.runtime.transport import Refused
 
 
 def extra_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return what a hook has to say to the merge, beside the tensors; raises `Refused`."""
+    """Read the data that a hook sends the merge beside the tensors; raises `Refused`."""
     extra = meta.get("extra", {})
     if not isinstance(extra, dict):
         raise Refused("bad-json", "extra is not a table")
@@ -18,7 +18,7 @@ def extra_of(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(meta: dict[str, Any]) -> dict[str, float]:
-    """Return what the client has measured; raises `Refused`."""
+    """Read the client's measurements; raises `Refused`."""
     metrics = meta.get("metrics", {})
     if not isinstance(metrics, dict) or len(metrics) > 100:
         raise Refused("bad-json", "metrics is not a small table")
@@ -41,7 +41,7 @@ def count_of(meta: dict[str, Any], field: str, least: int = 0) -> int:
 
 
 def client_of(hello: dict[str, Any], client: int, incarnation: int, share: int | None) -> ClientInfo:
-    """Return what a client says of itself in its HELLO.
+    """Describe the client for its HELLO.
 
     Args:
         hello: what it says.

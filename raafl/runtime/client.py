@@ -12,7 +12,7 @@ from typing import Any
 
 import raafl
 from raafl.compression.compressors import Unsound
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
 from raafl.core.payload import Payload
@@ -44,7 +44,7 @@ class Client:
     def __init__(
         self, info: ClientInfo, pair: Pair, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Waits,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
-        on_welcome: Callable[[], None] = lambda: None, wires: Wires | None = None,
+        on_welcome: Callable[[], None] = lambda: None, wires: CompressionPlan | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `run` greets the server.
 
@@ -61,7 +61,7 @@ class Client:
             wires: how what travels is compressed; None = it is not.
         """
         self._wires = wires
-        travels = wires or Wires(Payload(submodels))
+        travels = wires or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(travels), Up(travels)
         self._half = ClientHalf(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer

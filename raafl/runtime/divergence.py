@@ -52,5 +52,5 @@ class Divergence(Hooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def stop_asked(self) -> str | None:
-        """Return why the run is to end."""
+        """Return the reason for which the run is to end."""
         return self.failure

@@ -162,7 +162,7 @@ class Driver(ABC):
             self.stop(why)
 
     def _ended(self) -> str:
-        """Return why the run has ended, a failure of the user's before all."""
+        """Return the reason for which the run has ended, a failure of the user's before all."""
         return self.reason if self.error is None else f"failed: {self.error}"
 
     def _note(self, text: str) -> None:
@@ -170,7 +170,7 @@ class Driver(ABC):
             self.progress.note(text)
 
     def _view(self) -> ProgressState:
-        """Return what a person is shown of the run now."""
+        """Describe the run as it is now for a person."""
         coordinator, participation = self.coordinator, self.record.participation
         working = {assignment.client: assignment for assignment in coordinator.roster.active.values()}
         clients = []

@@ -28,7 +28,7 @@ _HOLES = 1.5
 def with_memory(
     experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: Any
 ) -> tuple[ClientInfo, list[str]]:
-    """Return what the server is to be told of this client, once its process holds all but a task, and what to tell the user.
+    """Describe this client for the server, once its process holds all but a task, with notes for the user.
 
     Raises:
         BadInput: the algorithm has no submodel that fits into its memory.

@@ -83,7 +83,7 @@ class Rendezvous:
         )
 
     def connector(self, client: int, device: torch.device | str, incarnation: int = 0) -> Callable[[], Pair]:
-        """Return what connects this rank's end of ``client``'s pair; ``device`` is where its tensors lie."""
+        """Make the function that connects this rank's end of ``client``'s pair; ``device`` is where its tensors lie."""
 
         def connect_pair() -> Pair:
             return connect(
@@ -142,7 +142,7 @@ class Rendezvous:
             self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
 
     def let_go(self) -> str | None:
-        """Return why this client was let go, or None when nobody has left word."""
+        """Return the reason for which this client was let go, or None when nobody has left word."""
         with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
             for key in (_LET_GO, f"{_LET_GO}/{self.rank}"):
                 if self.store.check([key]):

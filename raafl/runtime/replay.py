@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raafl.compression.streams import Carried
+from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import (
     OUT_OF_MEMORY,
@@ -88,7 +88,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         """Cut snapshots from the coordinator's state."""
-        self._snapshots = Carried(self.coordinator)
+        self._snapshots = CompressedSnapshots(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
         """Replay rows in order, up to and including event number ``until``."""

@@ -186,7 +186,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
 
 
 def missing(folder: Path, num_events: int) -> str:
-    """Return what to say of a journal in which events are missing."""
+    """Write the line on a journal in which events are missing."""
     return (
         f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
         "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"

@@ -54,7 +54,7 @@ class Saver(Hooks):
         self.num_failed = 0
 
     def checkpoint_due(self) -> bool:
-        """Return whether the last checkpoint is old enough, and written."""
+        """Check whether the last checkpoint is old enough, and written."""
         if self._every_s is None or self._clock() - self._saved_s < self._every_s:
             return False
         return self._last is None or self._last.done()
@@ -102,7 +102,7 @@ class Saver(Hooks):
 
 
 def cause(error: BaseException) -> str:
-    """Return what the operating system said, if it said anything, in words."""
+    """Find the operating system's error, if there is one, in words."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:

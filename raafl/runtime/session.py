@@ -13,7 +13,7 @@ import torch
 
 import raafl
 from raafl.compression.compressors import Unsound
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
 from raafl.core.payload import Payload
@@ -59,7 +59,7 @@ class Terms:
     sections: Mapping[str, str] | None = None
 
     def problem(self, theirs: Any) -> str | None:
-        """Return which section of a client's config is not the server's, or None."""
+        """Name the section of a client's config that is not the server's, or None."""
         if self.sections is None:
             return None
         if not isinstance(theirs, dict):
@@ -86,7 +86,7 @@ class Session(threading.Thread):
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
         waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
-        wires: Wires | None = None, share: int | None = None,
+        wires: CompressionPlan | None = None, share: int | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
@@ -112,7 +112,7 @@ class Session(threading.Thread):
         self._device = device
         self._pair: Pair | None = None
         self._terms = terms or Terms()
-        self._wires = wires or Wires(Payload(submodels))
+        self._wires = wires or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(self._wires), Up(self._wires)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
         self._sending = threading.Lock()
@@ -261,7 +261,7 @@ class Session(threading.Thread):
         self._arrived(pair, update, sent, pair.received_bytes)
 
     def _refused(self, assignment: Assignment, refused: Refused) -> Update:
-        """Return what stands for an answer that is refused; raises `TaskFailed` where the client says that its code failed."""
+        """Make the update that stands for a refused answer; raises `TaskFailed` where the client says that its code failed."""
         meta = refused.message.meta if refused.message is not None else {}
         if refused.reason == GIVEN_UP and meta.get("reason") != OUT_OF_MEMORY:
             raise from_meta(self.client, meta) from None
@@ -334,7 +334,7 @@ class Session(threading.Thread):
         return update
 
     def _nothing(self, spec: Spec) -> FlatTensors:
-        """Return what stands for the tensors of a refused update: as received, or zeros where they travel compressed."""
+        """Make the tensors of a refused update: as received, or zeros where they travel compressed."""
         if self._wires.up is not None:
             return self._up.nothing(spec, torch.device(self._device))
         return self._buffer(self._wires.payload.layout(spec, "trained"))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Parts:
+class ServerSetup:
     """An experiment's parts on the server's side, built and checked."""
 
     experiment: Experiment
@@ -73,12 +73,14 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
-    """Return what is known of clients 1..N before they join."""
+    """Describe clients 1..N as they are known before they join."""
     pairs = zip(data.sizes, experiment.profiles(), strict=True)
     return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
 
 
-def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True) -> Parts:
+def build(
+    experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True
+) -> ServerSetup:
     """Build the server's parts.
 
     Args:
@@ -108,11 +110,11 @@ def build(experiment: Experiment, *, pace: bool, min_clients: int | None = None,
         raise BadInput(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
         )
-    return Parts(experiment, data, module, submodels, coordinator, clients)
+    return ServerSetup(experiment, data, module, submodels, coordinator, clients)
 
 
-def data_notes(parts: Parts) -> list[str]:
-    """Return what a user should know, before a run, of what the model is measured on and of batches that are never full."""
+def data_notes(parts: ServerSetup) -> list[str]:
+    """Note, before a run, the data on which the model is measured, and batches that are never full."""
     size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
     small = [n for n in sizes if n < size]
     found = list(parts.data.notes)
@@ -163,7 +165,7 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
 
 
 def client_parts(experiment: Experiment, data: FederatedData, options: FabricOptions) -> tuple[Submodels, LocalTrainer]:
-    """Return what a client's own process needs of the model: its structure, and the values of parameters that are frozen."""
+    """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen."""
     with skeleton():
         module = _prepared(experiment)
     submodels = experiment.submodels.of(module, data.example_batch(2))
@@ -172,8 +174,8 @@ def client_parts(experiment: Experiment, data: FederatedData, options: FabricOpt
     return submodels, make_trainer(experiment, submodels, options, max_built=1)
 
 
-def make_executor(parts: Parts, workers: int, own: Mapping[int, ClientData] | None = None) -> Executor:
-    """Return what trains the tasks of a simulated run or a replay, in so many processes.
+def make_executor(parts: ServerSetup, workers: int, own: Mapping[int, ClientData] | None = None) -> Executor:
+    """Make the executor of a simulated run or a replay, in so many processes.
 
     Args:
         parts: the run's.

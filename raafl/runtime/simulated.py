@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raafl.compression.streams import Carried
+from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import Hooks
 from raafl.core.saving import from_plain, to_plain
@@ -74,7 +74,7 @@ class Simulation(Driver):
         self._heap: list[tuple[float, int, int, Event | _Due]] = []
         self._sequence = 0
         self._num_lost = 0  # since the last arrival
-        self._snapshots = Carried(coordinator)
+        self._snapshots = CompressedSnapshots(coordinator)
         self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
         for client in clients:
             self._plan_join(client, 0.0)

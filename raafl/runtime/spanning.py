@@ -29,7 +29,7 @@ import raafl
 from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
 from raafl.errors import BadInput, RunFailed
 from raafl.local.failure import attempt
-from raafl.local.spanning import Crew
+from raafl.local.spanning import ClientProcesses
 from raafl.local.train import Stopped
 from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.nccl import identity
@@ -50,7 +50,7 @@ _WORD_S = 2.0  # for the thread that knows who died to say so
 
 
 def processes() -> int:
-    """Return how many processes torchrun has started for this client; 1 where it has not started this one."""
+    """Count the processes that torchrun has started for this client; 1 where it has not started this one."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
 
 
@@ -127,7 +127,7 @@ class Span:
     # ---- the leader ----
 
     def leading(self, make_site: MakeSite) -> MakeSite:
-        """Return what makes the leader's site as ``make_site`` does, and has the others make theirs."""
+        """Wrap ``make_site`` so that the leader makes its setup and has the others make theirs."""
 
         def make(config_yaml: str | None) -> ClientSetup:
             site = make_site(config_yaml)
@@ -143,7 +143,7 @@ class Span:
             for number, pair in self._pairs.items():  # before what waits for them
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
-            site.trainer.crew = Crew(self.rank, self.size, self._total, self._announce)
+            site.trainer.crew = ClientProcesses(self.rank, self.size, self._total, self._announce)
             return site
 
         return make
@@ -199,7 +199,7 @@ class Span:
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
         self._join_group(site)
-        site.trainer.crew = Crew(self.rank, self.size, self._total)
+        site.trainer.crew = ClientProcesses(self.rank, self.size, self._total)
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
             layout = site.trainer.payload.layout(assignment.spec, "sent")
@@ -343,7 +343,7 @@ def _store(rank: int, size: int) -> Any:
 
 
 def _hello(site: ClientSetup) -> dict[str, Any]:
-    """Return what processes of one client must have alike, and how much memory this one has."""
+    """Describe the setup that processes of one client must share, and this one's memory."""
     base, memory_bytes = site.submodels.base, site.info.profile.memory_bytes
     return {
         "raafl": raafl.__version__,

@@ -203,7 +203,7 @@ class ServerHalf:
         return self._halves[1]
 
     def lower(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Return what the client is sent: the values of its half."""
+        """Cut the values of the client's half, to be sent."""
         half = self._of(assignment)["lower"]
         return half.take_(FlatTensors.empty(half.layout(FULL, "sent"), snapshot.device), snapshot)
 

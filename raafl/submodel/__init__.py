@@ -24,13 +24,31 @@ from raafl.submodel.cost import Cost
 from raafl.submodel.declared import Exit, Stack
 from raafl.submodel.depth import depth_window, last_fraction
 from raafl.submodel.exits import EarlyLogits, add_exits
-from raafl.submodel.extract import Plan
-from raafl.submodel.flat import Entry, FlatTensors, Layout
+from raafl.submodel.extract import CopyPlan
+from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 from raafl.submodel.shrink import Shrunk, skeleton
 from raafl.submodel.spec import FULL, Spec, SpecError
 from raafl.submodel.submodels import Submodels
 
 __all__ = [
-    "FULL", "Axis", "Cost", "EarlyLogits", "Entry", "Exit", "FlatTensors", "Layout", "Member", "Plan", "Shrunk", "Spec",
-    "SpecError", "Stack", "Submodels", "add_exits", "collect_statistics", "depth_window", "last_fraction", "skeleton",
+    "FULL",
+    "Axis",
+    "CopyPlan",
+    "Cost",
+    "EarlyLogits",
+    "Exit",
+    "FlatTensors",
+    "Layout",
+    "Member",
+    "Shrunk",
+    "Spec",
+    "SpecError",
+    "Stack",
+    "Submodels",
+    "TensorEntry",
+    "add_exits",
+    "collect_statistics",
+    "depth_window",
+    "last_fraction",
+    "skeleton",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raafl.errors import BadInput
 from raafl.submodel.axes import Runs
-from raafl.submodel.flat import Entry, FlatTensors, Layout
+from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 from raafl.submodel.spec import Spec
 
 MAX_VIEWS = 8
@@ -47,7 +47,7 @@ class _Views:
 class _Indexed:
     """A tensor with dimensions kept by index lists; dimensions kept in one range are narrowed first."""
 
-    def __init__(self, full: Entry, small: Entry, selection: Mapping[int, Runs]) -> None:
+    def __init__(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         self.full, self.small = full, small
         self.narrow = {dim: runs[0] for dim, runs in selection.items() if len(runs) == 1}
         self.indices = {
@@ -85,7 +85,7 @@ class _Indexed:
         return index
 
 
-class Plan:
+class CopyPlan:
     """Moves one part of one submodel between full storage and small storage. Immutable but for its caches.
 
     Ranges are strided views, nothing is copied that is not written; a whole model is one operation per dtype. Index
@@ -114,7 +114,7 @@ class Plan:
         self._full_side = [(view.dtype, view.size, *view.full) for view in self._views]
         self._small_side = [(view.dtype, view.size, *view.small) for view in self._views]
 
-    def _add_rectangles(self, full: Entry, small: Entry, selection: Mapping[int, Runs]) -> None:
+    def _add_rectangles(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         whole = [(0, size) for size in full.shape]
         choices = [selection.get(dim, [whole[dim]]) for dim in range(len(full.shape))]
         starts = [_starts(runs) for runs in choices]

@@ -32,7 +32,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One named tensor: its shape, and where it starts (in elements) in the flat buffer of its dtype."""
 
     name: str
@@ -59,7 +59,7 @@ class Entry:
 class Layout:
     """Which tensors lie where. Entries of one dtype are packed in order; equal layouts have equal fingerprints."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     @classmethod
     def pack(cls, tensors: Iterable[tuple[str, Iterable[int], torch.dtype]]) -> Layout:
@@ -69,13 +69,13 @@ class Layout:
             BadInput: a name twice, or a dtype that is not in `DTYPES`.
         """
         ends: dict[torch.dtype, int] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         for name, shape, dtype in tensors:
             if name in entries:
                 raise BadInput(f"tensor '{name}' is twice in the layout: give each tensor its own name")
             if dtype not in _NAMES:
                 raise BadInput(f"tensor '{name}' has dtype {dtype}: convert it to one of {', '.join(DTYPES)}")
-            entry = entries[name] = Entry(name, tuple(shape), dtype, ends.get(dtype, 0))
+            entry = entries[name] = TensorEntry(name, tuple(shape), dtype, ends.get(dtype, 0))
             ends[dtype] = entry.offset + entry.numel
         return cls(tuple(entries.values()))
 
@@ -98,7 +98,7 @@ class Layout:
         return sum(numel * dtype.itemsize for dtype, numel in self.numel.items())
 
     @cached_property
-    def by_name(self) -> dict[str, Entry]:
+    def by_name(self) -> dict[str, TensorEntry]:
         """Entry of each name."""
         return {entry.name: entry for entry in self.entries}
 
@@ -215,7 +215,7 @@ class FlatTensors:
         """Return the tensor as a view; writing to it writes to the buffer."""
         return self.view(self.layout.by_name[name])
 
-    def view(self, entry: Entry) -> Tensor:
+    def view(self, entry: TensorEntry) -> Tensor:
         """Return the view that ``entry`` of this layout describes."""
         buffer = self.buffers[entry.dtype]
         return buffer.as_strided(entry.shape, entry.stride, buffer.storage_offset() + entry.offset)

@@ -15,7 +15,7 @@ from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
 from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
@@ -259,7 +259,7 @@ class Submodels:
         return frozenset(chosen & self._requires_grad)
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Return which runs of which dimensions a submodel keeps, by tensor; spec is `normal`."""
+        """Select the runs of each dimension that a submodel keeps, by tensor; spec is `normal`."""
         return self._table.selections(spec) if spec.kept else {}
 
     def _absent(self, spec: Spec) -> tuple[str, ...]:
@@ -277,13 +277,13 @@ class Submodels:
         kept = [one for name, one in self.exits.items() if name in (spec.exits or ())]
         return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
-    def plan(self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present") -> Plan:
+    def plan(self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present") -> CopyPlan:
         """Return the plan that moves one part of a submodel between ``whole``, a part of the model, and small storage; cached."""
         spec = self.normal(spec)
         return self._cached("plan", (spec, part, whole), lambda: self._plan(spec, part, whole))
 
-    def _plan(self, spec: Spec, part: Part, whole: Part) -> Plan:
-        return Plan(spec, self.layout(part=whole), self.layout(spec, part), self.selections(spec))
+    def _plan(self, spec: Spec, part: Part, whole: Part) -> CopyPlan:
+        return CopyPlan(spec, self.layout(part=whole), self.layout(spec, part), self.selections(spec))
 
     def _cached(self, cache_name: str, key: Hashable, make: Callable[[], T]) -> T:
         cache = self._caches.setdefault(cache_name, OrderedDict())
@@ -327,7 +327,7 @@ class Submodels:
         present: FlatTensors | None = None,
         base: FrozenBase | None = None,
     ) -> Shrunk:
-        """Return the small dense module of ``spec``; fill its ``present`` storage with `Plan.gather` or from the wire.
+        """Return the small dense module of ``spec``; fill its ``present`` storage with `CopyPlan.gather` or from the wire.
 
         The full model is never allocated. Names of tensors are those of the full model.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model_zoo import MLP, ResNet, ViT
 from raafl.algorithms import ada_vit
-from raafl.algorithms.ada_vit.adaptive import Adaptive, Policy, usage_loss
+from raafl.algorithms.ada_vit.adaptive import Adaptive, UsagePolicy, usage_loss
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
@@ -50,8 +50,8 @@ class Encoder(nn.Module):
         return x
 
 
-def policies(model: nn.Module) -> list[Policy]:
-    return [part for part in model.modules() if isinstance(part, Policy)]
+def policies(model: nn.Module) -> list[UsagePolicy]:
+    return [part for part in model.modules() if isinstance(part, UsagePolicy)]
 
 
 def force(model: nn.Module, *open: float) -> nn.Module:
@@ -159,7 +159,7 @@ def test_groups_of_hidden_units_by_hand():
 
 def test_gates_are_drawn_as_often_as_the_target_says():
     torch.manual_seed(0)
-    policy = Policy(4, 2, 1, (0.7, 0.2), 5.0).train()
+    policy = UsagePolicy(4, 2, 1, (0.7, 0.2), 5.0).train()
     gates = policy(torch.zeros(20000, 4))
     assert set(gates.unique().tolist()) == {0.0, 1.0}
     assert gates.mean(0).tolist() == pytest.approx([0.7, 0.7, 0.2], abs=0.02)
@@ -170,7 +170,10 @@ def test_the_gradient_of_the_usage_loss_agrees_with_a_slow_reference():
     """Hard gates forward, the soft ones' derivative backward, number by number with the same noise."""
     torch.manual_seed(3)
     temperature, heads, blocks = 2.0, 0.5, 0.9
-    both = [Policy(3, 2, 1, (0.6, 0.6), temperature).train(), Policy(3, 2, 2, (0.6, 0.6), temperature).train()]
+    both = [
+        UsagePolicy(3, 2, 1, (0.6, 0.6), temperature).train(),
+        UsagePolicy(3, 2, 2, (0.6, 0.6), temperature).train(),
+    ]
     x = torch.randn(4, 3)
     torch.manual_seed(7)
     for policy in both:
@@ -253,7 +256,7 @@ def test_ranks_of_lora_are_taken_for_neither_heads_nor_sublayers():
     from tests.adapted import lora_bert
 
     model = Adaptive().prepare(lora_bert())
-    assert not any(isinstance(part, Policy) for part in model.modules())
+    assert not any(isinstance(part, UsagePolicy) for part in model.modules())
     assert Adaptive().notes(Submodels(model)) == [
         "ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these"
     ]

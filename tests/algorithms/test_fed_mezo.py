@@ -25,7 +25,7 @@ from raafl.algorithms.fed_mezo.zeroth_order import (
     unpack,
 )
 from raafl.compression.compressors import Compress
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Fleet, Task, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Update, Work, derive_seed
@@ -221,8 +221,8 @@ def test_there_is_nothing_to_compress_on_the_way_up(tmp_path):
     ):
         experiment(tmp_path / "run", fed_mezo(), compress=Compress("bf16", "top_k")).check()
     submodels = Submodels(small_mlp())
-    assert Wires.of(submodels, Compress(), Rebuilt()) is None
-    assert Wires.of(submodels, Compress("bf16"), Rebuilt()).up is None
+    assert CompressionPlan.of(submodels, Compress(), Rebuilt()) is None
+    assert CompressionPlan.of(submodels, Compress("bf16"), Rebuilt()).up is None
 
 
 def test_what_is_frozen_is_not_perturbed():

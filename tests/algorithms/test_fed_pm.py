@@ -11,7 +11,7 @@ from torch import nn
 from model_zoo import MLP, ResNet
 from raafl.algorithms import fed_pm
 from raafl.algorithms.fed_pm import masks as masks
-from raafl.algorithms.fed_pm.masks import BayesianMasks, Masked, MaskTraining, scale
+from raafl.algorithms.fed_pm.masks import BayesianMasks, Masked, ProbabilisticMaskTraining, scale
 from raafl.core.algorithm import Task, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, Update, derive_seed
@@ -26,7 +26,7 @@ from tests.tools import EXAMPLE, Line, assigned, coordinator_for, join
 def prepared_line(initial=0.5):
     """`Line` of 8 + 4 weights as FedPM has it; its bias is frozen. sigma is 1 of fc1, sqrt(1/2) of fc2."""
     torch.manual_seed(0)
-    return MaskTraining(initial=initial).prepare(Line())
+    return ProbabilisticMaskTraining(initial=initial).prepare(Line())
 
 
 def prepared_state():
@@ -71,7 +71,7 @@ def test_weights_become_signed_constants_and_the_rest_is_frozen():
     assert torch.equal(module.fc1.weight.sign(), plain.fc1.weight.sign())
     assert torch.equal(module.fc2.bias, plain.fc2.bias)
     assert [name for name, p in module.named_parameters() if p.requires_grad] == ["fc1.weight", "fc2.weight"]
-    (note,) = MaskTraining().notes(Submodels(module))
+    (note,) = ProbabilisticMaskTraining().notes(Submodels(module))
     assert note.startswith("masks over 12 weights in 2 tensors") and "the other 1 parameters" in note
 
 
@@ -80,7 +80,7 @@ def test_a_weight_of_zero_gets_a_sign_by_the_seed():
         module = nn.Linear(50, 40)
         nn.init.zeros_(module.weight)
         torch.manual_seed(seed)
-        return MaskTraining().prepare(module).weight
+        return ProbabilisticMaskTraining().prepare(module).weight
 
     assert made(1).abs().unique().numel() == 1 and 0.3 < (made(1) > 0).float().mean() < 0.7
     assert torch.equal(made(1), made(1)) and not torch.equal(made(1), made(2))
@@ -88,7 +88,7 @@ def test_a_weight_of_zero_gets_a_sign_by_the_seed():
 
 def test_a_skeleton_is_frozen_alike():
     with skeleton():
-        module = MaskTraining().prepare(Line())
+        module = ProbabilisticMaskTraining().prepare(Line())
     assert module.fc1.weight.is_meta and not module.fc2.bias.requires_grad
 
 
@@ -102,10 +102,10 @@ def test_sigma_is_that_of_kaiming():
 def test_what_has_nothing_to_mask_is_refused_by_name():
     module = nn.Sequential(nn.LayerNorm(3))
     with pytest.raises(BadInput, match="Sequential has no weights to mask: fed_pm is for linear, convolution"):
-        MaskTraining().prepare(module)
+        ProbabilisticMaskTraining().prepare(module)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(BadInput, match="no weights to mask"):
-        MaskTraining().prepare(frozen)
+        ProbabilisticMaskTraining().prepare(frozen)
 
 
 # ---- a task ----
@@ -125,7 +125,7 @@ def training(module, lr=0.1, loss=None, **more):
         assignment(), submodels, module, optimizer, FlatTensors.empty(submodels.layout()), 2, torch.Generator(),
         loss=loss or module.training_step, backward=lambda loss: loss.backward(), update=update,
     )  # fmt: skip
-    return MaskTraining(**more).hook(task)
+    return ProbabilisticMaskTraining(**more).hook(task)
 
 
 def test_a_step_and_the_mask_that_is_sent_by_hand():
@@ -217,7 +217,7 @@ class Several(nn.Module):
 
 def test_layers_of_every_kind_compute_with_their_masked_weights():
     torch.manual_seed(0)
-    module = MaskTraining().prepare(Several())
+    module = ProbabilisticMaskTraining().prepare(Several())
     names = {name for name, p in module.named_parameters() if p.requires_grad}
     assert names == {
         "embedding.weight", "attention.in_proj_weight", "attention.out_proj.weight", "lstm.weight_ih_l0",
@@ -354,7 +354,7 @@ def test_a_submodels_sigma_is_the_whole_models():
         small.present.clone(), 1, torch.Generator(), loss=small.module.training_step, backward=lambda x: None,
         update=lambda: None,
     )  # fmt: skip
-    hook = MaskTraining().hook(task)
+    hook = ProbabilisticMaskTraining().hook(task)
     torch.testing.assert_close(small.module.fc2.weight.data, torch.zeros(1, 2))  # p is 1/2, not another share
     hook.finish()
     kept = small.trained["fc2.weight"]
@@ -363,7 +363,7 @@ def test_a_submodels_sigma_is_the_whole_models():
 
 def test_running_statistics_are_averaged():
     torch.manual_seed(0)
-    module = MaskTraining().prepare(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    module = ProbabilisticMaskTraining().prepare(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     submodels = Submodels(module)
     state, part = GlobalState(submodels, submodels.state(module)), BayesianMasks(prior=2.0, reset=5)
     for mean in (1.0, 4.0):
@@ -402,9 +402,9 @@ def test_a_round_through_the_coordinator():
 
 
 def test_memory_for_signs_and_masked_weights_is_counted():
-    module = MaskTraining().prepare(MLP(8, (256, 256), 3))
+    module = ProbabilisticMaskTraining().prepare(MLP(8, (256, 256), 3))
     submodels = Submodels(module, (torch.zeros(2, 8), torch.zeros(2, dtype=torch.long)))
-    cost, plain = MaskTraining().cost(submodels, Spec(), 4, {}), submodels.cost(Spec(), 4)
+    cost, plain = ProbabilisticMaskTraining().cost(submodels, Spec(), 4, {}), submodels.cost(Spec(), 4)
     num = 8 * 256 + 256 * 256 + 256 * 3
     assert cost.peak_bytes - plain.peak_bytes == num * (1 + 4) + 4 * 4 * 256 * 256
     assert cost.flops_per_sample > plain.flops_per_sample and cost.down_bytes == plain.down_bytes

@@ -7,7 +7,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, ist
-from raafl.algorithms.ist.dealt import Dealt, deal
+from raafl.algorithms.ist.dealt import DisjointUnits, deal
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
@@ -33,7 +33,7 @@ def kept(spec, name, size):
 def test_every_argument_reaches_its_part():
     algorithm = ist(subnets=3, rescale=True, cohort=4, concurrency=2)
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Dealt(3, 4)
+    assert algorithm.select == DisjointUnits(3, 4)
     assert algorithm.local == Local(rescale=True)
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=False)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, platon
-from raafl.algorithms.platon.scores import BestUnits, Measured, ScoredMean, Sensitivity, cubic
+from raafl.algorithms.platon.scores import BestUnits, MeasuredSensitivity, ScoredMean, Sensitivity, cubic
 from raafl.core.algorithm import Task
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined
@@ -93,7 +93,7 @@ def test_three_steps_of_two_weights_by_hand():
     """
     module = Pair()
     submodels, local = Submodels(module), Sensitivity(0.5, 0.5)
-    hook = Measured(task_of(submodels, module), local)
+    hook = MeasuredSensitivity(task_of(submodels, module), local)
     gradients = [[1.0, 1.0], [2.0, 0.0], [0.0, -3.0]]
     for gradient in gradients:
         module.w.grad = torch.tensor(gradient)
@@ -102,7 +102,7 @@ def test_three_steps_of_two_weights_by_hand():
     told = hook.finish()
     assert told == {"importance": {"units": [0.625, 3.25]}, "uncertainty": {"units": [0.5625, 1.625]}}
     # Another task goes on from there: I = (1, 0), Ibar 13/16, 13/8; |I - Ibar| 3/16, 13/8; Ubar 3/8, 13/8.
-    hook = Measured(task_of(submodels, module, extra=told), local)
+    hook = MeasuredSensitivity(task_of(submodels, module, extra=told), local)
     module.w.grad = torch.tensor([1.0, 0.0])
     hook.update()
     assert hook.finish() == {"importance": {"units": [0.8125, 1.625]}, "uncertainty": {"units": [0.375, 1.625]}}
@@ -128,7 +128,7 @@ def test_units_of_a_cut_model_are_scored_where_they_lie():
     state = submodels.state(full)
     small = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(state, small.present)
-    hook = Measured(task_of(submodels, small.module, spec), Sensitivity(0.0, 0.0))
+    hook = MeasuredSensitivity(task_of(submodels, small.module, spec), Sensitivity(0.0, 0.0))
     worth = FlatTensors.zeros(submodels.layout(spec, "trained"))
     for name, parameter in small.module.named_parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -149,7 +149,7 @@ def test_neighbours_share_a_score_where_an_axis_is_wide():
     spec = Spec.keep({"hidden": [1, 2, 3]})
     small = submodels.shrink(spec)
     small.present.buffers[torch.float32].fill_(1.0)
-    hook = Measured(task_of(submodels, small.module, spec), Sensitivity(0.0, 0.0, groups=2))
+    hook = MeasuredSensitivity(task_of(submodels, small.module, spec), Sensitivity(0.0, 0.0, groups=2))
     small.module.fc1.weight.grad = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
     small.module.fc2.weight.grad = torch.tensor([[0.5, 1.0, 2.0]])
     hook.update()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from model_zoo import CNN, MLP
 from raafl.algorithms import fed_avg, split_fed
 from raafl.compression.compressors import Compress
-from raafl.compression.streams import Carried
+from raafl.compression.streams import CompressedSnapshots
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
@@ -411,7 +411,7 @@ def test_what_stays_at_the_server_is_not_rounded(tmp_path):
     client = ClientInfo(1, 300)
     work = made.algorithm.select(client, coordinator.fleet)
     task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, 3, 5, 0.0, extra=work.extra)
-    received, values = Carried(coordinator).cut(task), coordinator.state.values
+    received, values = CompressedSnapshots(coordinator).cut(task), coordinator.state.values
     for name, tensor in received.items():
         sent = values[name].bfloat16().float() if name.startswith("layers.1.") else values[name]
         assert torch.equal(tensor, sent)
@@ -421,7 +421,7 @@ def test_what_stays_at_the_server_is_not_rounded(tmp_path):
 def test_a_refused_task_leaves_no_residual(tmp_path):
     made = experiment(tmp_path / "run", split_fed(cut="layers.2"), model=mlp, compress=Compress(up="top_k"))
     coordinator = build(made, pace=False).coordinator
-    carried, submodels = Carried(coordinator), coordinator.state.submodels
+    carried, submodels = CompressedSnapshots(coordinator), coordinator.state.submodels
     work = made.algorithm.select(ClientInfo(1, 300), coordinator.fleet)
     task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, 3, 5, 0.0, extra=work.extra)
     received = carried.cut(task)

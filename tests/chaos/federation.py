@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from raafl.commands.fit_local import NOTE, Server, child_environment
-from raafl.commands.supervise import Child, Policy, Supervisor
+from raafl.commands.fit_local import NOTE, ServerProcess, child_environment
+from raafl.commands.supervise import Child, RestartPolicy, Supervisor
 from tests.chaos.faults import Fault
 from tests.chaos.proxy import FaultProxy, Link
 
@@ -57,7 +57,7 @@ class Federation:
             "--progress", "plain", *(["--encrypt", "true"] if encrypt else []),
         ]  # fmt: skip
         environment = {**child_environment(os.environ, self.secret), MARK: self.mark}
-        self.server = Server([*options, "--output", str(out / "run")], self.listener, out / "note")
+        self.server = ServerProcess([*options, "--output", str(out / "run")], self.listener, out / "note")
         (out / "clients").mkdir()
         self.supervisor = Supervisor(
             Child(
@@ -71,7 +71,7 @@ class Federation:
                 )
                 for number in range(1, num_clients + 1)
             },
-            Policy(max_restarts=10**6, first_s=0.3, longest_s=1.0, leave_s=20.0),
+            RestartPolicy(max_restarts=10**6, first_s=0.3, longest_s=1.0, leave_s=20.0),
             self._say,
             begun=(out / "note").is_file,
             listener=self.listener,

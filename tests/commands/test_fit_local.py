@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raafl.commands.fit_local import Server, child_environment, client_command, read
+from raafl.commands.fit_local import ServerProcess, child_environment, client_command, read
 from raafl.config.argv import values, without
 from raafl.errors import BadInput
 
@@ -27,7 +27,7 @@ def server(tmp_path):
     """The server's command line, with what the user gave beside it."""
 
     def make(*options):
-        return Server(options, Listener(), tmp_path / "note")
+        return ServerProcess(options, Listener(), tmp_path / "note")
 
     return make
 

@@ -17,7 +17,17 @@ import raafl.commands.serve
 from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.errors import RunFailed
-from raafl.runtime.transport import Door, Kind, Message, PeerLost, PeerTimeout, Refused, Secret, TcpPair, parse_address
+from raafl.runtime.transport import (
+    Kind,
+    Listener,
+    Message,
+    PeerLost,
+    PeerTimeout,
+    Refused,
+    Secret,
+    TcpPair,
+    parse_address,
+)
 from tests.federation import experiment
 
 SECRET = Secret(b"a secret for tests only")
@@ -89,7 +99,7 @@ def _relayed(config, *, encrypt):
         raise AssertionError(f"the client has taken {config_yaml}")
 
     with (
-        Door("127.0.0.1:0", SECRET, lambda *_: None, lambda reason: None, encrypt=encrypt) as door,
+        Listener("127.0.0.1:0", SECRET, lambda *_: None, lambda reason: None, encrypt=encrypt) as door,
         Relay(door, yaml.safe_dump({**CONFIG, **config})) as relay,
         pytest.raises(RunFailed) as failed,
     ):
@@ -145,7 +155,7 @@ def test_a_server_that_others_can_reach_encrypts(tmp_path, monkeypatch, address,
     def door(*_, encrypt, **__):
         raise ItsDoor(encrypt)
 
-    monkeypatch.setattr(raafl.commands.serve, "Door", door)
+    monkeypatch.setattr(raafl.commands.serve, "Listener", door)
     with pytest.raises(ItsDoor) as opened:
         serve(experiment(tmp_path / "run"), "", address, SECRET, encrypt=wanted)
     assert opened.value.args == (used,)

@@ -137,10 +137,10 @@ def test_a_client_that_dies_is_started_again(death, told, run, tmp_path):
 
 
 def test_the_wait_doubles_up_to_the_longest_and_begins_anew_after_a_sound_life(tmp_path):
-    from raafl.commands.supervise import Child, Policy
+    from raafl.commands.supervise import Child, RestartPolicy
 
     child = Child("client 1", lambda: ["true"], {})
-    policy = Policy(first_s=1.0, longest_s=5.0, sound_s=60.0)
+    policy = RestartPolicy(first_s=1.0, longest_s=5.0, sound_s=60.0)
     child._started_s = time.monotonic()
     assert [child.start_again(policy) for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     child._started_s -= 61

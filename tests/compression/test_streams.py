@@ -15,7 +15,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_buff
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress, TopK, Unsound
-from raafl.compression.plan import Wires
+from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
 from raafl.core.types import Assignment, ClientInfo, Joined, client_to_json
@@ -37,8 +37,8 @@ def model() -> Submodels:
     return Submodels(MLP(3, (4,), 2))
 
 
-def wires(down="none", up="none", top_k=0.25, merge=None) -> Wires:
-    made = Wires.of(model(), Compress(down, up, top_k), merge or Mean())
+def wires(down="none", up="none", top_k=0.25, merge=None) -> CompressionPlan:
+    made = CompressionPlan.of(model(), Compress(down, up, top_k), merge or Mean())
     assert made is not None
     return made
 
@@ -251,12 +251,12 @@ def held_by(end):
 
 
 def test_nothing_is_made_of_no_compressor():
-    assert Wires.of(model(), Compress(), Mean()) is None
+    assert CompressionPlan.of(model(), Compress(), Mean()) is None
 
 
 def test_statistics_travel_as_they_are():
     net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    made = Wires.of(Submodels(net), Compress("int8", "top_k", 0.5), Mean())
+    made = CompressionPlan.of(Submodels(net), Compress("int8", "top_k", 0.5), Mean())
     values = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     received = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     received["1.running_var"].fill_(5.0)
@@ -389,5 +389,5 @@ def test_what_is_wrong_is_found_before_the_run(tmp_path):
         experiment(tmp_path / "run", masks, compress=Compress(up="int8")).check()
     with pytest.raises(BadInput, match=r"compress\.down"):
         simulated("--config", CONFIG, "--compress.down=int4", f"--output={tmp_path / 'run'}")
-    made = Wires.of(model(), Compress(), Masks())
+    made = CompressionPlan.of(model(), Compress(), Masks())
     assert made is not None and not made.adds_back and made.layout(FULL, "trained").num_bytes == 2 + 1 + 1 + 1

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Hook, Local
 from raafl.errors import BadInput
-from raafl.local.spanning import Crew, Share
+from raafl.local.spanning import ClientProcesses, Share
 from raafl.local.train import FabricOptions, Stopped
 from raafl.submodel import FULL, Spec
 from tests.local.bench import Bench, Net, assignment
@@ -48,7 +48,7 @@ def together(size, make, task, stop=None):
 
     def run(rank):
         bench = benches[rank]
-        bench.trainer.crew = Crew(rank, size, sums.of(rank))
+        bench.trainer.crew = ClientProcesses(rank, size, sums.of(rank))
         bench.trainer.stop = threading.Event()
         if rank == stop:
             bench.trainer.stop.set()
@@ -130,7 +130,7 @@ def test_shares_are_disjoint_and_weighed_by_their_rows():
 
 
 def test_what_is_drawn_beside_the_order_of_the_data_differs():
-    crews = [Crew(rank, 3, lambda tensor: None) for rank in range(3)]
+    crews = [ClientProcesses(rank, 3, lambda tensor: None) for rank in range(3)]
     assert crews[0].seed(11) == 11
     assert len({crew.seed(11) for crew in crews}) == 3
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from raafl.commands.run import simulate
 from raafl.core.types import Assignment, Settled
 from raafl.loggers.tracking import (
-    Measured,
+    Measurements,
     RunIds,
     Since,
     Tables,
@@ -55,10 +55,12 @@ def test_staleness_and_coverage_are_those_since_the_last_evaluation():
 
 
 def test_the_scalars_of_an_evaluation():
-    measured = Measured(4, {"accuracy": 0.5}, {"time_s": 2.0, "bytes_up": 3, "bytes_down": 4}, [0, 3, 3], [0.5, 1.0])
+    measured = Measurements(
+        4, {"accuracy": 0.5}, {"time_s": 2.0, "bytes_up": 3, "bytes_down": 4}, [0, 3, 3], [0.5, 1.0]
+    )
     recent = {"recent_staleness": 2.0, "recent_staleness_max": 3, "recent_coverage": 0.75}
     assert measured.scalars() == {"accuracy": 0.5, "time_s": 2.0, "bytes_up": 3, "bytes_down": 4, **recent}
-    assert Measured(0, {"accuracy": 0.5}, {}).scalars() == {"accuracy": 0.5}
+    assert Measurements(0, {"accuracy": 0.5}, {}).scalars() == {"accuracy": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_the_scalars_of_an_evaluation():
 def test_the_name_of_a_target_is_one_that_its_logger_takes(kind, name):
     logged = []
     cls = type(kind, (), {"save": lambda self: None, "log_metrics": lambda self, row, step: logged.append((row, step))})
-    log(cls(), Measured(3, {"accuracy": 0.5}, {"time_to/accuracy=0.5": 2.0}))
+    log(cls(), Measurements(3, {"accuracy": 0.5}, {"time_to/accuracy=0.5": 2.0}))
     assert logged == [({"accuracy": 0.5, name: 2.0}, 3)]
 
 

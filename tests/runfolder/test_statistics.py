@@ -17,7 +17,7 @@ from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import RUN_COLUMNS, is_metric
-from raafl.runfolder.statistics import Coverage, Figures
+from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
@@ -45,7 +45,7 @@ def measured(accuracy, num_samples, **more):
 
 
 def test_clients_count_by_the_size_of_their_data_with_what_they_last_measured():
-    figures = Figures()
+    figures = RunStatistics()
     figures.settled(ended(1, 1, 1, measured(0.2, 2), num_samples=8), KNOWN)
     assert figures.clients() == {"client_accuracy": pytest.approx(0.2)}
     figures.settled(ended(2, 2, 1, measured(0.8, 6, **{"test/loss": 3.0}), num_samples=24), KNOWN)
@@ -59,7 +59,7 @@ def test_clients_count_by_the_size_of_their_data_with_what_they_last_measured():
 
 
 def test_a_task_is_written_with_what_its_client_measured():
-    figures = Figures(peak_bytes=lambda assignment: 100 * assignment.id)
+    figures = RunStatistics(peak_bytes=lambda assignment: 100 * assignment.id)
     metrics = measured(0.25, 4, **{"memory/peak_bytes": 5e6, "loss": 1.0})
     assert figures.settled(ended(3, 1, 1, metrics), KNOWN) == {
         "peak_bytes": 300, "measured_bytes": 5_000_000, "test/accuracy": 0.25, "test/num_samples": 4,
@@ -70,13 +70,13 @@ def test_a_task_is_written_with_what_its_client_measured():
 
 @pytest.mark.parametrize("size", [0.0, -3.0, math.nan, math.inf, 1e300])
 def test_an_unsound_size_counts_for_nothing(size):
-    figures = Figures()
+    figures = RunStatistics()
     assert figures.settled(ended(1, 1, 1, measured(0.9, size)), KNOWN) == {}
     assert figures.clients() == {}
 
 
 def test_a_client_cannot_make_up_columns_or_numbers():
-    figures = Figures()
+    figures = RunStatistics()
     metrics = measured(math.nan, 4, **{"test/mine": 1.0, "test/loss": math.inf, "memory/peak_bytes": math.nan})
     assert figures.settled(ended(1, 1, 1, metrics), KNOWN) == {}
     assert figures.clients() == {}
@@ -137,7 +137,7 @@ def test_a_frozen_base_that_is_held_takes_no_memory_to_count(monkeypatch):
 def test_mean_and_least_coverage_over_versions(monkeypatch):
     submodels = Submodels(Line(4), EXAMPLE)
     one, two = (Spec.keep({axis_of(submodels): units}) for units in ([0], [2, 3]))
-    figures = Figures(Coverage(submodels))
+    figures = RunStatistics(Coverage(submodels))
     assert figures.coverage() == {"mean": None, "min": None}
     for number, (version, spec, region) in enumerate([(1, one, 1), (1, two, 2), (2, FULL, 0), (3, two, 2)]):
         figures.settled(ended(number, 1 + number % 2, version, spec=spec, region=region), KNOWN)
@@ -149,12 +149,12 @@ def test_mean_and_least_coverage_over_versions(monkeypatch):
 
 
 def test_participation_counts_versions_that_a_client_is_part_of():
-    figures = Figures()
+    figures = RunStatistics()
     for number, (client, version) in enumerate([(1, 1), (2, 1), (1, 2), (1, 2), (2, 4)]):  # twice in version 2
         figures.settled(ended(number, client, version), KNOWN)
     assert figures.participation(4, 2) == {"mean": pytest.approx((2 / 4 + 2 / 4) / 2), "min": 0.5}
     assert figures.participation(4, 3) == {"mean": pytest.approx((2 / 4 + 2 / 4) / 3), "min": 0.0}
-    assert Figures().participation(0, 0) == {"mean": 0.0, "min": 0.0}
+    assert RunStatistics().participation(0, 0) == {"mean": 0.0, "min": 0.0}
 
 
 def test_what_is_saved_goes_on_the_same():
@@ -170,7 +170,7 @@ def test_what_is_saved_goes_on_the_same():
                 ended(number, client, 1 + number // 2, measured(number / 10, 5), spec=spec, region=client), KNOWN
             )
 
-    whole, first, second = (Figures(Coverage(submodels), lambda task: task.id) for _ in range(3))
+    whole, first, second = (RunStatistics(Coverage(submodels), lambda task: task.id) for _ in range(3))
     play(whole, range(1, 12))
     play(first, range(1, 6))
     second.restore(first.save())
@@ -304,7 +304,7 @@ def test_a_metric_of_the_users_own_keeps_its_name():
 
 
 def test_peaks_are_those_of_the_moment_too_and_any_column_beside_metrics_is_a_figure():
-    record = RunRecord(None, figures=Figures(peak_bytes=lambda assignment: 100 * assignment.id))
+    record = RunRecord(None, figures=RunStatistics(peak_bytes=lambda assignment: 100 * assignment.id))
     record.evaluated(0, 0.0, dict(KNOWN))
     assert record.row["peak_bytes"] is None and "measured_bytes" not in record.row
     record.settled(ended(3, 1, 1, {"memory/peak_bytes": 5e6}), 1.0)

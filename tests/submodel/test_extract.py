@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
-from raafl.submodel import FULL, FlatTensors, Plan, Spec, Submodels
+from raafl.submodel import FULL, CopyPlan, FlatTensors, Spec, Submodels
 from tests.submodel.models import CASES, built, named_specs, slow_masks
 
 quick = settings(deadline=None, max_examples=60)
@@ -172,5 +172,5 @@ def test_tensors_of_another_layout_are_refused():
 
 def test_a_plan_needs_only_layouts_and_runs():
     _, _, full = built("mlp1")
-    plan = Plan(FULL, full.layout, full.layout, {})
+    plan = CopyPlan(FULL, full.layout, full.layout, {})
     assert plan.gather(full).fingerprint() == full.fingerprint()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
-from raafl.submodel import Entry, FlatTensors, Layout
+from raafl.submodel import FlatTensors, Layout, TensorEntry
 from raafl.submodel.flat import DTYPES
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -121,7 +121,7 @@ def test_bad_layouts_are_refused(data, message):
 
 
 def test_buffers_must_fit_the_layout():
-    layout = Layout((Entry("a", (2, 2), torch.float32, 0),))
+    layout = Layout((TensorEntry("a", (2, 2), torch.float32, 0),))
     for buffers in (
         {},
         {torch.float32: torch.zeros(3)},

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
-from raafl.submodel import Plan, Submodels
+from raafl.submodel import CopyPlan, Submodels
 from raafl.submodel.proof import _Proof, _separating, refuted
 from tests.federation import experiment
 from tests.submodel.zoo import ZOO
@@ -135,7 +135,7 @@ def test_every_axis_of_the_zoo_is_proven(name):
 @pytest.mark.parametrize("name", ["MLP", "CNN", "ViT", "BERT", "LLaMA"])
 def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):
     module, batch = made(name)
-    gather, axes = Plan.gather, Submodels(module, batch).axes
+    gather, axes = CopyPlan.gather, Submodels(module, batch).axes
     proof = _Proof(Submodels(module, batch), module, batch, torch.float64)
     assert proof.begin() is None
     for axis in axes.values():
@@ -149,7 +149,7 @@ def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):
                 part.copy_(part.roll(member.unit, member.dim))
                 return gather(plan, other, out)
 
-            monkeypatch.setattr(Plan, "gather", shifted)
+            monkeypatch.setattr(CopyPlan, "gather", shifted)
             assert not proof._all_hold(list(axes)), member
 
 

@@ -26,7 +26,7 @@ _SURE = 0.99  # the most that a gate is open at the start, so that it can learn 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Policy(nn.Module):
+class UsagePolicy(nn.Module):
     """Decides for each sample which units (heads) and sublayers are used: a linear layer and a gate for each of its logits.
 
     While training, gates are drawn by Gumbel-softmax over open and closed, hard forward, and backward as the soft ones
@@ -107,7 +107,7 @@ class Policy(nn.Module):
 
 @dataclass
 class _Decide:
-    policy: Policy
+    policy: UsagePolicy
     features: Callable[[Tensor], Tensor]
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class _Decide:
 
 @dataclass
 class _GateUnits:
-    policy: Policy
+    policy: UsagePolicy
     batch_dim: int
     dim: int
 
@@ -127,7 +127,7 @@ class _GateUnits:
 
 @dataclass
 class _GateSublayer:
-    policy: Policy
+    policy: UsagePolicy
     place: int
     batch_dim: int
 
@@ -230,10 +230,10 @@ class Adaptive(Local):
         maker.register_forward_pre_hook(_Decide(policy, features), with_kwargs=True)
         reader.register_forward_pre_hook(_GateUnits(policy, 0, -1 if isinstance(reader, nn.Linear) else 1))
 
-    def _policy(self, host: nn.Module, width: int, units: int, sublayers: int) -> Policy:
+    def _policy(self, host: nn.Module, width: int, units: int, sublayers: int) -> UsagePolicy:
         if hasattr(host, NAME):
             raise BadInput(f"{type(host).__name__} has '{NAME}' already: ada_vit adds a part of this name; rename it")
-        policy = Policy(width, units, sublayers, (self.heads, self.blocks), self.temperature)
+        policy = UsagePolicy(width, units, sublayers, (self.heads, self.blocks), self.temperature)
         host.add_module(NAME, policy)
         return policy
 
@@ -294,15 +294,15 @@ def _width(layer: Any) -> int:
     return int(layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else layer.weight.shape[0])
 
 
-def _policies(module: nn.Module) -> Iterator[Policy]:
-    return (part for part in module.modules() if isinstance(part, Policy))
+def _policies(module: nn.Module) -> Iterator[UsagePolicy]:
+    return (part for part in module.modules() if isinstance(part, UsagePolicy))
 
 
 # ---- while training ----
 
 
-def usage_loss(policies: list[Policy], heads: float, blocks: float) -> Tensor | None:
-    """Return ``sum_k (usage_k - target_k)^2`` of what was decided since `Policy.clear`; None where nothing was."""
+def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tensor | None:
+    """Return ``sum_k (usage_k - target_k)^2`` of what was decided since `UsagePolicy.clear`; None where nothing was."""
     units = [gates[:, : policy.units].flatten() for policy in policies for gates in policy.used if policy.units]
     layers = [gates[:, policy.units :].flatten() for policy in policies for gates in policy.used if policy.sublayers]
     kinds = [(found, target) for found, target in ((units, heads), (layers, blocks)) if found]

@@ -96,7 +96,7 @@ class MaskedAndDistilled(Local):
         )
 
     def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Mapping[str, int]) -> _More:
-        """Return what the hook adds: FLOPs of a sample, bytes at the peak, moved bytes and FLOPs on padding of a sample."""
+        """Predict the costs that the hook adds: FLOPs, bytes at the peak, moved bytes and FLOPs on padding, of a sample."""
         if submodels.example_batch is None:
             return 0.0, 0, 0.0, 0.0
         extra = {"scores": {axis: [0.0] * number for axis, number in axes.items()}, "rate": 0.5} if axes else {}

@@ -101,7 +101,7 @@ def pack(scalars: Sequence[float]) -> str:
 
 
 def unpack(text: Any) -> list[float] | None:
-    """Return what `pack` was given, or None where it cannot have made it."""
+    """Unpack the scalars that `pack` was given, or None where it cannot have made them."""
     if not isinstance(text, str):
         return None
     try:
@@ -112,7 +112,7 @@ def unpack(text: Any) -> list[float] | None:
 
 
 def packed_bytes(num_scalars: int) -> int:
-    """Return how long `pack` makes so many scalars."""
+    """Predict the length that `pack` makes of so many scalars."""
     return 4 * -(-4 * num_scalars // 3)
 
 
@@ -252,7 +252,7 @@ class ForwardOnly(WrappedSelect):
 
 
 def _num_batches(client: ClientInfo, work: Work, fleet: Fleet) -> int:
-    """Return how many batches a task has."""
+    """Count the batches of a task."""
     epochs, steps = work.num_epochs, work.num_steps
     if epochs is None and steps is None:
         epochs, steps = fleet.training.num_epochs, fleet.training.num_steps
@@ -293,7 +293,7 @@ class Rebuilt(Merge):
         positive("server_lr", self.server_lr)
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return why the scalars are not to be used: none, fewer than the steps, more than asked for, or not finite."""
+        """Check the scalars; return why they are not to be used: none, fewer than the steps, more than asked for, or not finite."""
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:
             return "bad-scalars"

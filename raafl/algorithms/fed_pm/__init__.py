@@ -34,7 +34,7 @@ The paper leaves open, or this does otherwise:
 
 from __future__ import annotations
 
-from raafl.algorithms.fed_pm.masks import BayesianMasks, MaskTraining
+from raafl.algorithms.fed_pm.masks import BayesianMasks, ProbabilisticMaskTraining
 from raafl.core.algorithm import Algorithm, Select
 from raafl.core.sample import Sample
 from raafl.parts.select.submodels import Full
@@ -69,7 +69,7 @@ def fed_pm(
         paper="Isik et al. 2023",
         sample=Sample(cohort, concurrency),
         select=submodel or Full(),
-        local=MaskTraining(initial=initial, floor=floor, lr_factor=lr_factor),
+        local=ProbabilisticMaskTraining(initial=initial, floor=floor, lr_factor=lr_factor),
         trigger=AllReported(),
         merge=BayesianMasks(prior, reset, floor),
     )

@@ -93,7 +93,7 @@ def _signs(negative: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the client ----
 
 
-class Training(Hook):
+class ScoreTraining(Hook):
     """FedPM's local training (Isik et al. 2023, Algorithm 1): the parameters are scores while it lasts.
 
     While a loss is computed each layer finds its masked weights where its parameter is. What goes up are masks of zeros and
@@ -186,7 +186,7 @@ def _uncover(layer: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class MaskTraining(Local):
+class ProbabilisticMaskTraining(Local):
     """Train probabilities of masks over frozen weights.
 
     Attributes:
@@ -235,7 +235,7 @@ class MaskTraining(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the training of ``task``."""
-        return Training(task, self.floor, self.lr_factor)
+        return ScoreTraining(task, self.floor, self.lr_factor)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of plain training, and of masks: signs and masked weights beside the scores, draws, and their passes.

@@ -15,7 +15,7 @@ With one subnet this is unweighted FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from raafl.algorithms.ist.dealt import Dealt
+from raafl.algorithms.ist.dealt import DisjointUnits
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import positive, refuse_unused
@@ -47,7 +47,7 @@ def ist(
         name="ist",
         paper="Yuan et al. 2022",
         sample=Sample(cohort, concurrency),
-        select=submodel or Dealt(subnets, cohort),
+        select=submodel or DisjointUnits(subnets, cohort),
         local=Local(rescale=rescale),
         trigger=AllReported(),
         merge=Mean(by_samples=False),

@@ -33,7 +33,7 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt(Select):
+class DisjointUnits(Select):
     """All units of the model, dealt out among the clients of a round (IST, Yuan et al. 2022, section 3.1).
 
     Clients that start from one version of the model get one share after the other, and from the first again.

@@ -87,7 +87,7 @@ class Sensitivity(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that measures."""
-        return Measured(task, self)
+        return MeasuredSensitivity(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of training, and of measuring: a product and a sum for each parameter on an axis in each step."""
@@ -135,7 +135,7 @@ def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member,
             yield axis, replace(one, offset=one.offset - before), kept[axis.name]
 
 
-class Measured(Hook):
+class MeasuredSensitivity(Hook):
     """Measures importance and uncertainty of the units kept, at each optimiser step, from the gradients before any clipping.
 
     Attributes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, nearest, positive
-from raafl.parts.select.coverage import LEVELS, Coverage, Level, Taken, mask_level, of_regions, topped_up
+from raafl.parts.select.coverage import LEVELS, Level, RegionCoverage, Taken, mask_level, of_regions, topped_up
 from raafl.parts.select.rated import ROUNDS, Rounds
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import shared_fragments, size_of, spec_of
@@ -23,7 +23,7 @@ class Regions(Select):
 
     A region is an equal range of every axis; what is on no axis (the output's bias) goes with each. With ``trained``,
     ``coverage`` and ``rest`` left out a client draws its regions by itself, so that some stay uncovered by chance. As soon as
-    one of them is given, the round is drawn for all clients present together (see `Coverage`), and the numbers
+    one of them is given, the round is drawn for all clients present together (see `RegionCoverage`), and the numbers
     given hold in every round in which all of them work. MIX-Arb draws which half of the clients trains two regions anew in
     each round ("the submodel structure within the same client could change due to the varying resources"): where it stays the
     same, a class that only clients with one region have gets larger logits than the others, since fewer units make them, and
@@ -147,7 +147,7 @@ class Regions(Select):
     # ---- who gets how many ----
 
     def _most(self, client: ClientInfo, fleet: Fleet) -> int:
-        """Return how many regions fit the client's memory."""
+        """Count the regions that fit the client's memory."""
         key = ("most", client.profile.memory_bytes)
         if key not in fleet.cache:
             sizes = range(self.regions, 0, -1)
@@ -184,11 +184,11 @@ class Regions(Select):
         large = set(rng.sample(roomy, min(len(most) // 2, len(roomy))))
         return [2 if place in large else 1 for place in range(len(most))]
 
-    def _schedule(self, takes: Sequence[int], leaves_out: bool) -> Coverage:
+    def _schedule(self, takes: Sequence[int], leaves_out: bool) -> RegionCoverage:
         """Return the schedule of rounds which leave regions out, or of the others; raises `BadInput` where there is none."""
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)
-        return Coverage(within, self.regions, trained, self.coverage or 1, self.rest)
+        return RegionCoverage(within, self.regions, trained, self.coverage or 1, self.rest)
 
     def _keeps_half(self, fleet: Fleet) -> bool:
         """Whether MIX-Arb's half is the same in all rounds: where each client's turn counts on how many regions all have."""

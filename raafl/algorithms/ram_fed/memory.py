@@ -18,7 +18,7 @@ from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.axes import table_within
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 
 LATEST = "latest update"
 """In `GlobalState.clients`."""
@@ -66,7 +66,7 @@ class Remembered(Merge):
         positive("max_age", self.max_age, optional=True)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return what is wrong with the folder."""
+        """Check the folder; return its fault or None."""
         try:
             if self.folder is not None:
                 check_folder(self.folder)
@@ -223,11 +223,11 @@ class _Owned:
                 shape[dim] = sum(stop - start for start, stop in runs)
             shapes.append((entry.name, shape, entry.dtype))
         owned = Layout.pack(shapes)
-        self.plan = Plan(spec, everything, owned, first)
-        self._inner = None if owned == held else Plan(spec, owned, held, others)
+        self.plan = CopyPlan(spec, everything, owned, first)
+        self._inner = None if owned == held else CopyPlan(spec, owned, held, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Return what a client sent as all that its regions own, 0 where it does not hold the weight."""
+        """Spread a client's update over all that its regions own, 0 where it does not hold the weight."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

@@ -218,7 +218,7 @@ class Timely(Select):
         return self._work(given.num_units, spec, fleet)
 
     def _submodels(self, fleet: Fleet) -> list[tuple[float, Spec]]:
-        """Return what a client may get, the largest first, with the share alpha_c that it takes, 0 for any."""
+        """List the submodels that a client may get, the largest first, with the share alpha_c that each takes, 0 for any."""
         submodels = fleet.state.submodels
         if "submodels" not in fleet.cache:
             if self.cut == "layers":
@@ -280,7 +280,7 @@ class Timely(Select):
 
 
 def _plan(fleet: Fleet) -> dict[str, Any]:
-    """Return what is kept between rounds: T_k, and by client the ratio and the fixed workload."""
+    """Find the state that is kept between rounds: T_k, and by client the ratio and the fixed workload."""
     plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
     return plan
 
@@ -300,7 +300,7 @@ class Interval(Trigger):
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: Waiting) -> bool:
-        """Return whether T_k has passed or everyone has reported."""
+        """Check whether T_k has passed or everyone has reported."""
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: Waiting) -> float:

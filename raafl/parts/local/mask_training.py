@@ -104,7 +104,7 @@ class MaskTraining(Hook):
 
 
 def scores_problem(extra: Mapping[str, Any], expected: Mapping[str, int]) -> str | None:
-    """Return what is wrong with the scores that a client sent, or None.
+    """Check the scores that a client sent; return their fault or None.
 
     Args:
         extra: what it sent beside tensors.

@@ -8,7 +8,7 @@ import torch
 
 from raafl.core.state import GlobalState
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 
 
 def keep_(
@@ -40,7 +40,7 @@ def restore_(
         out[key].copy_(torch.where(tensor.isnan(), out[key], tensor))
 
 
-def _plan(state: GlobalState, spec: Spec, only: frozenset[str] | None) -> Plan:
+def _plan(state: GlobalState, spec: Spec, only: frozenset[str] | None) -> CopyPlan:
     submodels = state.submodels
     names = submodels.parameter_names if only is None else only
     spec = submodels.normal(spec)
@@ -49,7 +49,7 @@ def _plan(state: GlobalState, spec: Spec, only: frozenset[str] | None) -> Plan:
         entries = submodels.layout(of, "trained").entries
         return Layout.pack((entry.name, entry.shape, entry.dtype) for entry in entries if entry.name in names)
 
-    def make() -> Plan:
-        return Plan(spec, layout(FULL), layout(spec), submodels.selections(spec))
+    def make() -> CopyPlan:
+        return CopyPlan(spec, layout(FULL), layout(spec), submodels.selections(spec))
 
     return submodels._cached("kept", (spec, names), make)

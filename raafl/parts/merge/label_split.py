@@ -18,7 +18,7 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.axes import table_within
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,15 @@ class _Output:
     def __init__(self, layout: Layout) -> None:
         """Remember the shapes."""
         self.layout, self.num_classes = layout, layout.entries[0].shape[0]
-        self._plans: dict[Spec, Plan] = {}
+        self._plans: dict[Spec, CopyPlan] = {}
 
     def add(
-        self, memory: Mapping[str, FlatTensors], plan: Plan, tensors: FlatTensors, weight: float, rows: list[int] | None
+        self,
+        memory: Mapping[str, FlatTensors],
+        plan: CopyPlan,
+        tensors: FlatTensors,
+        weight: float,
+        rows: list[int] | None,
     ) -> None:
         """Add an update's ``rows`` (None = all) to the sum, times its weight, and the weight to where they lie."""
         ones, mine = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
@@ -131,7 +136,7 @@ class _Output:
         plan.add_(memory["sum"], mine, weight)
         plan.add_(memory["weight"], ones, weight)
 
-    def plan(self, submodels: Submodels, spec: Spec) -> Plan:
+    def plan(self, submodels: Submodels, spec: Spec) -> CopyPlan:
         """Return where the submodel's part of the output layer lies in the whole one."""
         if spec not in self._plans:
             if len(self._plans) >= MAX_KNOWN:
@@ -139,7 +144,7 @@ class _Output:
             held = [e for e in submodels.layout(spec, "trained").entries if e.name in self.layout.by_name]
             selections = table_within(submodels.axes.values(), self.layout.shapes).selections(submodels.normal(spec))
             small = Layout.pack((entry.name, entry.shape, entry.dtype) for entry in held)
-            self._plans[spec] = Plan(spec, self.layout, small, selections)
+            self._plans[spec] = CopyPlan(spec, self.layout, small, selections)
         return self._plans[spec]
 
 

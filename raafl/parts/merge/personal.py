@@ -55,7 +55,7 @@ class WithScores(Wrapped):
     by_client: ClassVar[bool] = True
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return what is wrong with scores, where they were asked for, or what the inner merge objects to."""
+        """Check scores, where they were asked for, then pass on the objection of the inner merge."""
         expected = state.memory.get(AT_WORK, {}).get(update.client, {}).get("scores")
         if expected:
             return scores_problem(update.extra, expected)

@@ -10,7 +10,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Spec
-from raafl.submodel.extract import Plan
+from raafl.submodel.extract import CopyPlan
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,6 @@ class WithVariates(Wrapped):
         return f"{self.inner}, a variate for each client"
 
 
-def plan_of(state: GlobalState, spec: Spec) -> Plan:
+def plan_of(state: GlobalState, spec: Spec) -> CopyPlan:
     """Return the plan between all that trains and what a submodel trains."""
     return state.submodels.plan(spec, "trained", "trained")

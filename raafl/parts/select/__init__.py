@@ -32,7 +32,7 @@ from collections.abc import Callable
 
 from raafl.errors import fraction
 from raafl.parts.select.budget import Budget, largest, largest_rate, steps
-from raafl.parts.select.coverage import Coverage, arbitrary, mask_level, of_regions
+from raafl.parts.select.coverage import RegionCoverage, arbitrary, mask_level, of_regions
 from raafl.parts.select.depth import stack_of, window, window_starts
 from raafl.parts.select.importance import magnitude, squared_gradient, unit_scores
 from raafl.parts.select.units import (
@@ -77,8 +77,34 @@ def width_of(rate: float) -> float:
 
 
 __all__ = [
-    "SELECTORS", "Axes", "Budget", "Coverage", "Rate", "arbitrary", "at_random", "axes_of", "count", "counts", "disjoint",
-    "explicit", "fragments", "largest", "largest_rate", "leading", "magnitude", "mask_level", "of_regions",
-    "rolling", "shared_fragments", "size_of", "spec_of", "squared_gradient", "stack_of", "steps", "unit_scores",
-    "width_of", "window", "window_starts",
+    "SELECTORS",
+    "Axes",
+    "Budget",
+    "Rate",
+    "RegionCoverage",
+    "arbitrary",
+    "at_random",
+    "axes_of",
+    "count",
+    "counts",
+    "disjoint",
+    "explicit",
+    "fragments",
+    "largest",
+    "largest_rate",
+    "leading",
+    "magnitude",
+    "mask_level",
+    "of_regions",
+    "rolling",
+    "shared_fragments",
+    "size_of",
+    "spec_of",
+    "squared_gradient",
+    "stack_of",
+    "steps",
+    "unit_scores",
+    "width_of",
+    "window",
+    "window_starts",
 ]  # fmt: skip

@@ -44,7 +44,7 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class RegionCoverage:
     """A schedule: a pure function of seed and round.
 
     Without ``rest`` each round is drawn by itself. With it, the S regions of a round and a client's regions among them go
@@ -172,6 +172,8 @@ def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
     return spec_of(axes, kept)
 
 
-def arbitrary(axes: Axes, coverage: Coverage, *, state: Any = None, seed: int = 0, round: int = 0) -> tuple[Spec, ...]:
+def arbitrary(
+    axes: Axes, coverage: RegionCoverage, *, state: Any = None, seed: int = 0, round: int = 0
+) -> tuple[Spec, ...]:
     """Return each client's submodel in a round (RA-Fed, Algorithm 1, line 3: the mask policy P)."""
     return tuple(of_regions(axes, mine, coverage.regions) for mine in coverage.taken(round, seed))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from raafl.runtime.transport.cipher import Seal
+from raafl.runtime.transport.cipher import RecordCipher
 from raafl.runtime.transport.codec import GIVEN_UP, Expect, Kind, Message, Refused
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.runtime.transport.handshake import ClientKey, Secret, load_secret
-from raafl.runtime.transport.listener import Door, call, parse_address
+from raafl.runtime.transport.listener import Listener, call, parse_address
 from raafl.runtime.transport.nccl import NcclPair, connect
 from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
 from raafl.runtime.transport.tcp import TcpPair
@@ -14,17 +14,17 @@ from raafl.runtime.transport.tcp import TcpPair
 __all__ = [
     "GIVEN_UP",
     "ClientKey",
-    "Door",
     "Expect",
     "GlooPair",
     "Kind",
+    "Listener",
     "Message",
     "NcclPair",
     "Pair",
     "PeerLost",
     "PeerTimeout",
+    "RecordCipher",
     "Refused",
-    "Seal",
     "Secret",
     "TcpPair",
     "call",

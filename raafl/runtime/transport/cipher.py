@@ -41,7 +41,7 @@ def derive(key: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class RecordCipher:
     """The keys of one session as one end sees them.
 
     Attributes:
@@ -52,9 +52,9 @@ class Seal:
     sending: bytes = field(repr=False)
     receiving: bytes = field(repr=False)
 
-    def stream(self, stream: Stream) -> SealedStream:
+    def stream(self, stream: Stream) -> EncryptedStream:
         """Return a stream whose bytes travel in sealed records over ``stream``."""
-        return SealedStream(stream, self)
+        return EncryptedStream(stream, self)
 
 
 class _Ratchet:
@@ -74,10 +74,10 @@ class _Ratchet:
         return self._cipher, nonce
 
 
-class SealedStream:
+class EncryptedStream:
     """Sealed records over a stream; a `Stream` itself. Holds a few records in memory, never a message."""
 
-    def __init__(self, stream: Stream, seal: Seal) -> None:
+    def __init__(self, stream: Stream, seal: RecordCipher) -> None:
         """Start both directions at record 0."""
         self._stream = stream
         self._out, self._in = _Ratchet(seal.sending), _Ratchet(seal.receiving)

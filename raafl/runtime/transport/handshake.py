@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raafl.errors import BadInput
-from raafl.runtime.transport.cipher import KEY_BYTES, Seal, derive
+from raafl.runtime.transport.cipher import KEY_BYTES, RecordCipher, derive
 from raafl.runtime.transport.codec import Refused
 from raafl.runtime.transport.pair import PeerLost
 from raafl.runtime.transport.stream import SocketStream
@@ -68,7 +68,7 @@ class ClientKey:
     key: bytes = field(repr=False)
 
     def text(self) -> str:
-        """Return what a file for this client alone holds: ``raafl-client-ID:`` and 64 hexadecimal digits."""
+        """Write the text of a file for this client alone: ``raafl-client-ID:`` and 64 hexadecimal digits."""
         return f"{_CLIENT_KEY}{self.client}:{self.key.hex()}"
 
 
@@ -125,7 +125,7 @@ def load_secret(path: str | None = None) -> Secret:
 
 def greet(
     stream: SocketStream, secret: Secret, encrypt: bool, claimed: Callable[[int], None] = lambda client: None
-) -> tuple[int, Seal | None]:
+) -> tuple[int, RecordCipher | None]:
     """Be the server of a handshake; return the client's id and, if the session is encrypted, its keys.
 
     ``claimed`` is told which id the caller names, before anything is proven or reckoned, and may raise `Refused`.
@@ -161,7 +161,7 @@ def greet(
     return client, seal
 
 
-def introduce(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> Seal | None:
+def introduce(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> RecordCipher | None:
     """Be the client of a handshake; return the keys of the session if it is encrypted.
 
     Raises:
@@ -223,7 +223,7 @@ def _share() -> tuple[Any, bytes]:
     return private, private.public_key().public_bytes_raw()
 
 
-def _seal(key: ClientKey, share: Any, peer: bytes, said: bytes, server: bool) -> Seal:
+def _seal(key: ClientKey, share: Any, peer: bytes, said: bytes, server: bool) -> RecordCipher:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
     try:
@@ -232,7 +232,7 @@ def _seal(key: ClientKey, share: Any, peer: bytes, said: bytes, server: bool) ->
         raise Refused("bad-share", "the peer's X25519 share has no secret in it") from None
     salt = hashlib.sha256(said).digest()
     down, up = (derive(shared + key.key, salt, b"raafl seal " + way) for way in (b"to client", b"to server"))
-    return Seal(down, up) if server else Seal(up, down)
+    return RecordCipher(down, up) if server else RecordCipher(up, down)
 
 
 def _read_exactly(stream: SocketStream, num_bytes: int) -> bytes:

@@ -22,7 +22,7 @@ from raafl.errors import BadInput
 from raafl.runtime.transport.codec import Refused
 from raafl.runtime.transport.handshake import ClientKey, Secret, greet, introduce
 from raafl.runtime.transport.pair import PeerLost, PeerTimeout
-from raafl.runtime.transport.stream import Budget, SocketStream, hang_up
+from raafl.runtime.transport.stream import SocketStream, TimeBudget, hang_up
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.runtime.transport.turns import Turns
 
@@ -103,7 +103,7 @@ class _Caller:
     admitted: bool = False
 
 
-class Door:
+class Listener:
     """Listens, and admits callers that prove a client's key; a context manager.
 
     Attributes:
@@ -150,7 +150,7 @@ class Door:
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
 
-    def start(self) -> Door:
+    def start(self) -> Listener:
         """Begin to answer callers; returns the door."""
         self._thread.start()
         return self
@@ -173,7 +173,7 @@ class Door:
         for sock in (self._listener, self._waker, self._woken):
             sock.close()
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> Listener:
         """Start."""
         return self.start()
 
@@ -271,7 +271,7 @@ class Door:
         reason, detail, abruptly = "failed", "", True
         try:
             client, seal = greet(
-                SocketStream(caller.sock, Budget(HANDSHAKE_S), 0), self._secret, self._encrypt,
+                SocketStream(caller.sock, TimeBudget(HANDSHAKE_S), 0), self._secret, self._encrypt,
                 lambda client: self._claimed(caller.host, client),
             )  # fmt: skip
             self._let_in(caller.host, client)
@@ -316,7 +316,7 @@ class Door:
 def call(
     address: str, key: ClientKey, *, timeout_s: float, demand_encryption: bool = False, pair_timeout_s: float = 30.0
 ) -> TcpPair:
-    """Connect to a `Door` as the client whose key it is; returns the pair.
+    """Connect to a `Listener` as the client whose key it is; returns the pair.
 
     Args:
         address: the server's, ``HOST:PORT``.
@@ -342,7 +342,7 @@ def call(
     except OSError as error:
         raise PeerLost("connection-broken", f"cannot reach {address}: {error.strerror or error}") from None
     try:
-        seal = introduce(SocketStream(sock, Budget(timeout_s), 0), key, demand_encryption)
+        seal = introduce(SocketStream(sock, TimeBudget(timeout_s), 0), key, demand_encryption)
         return TcpPair(sock, pair_timeout_s, seal=seal)
     except Refused as refused:
         sock.close()
@@ -366,7 +366,7 @@ def _listen(address: str) -> socket.socket:
 
 def _linger(sock: socket.socket) -> None:
     """Wait a moment until the peer has got what it was told last: what it sent and nobody read would reset it."""
-    stream = SocketStream(sock, Budget(_LINGER_S), 0)
+    stream = SocketStream(sock, TimeBudget(_LINGER_S), 0)
     scratch = memoryview(bytearray(4096))
     with suppress(OSError, Refused):  # the peer's end of the connection is one of them
         sock.shutdown(socket.SHUT_WR)

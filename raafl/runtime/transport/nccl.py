@@ -27,7 +27,7 @@ _POLL_S = 0.0005
 
 
 def identity(device: torch.device) -> str:
-    """Return what tells this device from every other: a GPU's UUID, else the device's type."""
+    """Identify this device among all: a GPU's UUID, else the device's type."""
     if device.type != "cuda":
         return device.type
     properties: Any = torch.cuda.get_device_properties(device)
@@ -35,7 +35,7 @@ def identity(device: torch.device) -> str:
 
 
 def nccl_problem(server: str, client: str) -> str | None:
-    """Return why two devices, as `identity` names them, cannot be joined by NCCL, or None if they can."""
+    """Explain why two devices, as `identity` names them, cannot be joined by NCCL, or None if they can."""
     for side, name in (("server", server), ("client", client)):
         if not name.startswith("cuda:"):
             return f"the {side}'s tensors are on {name}"

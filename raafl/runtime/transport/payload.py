@@ -39,7 +39,7 @@ def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Return whether no element is NaN or infinite; a sum is enough unless it overflows."""
+    """Check whether no element is NaN or infinite; a sum is enough unless it overflows."""
     if not (piece.dtype.is_floating_point or piece.dtype.is_complex):
         return True
     total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
@@ -47,12 +47,12 @@ def is_finite(piece: Tensor) -> bool:
 
 
 def is_sound(piece: Tensor) -> bool:
-    """Return whether the bytes are values of the dtype: a bool other than 0 or 1 is none."""
+    """Check whether the bytes are values of the dtype: a bool other than 0 or 1 is none."""
     return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
 
 
 def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    """Return why received values are refused, as (reason, detail), or None; ``finite``: NaN and infinity are no values."""
+    """Check received values; return (reason, detail) where they are refused; ``finite``: NaN and infinity are no values."""
     if not is_sound(piece):
         return "bad-value", "a bool is neither 0 nor 1"
     if finite and not is_finite(piece):
@@ -93,7 +93,7 @@ class StagingRings:
         self._rings: dict[str, Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> Staging | None:
-        """Return what ``tensors`` pass through, or None where they are in host memory."""
+        """Find the staging memory that ``tensors`` pass through, or None where they are in host memory."""
         if not self.are_needed(tensors):
             return None
         if way not in self._rings:
@@ -101,5 +101,5 @@ class StagingRings:
         return self._rings[way]
 
     def are_needed(self, tensors: FlatTensors) -> bool:
-        """Return whether ``tensors`` are out of the transport's reach."""
+        """Check whether ``tensors`` are out of the transport's reach."""
         return tensors.device.type != "cpu"

@@ -24,7 +24,7 @@ _MAX_PARTS = 64  # of one sendmsg; far below every system's IOV_MAX
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
-class Budget:
+class TimeBudget:
     """How long a peer may keep this end waiting. Only waiting counts, so an end that is itself slow blames nobody.
 
     It starts full, at ``timeout_s``. Every byte earns 1 / ``min_bytes_per_s`` back, up to full again. So a silent peer
@@ -88,7 +88,7 @@ class SocketStream:
         num_read, num_written: bytes so far.
     """
 
-    def __init__(self, sock: socket.socket, budget: Budget, ahead_bytes: int = AHEAD_BYTES) -> None:
+    def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
         """Take over a socket; without ``ahead_bytes`` nothing is read but what is asked for."""
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -172,7 +172,7 @@ class SocketStream:
             self.reading.moved(got)
             return got
 
-    def _wait(self, poll: select.poll, budget: Budget) -> None:
+    def _wait(self, poll: select.poll, budget: TimeBudget) -> None:
         # After the last wait the caller tries once more, since what came while this process slept is not late.
         if budget.left_s <= 0:
             raise budget.spent()

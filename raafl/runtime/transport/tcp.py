@@ -1,6 +1,6 @@
 """A pair over a connected TCP socket: for clients on other machines, that come and go.
 
-Authentication is the handshake's (`Door` and `call` do it before they make a pair), encryption is a `Seal`'s.
+Authentication is the handshake's (`Door` and `call` do it before they make a pair), encryption is a `RecordCipher`'s.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import Expect, Message, Refused
 from raafl.runtime.transport.frames import Frames
 from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
-from raafl.runtime.transport.stream import Budget, SocketStream, Stream, hang_up
+from raafl.runtime.transport.stream import SocketStream, Stream, TimeBudget, hang_up
 
 if TYPE_CHECKING:
-    from raafl.runtime.transport.cipher import Seal
+    from raafl.runtime.transport.cipher import RecordCipher
 
 MIN_BYTES_PER_S = 1000.0
 """Slower than this, a peer in the middle of a message is cut off as ``slow``."""
@@ -34,7 +34,7 @@ class TcpPair(Pair):
     """
 
     def __init__(
-        self, sock: socket.socket, timeout_s: float, *, seal: Seal | None = None, drain_bytes: int = 1 << 30,
+        self, sock: socket.socket, timeout_s: float, *, seal: RecordCipher | None = None, drain_bytes: int = 1 << 30,
         min_bytes_per_s: float = MIN_BYTES_PER_S,
     ) -> None:  # fmt: skip
         """Take over a connected socket.
@@ -48,7 +48,7 @@ class TcpPair(Pair):
         """
         self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
         self.sealed = seal is not None
-        self._socket = SocketStream(sock, Budget(timeout_s))
+        self._socket = SocketStream(sock, TimeBudget(timeout_s))
         self._stream: Stream = self._socket if seal is None else seal.stream(self._socket)
         self._frames = Frames(self._stream, drain_bytes)
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
@@ -57,7 +57,7 @@ class TcpPair(Pair):
         """Send a message; see `Pair.send`."""
         head = codec.encode_head(message)
         with self._inside():
-            self._socket.writing = Budget(self.timeout_s if timeout_s is None else timeout_s, self.min_bytes_per_s)
+            self._socket.writing = TimeBudget(self.timeout_s if timeout_s is None else timeout_s, self.min_bytes_per_s)
             try:
                 return self._frames.send(head, message.tensors)
             except Refused as refused:
@@ -68,7 +68,7 @@ class TcpPair(Pair):
         self.received_bytes = 0
         with self._inside():
             before = self._stream.num_read
-            self._socket.reading = Budget(self.timeout_s, self.min_bytes_per_s)
+            self._socket.reading = TimeBudget(self.timeout_s, self.min_bytes_per_s)
             try:
                 if not self._stream.pending:
                     self._socket.await_first(timeout_s)

@@ -29,7 +29,7 @@ class Turns:
             return left >= 1
 
     def has(self, client: int) -> bool:
-        """Return whether the client has a turn left."""
+        """Check whether the client has a turn left."""
         with self._lock:
             return self._now(client)[0] >= 1
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
-from raafl.parts.select import Coverage, arbitrary, mask_level, of_regions
+from raafl.parts.select import RegionCoverage, arbitrary, mask_level, of_regions
 from raafl.parts.select.coverage import topped_up
 from raafl.submodel import FULL, Axis, Member, Spec, Stack
 
@@ -20,7 +20,7 @@ AXES = {
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Coverage:
+def schedules(draw: st.DrawFn) -> RegionCoverage:
     """Any schedule that can be kept, with rest from the least to more than is ever used."""
     regions = draw(st.integers(1, 6))
     trained = draw(st.integers(1, regions))
@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn) -> Coverage:
     coverage = draw(st.integers(1, min(sum(takes) // trained, len(takes))))
     period = -(-regions // trained) * -(-trained // min(takes))
     rest = draw(st.none() | st.integers(period - 1, 2 * period + 1))
-    return Coverage(tuple(takes), regions, trained, coverage, rest)
+    return RegionCoverage(tuple(takes), regions, trained, coverage, rest)
 
 
 @given(schedules(), st.integers(0, 99))
@@ -56,24 +56,24 @@ def test_the_papers_settings(rest):
     """S-Arb of 10 clients (sections 6.4.1 and 6.4.2): each takes one of four regions."""
     takes = mask_level("S-Arb", 10)
     for coverage, trained in ((1, 4), (2, 4)):
-        schedule = Coverage(takes, 4, trained, coverage, rest)
+        schedule = RegionCoverage(takes, 4, trained, coverage, rest)
         for q in range(20):
             covered = Counter(i for mine in schedule.taken(q) for i in mine)
             assert sorted(covered) == [0, 1, 2, 3] and min(covered.values()) >= coverage
-    everyone = Coverage(takes, 4, 1, 10, rest)
+    everyone = RegionCoverage(takes, 4, 1, 10, rest)
     assert {mine for q in range(8) for mine in everyone.taken(q)} == {(0,), (1,), (2,), (3,)}
     assert all(len(set(everyone.taken(q))) == 1 for q in range(8))
 
 
 def test_rounds_differ_where_they_may():
     takes = mask_level("L-Arb", 10)
-    drawn = Coverage(takes)
+    drawn = RegionCoverage(takes)
     # C(4, 2) = 6 kinds of submodel (section 6.2)
     assert {mine for q in range(40) for mine in drawn.taken(q)} == {(i, j) for j in range(4) for i in range(j)}
     assert drawn.taken(0, seed=1) != drawn.taken(0, seed=2)
-    strict = Coverage(mask_level("S-Arb", 4), rest=3)
+    strict = RegionCoverage(mask_level("S-Arb", 4), rest=3)
     assert [strict.taken(q) for q in range(4)] == [strict.taken(q) for q in range(4, 8)]
-    loose = Coverage(mask_level("S-Arb", 4), rest=6)
+    loose = RegionCoverage(mask_level("S-Arb", 4), rest=6)
     assert [loose.taken(q) for q in range(40)] != [loose.taken(q) for q in range(4)] * 10
 
 
@@ -109,7 +109,7 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
 
 
 def test_a_round_gives_each_client_its_submodel():
-    schedule = Coverage((1, 3), rest=3)
+    schedule = RegionCoverage((1, 3), rest=3)
     specs = arbitrary(AXES, schedule, seed=5, round=7)
     assert specs == tuple(of_regions(AXES, mine, 4) for mine in schedule.taken(7, 5))
     assert len(dict(specs[1].blocks)["blocks"]) == 3
@@ -131,4 +131,4 @@ def test_a_round_gives_each_client_its_submodel():
 )
 def test_what_cannot_be_kept_is_refused(arguments, message):
     with pytest.raises(BadInput, match=message):
-        Coverage(**arguments)
+        RegionCoverage(**arguments)

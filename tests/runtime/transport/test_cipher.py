@@ -10,13 +10,13 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from raafl.runtime.transport import Kind, Message, PeerLost, Refused, Seal, codec
+from raafl.runtime.transport import Kind, Message, PeerLost, RecordCipher, Refused, codec
 from raafl.runtime.transport import cipher as seal
 from raafl.runtime.transport.cipher import RECORD_BYTES, TAG_BYTES, derive
 from raafl.runtime.transport.frames import Frames
 from raafl.submodel.flat import FlatTensors
 
-CLIENT, SERVER = Seal(b"c" * 32, b"s" * 32), Seal(b"s" * 32, b"c" * 32)
+CLIENT, SERVER = RecordCipher(b"c" * 32, b"s" * 32), RecordCipher(b"s" * 32, b"c" * 32)
 
 
 class Memory:
@@ -126,7 +126,9 @@ def test_a_record_cut_at_the_end_of_the_stream_is_a_lost_peer():
 
 def test_what_one_end_sends_does_not_open_at_that_end():
     assert refusal(b"".join(records(b"first")), 5, CLIENT) == "bad-seal"  # sent back to its sender
-    assert refusal(b"".join(records(b"first")), 5, Seal(b"s" * 32, b"x" * 32)) == "bad-seal"  # of another session
+    assert (
+        refusal(b"".join(records(b"first")), 5, RecordCipher(b"s" * 32, b"x" * 32)) == "bad-seal"
+    )  # of another session
 
 
 def test_the_next_key_comes_in_step(monkeypatch):

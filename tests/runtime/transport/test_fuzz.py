@@ -18,7 +18,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raafl.runtime.transport import Kind, Message, PeerLost, Refused, Seal, Secret, TcpPair, codec, frames
+from raafl.runtime.transport import Kind, Message, PeerLost, RecordCipher, Refused, Secret, TcpPair, codec, frames
 from raafl.runtime.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.runtime.transport.frames import Frames
 from raafl.runtime.transport.handshake import greet
@@ -290,7 +290,7 @@ def test_any_bytes(data):
 def test_a_real_pair_over_a_socket(sealed):
     """The same damage through sockets and, sealed, under a seal; the sender hangs up after each frame."""
     rng, seen = random.Random(7), Counter()
-    keys = (Seal(b"s" * 32, b"c" * 32), Seal(b"c" * 32, b"s" * 32)) if sealed else (None, None)
+    keys = (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32)) if sealed else (None, None)
     for _ in range(1_500):
         ours, theirs = socket.socketpair()
         pair = TcpPair(ours, 60, seal=keys[0], drain_bytes=DRAIN_BYTES)
@@ -313,7 +313,7 @@ def test_damaged_records():
     """A seal lets nothing through but what was sealed: of 10,000 damaged streams, only sound beginnings are read."""
     rng = random.Random(11)
     sender = Recorder()
-    stream = Seal(b"c" * 32, b"s" * 32).stream(sender)
+    stream = RecordCipher(b"c" * 32, b"s" * 32).stream(sender)
     plains = [rng.randbytes(rng.randrange(1, 60)) for _ in range(4)]
     for plain in plains:
         stream.write([plain])
@@ -321,7 +321,7 @@ def test_damaged_records():
     for _ in range(10_000):
         data = bytearray(b"".join(rng.choices(sender.records, k=4) if rng.random() < 0.3 else sender.records))
         data = rng.choice((flip_bits, truncate, move))(rng, data)
-        source = Seal(b"s" * 32, b"c" * 32).stream(Memory(data))
+        source = RecordCipher(b"s" * 32, b"c" * 32).stream(Memory(data))
         got = bytearray()
         with pytest.raises((Refused, PeerLost)):
             while True:

@@ -15,7 +15,7 @@ from raafl.errors import BadInput
 from raafl.runtime.transport import ClientKey, PeerLost, PeerTimeout, Refused, Secret, handshake, load_secret
 from raafl.runtime.transport.cipher import derive
 from raafl.runtime.transport.handshake import CHALLENGE_BYTES, greet, introduce
-from raafl.runtime.transport.stream import Budget, SocketStream
+from raafl.runtime.transport.stream import SocketStream, TimeBudget
 
 SECRET = Secret(b"sixteen bytes or more")
 
@@ -119,7 +119,7 @@ class Ends:
 
 
 def stream(sock, timeout_s=10.0):
-    return SocketStream(sock, Budget(timeout_s), 0)
+    return SocketStream(sock, TimeBudget(timeout_s), 0)
 
 
 def outcome(call, sock):

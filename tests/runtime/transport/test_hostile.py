@@ -22,8 +22,8 @@ import xxhash
 
 from raafl.runtime.transport import (
     ClientKey,
-    Door,
     Kind,
+    Listener,
     Message,
     PeerLost,
     PeerTimeout,
@@ -49,7 +49,7 @@ class Server(threading.Thread):
         super().__init__(daemon=True)
         self.refused, self.turned_away, self.lost = queue.Queue(), queue.Queue(), queue.Queue()
         self.sessions = []
-        self.door = Door(
+        self.door = Listener(
             "127.0.0.1:0", SECRET, self.admit, self.turned_away.put, encrypt=encrypt, timeout_s=PIECE_S, **more
         )
 

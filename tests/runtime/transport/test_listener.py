@@ -16,8 +16,8 @@ import torch
 from raafl.errors import BadInput
 from raafl.runtime.transport import (
     ClientKey,
-    Door,
     Kind,
+    Listener,
     Message,
     PeerLost,
     PeerTimeout,
@@ -28,7 +28,7 @@ from raafl.runtime.transport import (
     parse_address,
 )
 from raafl.runtime.transport import listener as door
-from raafl.runtime.transport.stream import Budget, SocketStream
+from raafl.runtime.transport.stream import SocketStream, TimeBudget
 from raafl.runtime.transport.turns import Turns
 from raafl.submodel.flat import FlatTensors
 
@@ -42,7 +42,7 @@ class House:
 
     def __init__(self, address="127.0.0.1:0", admit=None, **more):
         self.admitted, self.refused = queue.Queue(), queue.Queue()
-        self.door = Door(address, SECRET, admit or self.admit, self.refused.put, **more)
+        self.door = Listener(address, SECRET, admit or self.admit, self.refused.put, **more)
         self.pairs = []
 
     def admit(self, pair, client, address):
@@ -132,12 +132,12 @@ def test_where_nothing_can_listen_is_bad_input():
     with House() as house:
         for address in (house.door.address, "192.0.2.1:0", "no.such.host.invalid:1"):
             with pytest.raises(BadInput, match="where nothing can listen"):
-                Door(address, SECRET, print, print)
+                Listener(address, SECRET, print, print)
 
 
 def test_a_clients_key_is_not_enough_for_a_server():
     with pytest.raises(BadInput, match="client 3 alone: a server needs the run's whole secret"):
-        Door("127.0.0.1:0", Secret(b"k" * 32, client=3), print, print)
+        Listener("127.0.0.1:0", Secret(b"k" * 32, client=3), print, print)
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -275,7 +275,7 @@ def test_a_place_is_taken_from_the_host_that_holds_most():
         crowd = [raw(house.door.address) for _ in range(20)]
         for _ in range(17):
             assert house.reason() == "busy"
-        handshake.introduce(SocketStream(lonely, Budget(WAIT_S), 0), SECRET.for_client(2), False)
+        handshake.introduce(SocketStream(lonely, TimeBudget(WAIT_S), 0), SECRET.for_client(2), False)
         assert house.admitted.get(timeout=WAIT_S)[1:] == (2, f"127.0.0.2:{lonely.getsockname()[1]}")
         for sock in (lonely, *crowd):
             sock.close()

@@ -26,8 +26,8 @@ from raafl.runtime.transport import (
     NcclPair,
     PeerLost,
     PeerTimeout,
+    RecordCipher,
     Refused,
-    Seal,
     TcpPair,
     codec,
     connect,
@@ -64,7 +64,7 @@ def tcp(store, prefix, server, timeout_s, hostname, *, staged=False, sealed=Fals
         sock = socket.create_connection(meeting.result(timeout_s), timeout_s)
         del MEETINGS[store.port, prefix]
     keys = (b"s" * 32, b"c" * 32) if server else (b"c" * 32, b"s" * 32)
-    pair = TcpPair(sock, timeout_s, seal=Seal(*keys) if sealed else None, **more)
+    pair = TcpPair(sock, timeout_s, seal=RecordCipher(*keys) if sealed else None, **more)
     if staged:
         pair._frames.staging.are_needed = lambda tensors: True
     return pair

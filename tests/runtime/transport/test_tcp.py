@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, Seal, TcpPair, codec
-from raafl.runtime.transport.stream import Budget, hang_up
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, RecordCipher, Refused, TcpPair, codec
+from raafl.runtime.transport.stream import TimeBudget, hang_up
 from raafl.submodel.flat import FlatTensors
 
-KEYS = {"plain": (None, None), "sealed": (Seal(b"s" * 32, b"c" * 32), Seal(b"c" * 32, b"s" * 32))}
+KEYS = {"plain": (None, None), "sealed": (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32))}
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -45,7 +45,7 @@ def random_flat(numel):
 
 
 def test_a_budget_by_hand():
-    budget = Budget(10.0, 100.0)
+    budget = TimeBudget(10.0, 100.0)
     budget.waited(6.0)
     assert budget.left_s == 4.0
     budget.moved(200)  # worth 2 s
@@ -54,7 +54,7 @@ def test_a_budget_by_hand():
     assert budget.left_s == 10.0, "what came fast does not buy a long silence"
     budget.waited(10.0)
     assert isinstance(budget.spent(), PeerTimeout)  # silent for all of it
-    budget = Budget(10.0, 100.0)
+    budget = TimeBudget(10.0, 100.0)
     for _ in range(11):  # a byte each second earns 10 ms
         budget.moved(1)
         budget.waited(1.0)
@@ -62,7 +62,7 @@ def test_a_budget_by_hand():
 
 
 def test_a_budget_without_a_rate_bounds_the_sum_of_waits():
-    budget = Budget(5.0)
+    budget = TimeBudget(5.0)
     budget.waited(3.0)
     budget.moved(1000)
     assert budget.left_s == 2.0 and isinstance(budget.spent(), PeerTimeout)
@@ -131,7 +131,7 @@ def test_a_reader_that_drips_is_a_timeout_of_the_sender(sockets, pool):
 
 def test_an_honest_slow_link_is_waited_for():
     """2 kB/s for an hour, with pauses of half the timeout, where 1 kB/s is asked for."""
-    budget = Budget(10.0, 1000.0)
+    budget = TimeBudget(10.0, 1000.0)
     for _ in range(720):
         budget.waited(5.0)
         assert budget.left_s > 0

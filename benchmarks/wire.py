@@ -96,7 +96,7 @@ def _tcp_pairs(store: Any, server: bool) -> dict[str, Pair]:
 
 
 def _ciphers() -> list[Row]:
-    """Return the GB/s, there and back, of the ciphers of TLS 1.3 on records of the length that `SealedStream` uses."""
+    """Return the GB/s, there and back, of the ciphers of TLS 1.3 on records of the length that `EncryptedStream` uses."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
     plain, sealed, repeats = bytearray(os.urandom(RECORD_BYTES)), bytearray(RECORD_BYTES + 16), 400

@@ -95,7 +95,7 @@ class CompressionPlan:
         return plain if one is None else one.layout(plain)
 
     def added_back(self, layout: Layout) -> list[TensorEntry]:
-        """Select the tensors of an update in ``layout`` that travel as a difference though the merge wants values; bundles are steps."""
+        """Select the tensors of an update in ``layout`` that travel as a difference though the merge wants values, bundles too."""
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]

@@ -1,6 +1,6 @@
 """A pair over a connected TCP socket: for clients on other machines, that come and go.
 
-Authentication is the handshake's (`Door` and `call` do it before they make a pair), encryption is a `RecordCipher`'s.
+Authentication is the handshake's (`Listener` and `call` do it before they make a pair), encryption is a `RecordCipher`'s.
 """
 
 from __future__ import annotations

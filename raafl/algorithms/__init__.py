@@ -36,6 +36,6 @@ from raafl.algorithms.timely_fl import timely_fl as timely_fl
 from raafl.core.algorithm import Algorithm as Algorithm
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    name: made for name, made in globals().items() if getattr(made, "__module__", "") == f"{__name__}.{name}"
+    name: made for name, made in sorted(globals().items()) if getattr(made, "__module__", "") == f"{__name__}.{name}"
 }
 """The factory of each method, by its name."""

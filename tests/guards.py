@@ -15,8 +15,8 @@ import pytest
 
 BUDGET_S = 5.0
 """CPU seconds, its child processes' included, that a test may take on an idle machine; one that takes more is marked `slow`."""
-ALLOWANCE = 3.0
-"""Beside busy neighbours the same work counts up to twice the CPU seconds, and no test is to fail for that."""
+ALLOWANCE = 9.0
+"""Beside busy neighbours, on slower cores, and without compiled caches the same work counts several times the CPU seconds."""
 _SPENT = pytest.StashKey[float]()
 
 # Set by pytest, or by a library when it is imported or first used; they say nothing about the test.

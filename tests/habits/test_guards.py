@@ -71,7 +71,9 @@ def outcomes(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
 
     def run(*options, **environment):
-        clean = {k: v for k, v in os.environ.items() if k not in ("RAAFL_DATA", "RAAFL_REQUIRE_DATA")}
+        clean = {
+            k: v for k, v in os.environ.items() if k not in ("RAAFL_DATA", "RAAFL_REQUIRE_DATA", "RAAFL_TEST_BUDGET")
+        }
         command = [sys.executable, "-m", "pytest", "-vrA", "-p", "no:cacheprovider", *options, str(tmp_path)]
         text = subprocess.run(
             command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, timeout=100

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import combinations, count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -352,10 +353,15 @@ def _half(size: int, generator: torch.Generator) -> list[int]:
 
 
 def _separating(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield subsets such that of any two names there is one with the first alone, and one with the second."""
-    for bit in range(max(len(names) - 1, 0).bit_length()):
-        for side in (0, 1):
-            yield [name for place, name in enumerate(names) if place >> bit & 1 == side]
+    """Yield subsets such that of any two names there is one with the first alone, and one with the second.
+
+    Each name is in half of the subsets, no two in the same half: so none is wherever another is. No fewer subsets do
+    (Sperner's theorem).
+    """
+    num = next(num for num in count() if math.comb(num, num // 2) >= len(names)) if len(names) > 1 else 0
+    halves = dict(zip(names, combinations(range(num), num // 2), strict=False))
+    for place in range(num):
+        yield [name for name in names if place in halves[name]]
 
 
 def _apart(what: str, one: Tensor, other: Tensor, tolerance: float, floor: float) -> str | None:

@@ -1,0 +1,58 @@
+"""How many connections of one client the server of real ranks bears."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raafl.runtime.distributed import Server
+from raafl.runtime.transport import Refused
+
+
+class Life:
+    """Stands for a session: who, in which life, and whether it was started or told to stop."""
+
+    def __init__(self, client: int, incarnation: int) -> None:
+        self.client, self.incarnation, self.started = client, incarnation, False
+        self.stopped: list[str] = []
+
+    def start(self) -> None:
+        self.started = True
+
+    def stop(self, reason: str, wait_s: float = 0.0) -> None:
+        self.stopped.append(reason)
+
+
+def server() -> Server:
+    parts = {"state": None, "payload": None, "algorithm": SimpleNamespace(merge=None)}
+    coordinator: Any = SimpleNamespace(roster=SimpleNamespace(joins=Counter()), **parts)
+    unused: Any = SimpleNamespace()
+    return Server(coordinator, [], unused, unused, None)
+
+
+def test_a_client_may_have_four_connections_on_their_way_in_and_others_are_not_kept_out_by_them():
+    house = server()
+    for _ in range(4):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    with pytest.raises(Refused, match="client 1 has 5 connections, 4 of them on their way in"):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    house.enter(2, lambda incarnation: Life(2, incarnation))
+    assert sorted(house._entering) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
+    assert all(life.started for life in house._entering.values())
+
+
+def test_a_client_that_comes_again_and_again_is_refused_while_seven_of_its_sessions_are_ending():
+    house = server()
+    for number in range(8):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+        house._take_in(SimpleNamespace(client=SimpleNamespace(id=1, incarnation=number)))
+    assert len(house._leaving) == 7 and house.sessions[1].incarnation == 7  # one current session, seven that end
+    assert all(life.stopped for _, life in house._leaving)
+    with pytest.raises(Refused, match="client 1 has 8 connections, 0 of them on their way in"):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    house.enter(2, lambda incarnation: Life(2, incarnation))
+    del house._leaving[0]  # one has ended
+    house.enter(1, lambda incarnation: Life(1, incarnation))

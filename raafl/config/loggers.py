@@ -163,23 +163,40 @@ def maker(
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         if spec.name == "WandbLogger":
             args.pop("log_model", None)  # Lightning's, which has no checkpoints here: see raafl.loggers.tracking
-            return _make_wandb(cls, args, warn, note)
         if spec.name == "MLFlowLogger":  # which calls plain files unmaintained, and would refuse to write them
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        return cls(**args)
+        return _opened(cls(**args), {}, warn, note)
 
     return make
 
 
 def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> Any:
-    """Return a logger that was made elsewhere, W&B's with its run open: the same as before, and offline if need be."""
+    """Return a logger, W&B's with its run open: the same as before; offline without an API key or a server, if nobody chose."""
     init = getattr(logger, "_wandb_init", None)
     if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:
         return logger
+    import wandb
+
     if init.get("id") is None and before:
         init["id"] = before.get("id")
+    init.setdefault("settings", wandb.Settings(init_timeout=_WANDB_INIT_S, console="off"))
     chosen = getattr(logger, "_offline", False) or init.get("mode") or os.environ.get("WANDB_MODE")
-    _choose_mode(init, chosen, init.get("dir") or ".", warn, note)
+    later = f"to send it later: wandb sync {init.get('dir') or '.'}/wandb/offline-run-*"
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not chosen and not _has_wandb_key(url):
+        note(f"wandb: there is no API key, so it logs offline; {later}, after wandb login")
+        init["mode"] = chosen = "offline"
+    elif not chosen and not _answers(url):  # wandb itself would try for half a minute
+        warn(f"logger WandbLogger: {url} does not answer, so it logs offline; {later}")
+        init["mode"] = chosen = "offline"
+    try:
+        _ = logger.experiment
+    except Exception as error:
+        if chosen in ("offline", "dryrun", "disabled", True):
+            raise
+        warn(f"logger WandbLogger cannot log online ({in_words(error)[:200]}), so it logs offline; {later}")
+        init["mode"] = "offline"
+        _ = logger.experiment
     return logger
 
 
@@ -196,49 +213,6 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
     return args
 
 
-def _make_wandb(cls: type[Any], args: dict[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> Any:
-    """Return a `WandbLogger` whose run is open: offline without an API key, and where the server cannot be reached."""
-    chosen = args.get("offline") or args.get("mode") or os.environ.get("WANDB_MODE")
-    sync = _sync(args.get("save_dir", "."))
-    chosen = _choose_mode(args, chosen, args.get("save_dir", "."), warn, note)
-    if "settings" not in args:
-        import wandb
-
-        args["settings"] = wandb.Settings(init_timeout=_WANDB_INIT_S, console="off")
-    logger = cls(**args)
-    try:
-        _ = logger.experiment
-    except Exception as error:
-        if chosen in ("offline", "dryrun", "disabled", True):
-            raise
-        warn(f"logger WandbLogger cannot log online ({in_words(error)[:200]}), so it logs offline; later: {sync}")
-        logger = cls(**{**args, "mode": "offline"})
-        _ = logger.experiment
-    return logger
-
-
-def _choose_mode(
-    args: dict[str, Any], chosen: Any, save_dir: Any, warn: Callable[[str], None], note: Callable[[str], None]
-) -> Any:
-    """Put `mode` offline into ``args`` where no mode was chosen and W&B cannot be reached; return the mode."""
-    sync = _sync(save_dir)
-    if not chosen and not _has_wandb_key():
-        note(f"wandb: there is no API key, so it logs offline; to send it later: wandb login; {sync}")
-        args["mode"] = chosen = "offline"
-    elif not chosen and not _answers(_wandb_url()):
-        warn(f"logger WandbLogger: {_wandb_url()} does not answer, so it logs offline; to send it later: {sync}")
-        args["mode"] = chosen = "offline"
-    return chosen
-
-
-def _sync(save_dir: Any) -> str:
-    return f"wandb sync {save_dir}/wandb/offline-run-*"
-
-
-def _wandb_url() -> str:
-    return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-
-
 def _answers(url: str) -> bool:
     """Check whether a web server answers at ``url``, whatever it says; the library itself would try for very long."""
     try:
@@ -250,12 +224,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _has_wandb_key() -> bool:
+def _has_wandb_key(url: str) -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlsplit(_wandb_url()).hostname or ""
     with suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname or "") is not None
     return False
 
 

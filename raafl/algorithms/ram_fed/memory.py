@@ -122,6 +122,7 @@ class Remembered(Merge):
         for dtype, total in memory["sum"].buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
             for old, mean, change, on in chunks(theta, total, memory["change"].buffers[dtype], count.buffers[dtype]):
+                # `mean` is U' already, which has the change in it: hence - 1/N. Where Gamma is 0 so is the change, and 1 does.
                 more = change * on.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
                 old.add_(more.add_(mean, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()

@@ -186,12 +186,16 @@ class Mean(Merge):
         elif sums.weight:  # one part of the model, covered by all: plain numbers do
             mixed = math.fsum(weight * factor for weight, factor in received)
             plan, whole = state.submodels.plan(spec), sums.weight
+            # theta + sum w a (theta_n - theta) / W = theta (1 - sum w a / W) + (sum w a theta_n) / W, with W = sum w: one pass
+            # over the model whatever the number of updates, and exactly the weighted mean where all a are 1
             keep = 1.0 - mixed / whole
             total = sums.total.prefix(plan.layout) if spec.is_full else plan.gather(sums.total)
             plan.apply_(state.values, total, lambda target, source: _mix(target, source, keep, 1.0 / whole))
         sums.clear()
 
     def _apply_covered(self, state: GlobalState, sums: Accumulator, factors: list[float]) -> None:
+        # the same as above, with W and sum w a of each element: those of the updates that cover it. With one factor
+        # for all, sum w a / W is that factor everywhere, and the second count is spared.
         whole = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
         mixed = whole if alike else sums.cover(factors, "mixed")
@@ -199,7 +203,7 @@ class Mean(Merge):
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, whole, mixed)))
             for old, total, on, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / on
-                new = torch.addcdiv(old * keep, total, on)
+                new = torch.addcdiv(old * keep, total, on)  # NaN, 0 / 0, where nothing covers: not taken below
                 old.copy_(torch.where(on > 0, new, old))
 
     def too_stale(self, staleness: float) -> str | None:
@@ -274,6 +278,7 @@ class Deltas(Merge):
         else:
             for dtype, rate, *flats in self._pieces(state, sums.total, sums.cover()):
                 for old, mine, on in chunks(*flats):
+                    # where nothing covers, 0 is divided by the smallest number: theta + 0 keeps its bits
                     old.addcdiv_(mine, on.clamp_min(torch.finfo(dtype).tiny), value=rate)
         sums.clear()
 
@@ -377,7 +382,7 @@ class ServerOptimizer(Merge):
         new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
         if self.kind == "adagrad":
             new_v = v + square
-        elif self.kind == "yogi":
+        elif self.kind == "yogi":  # moves v by no more than (1 - beta2) Delta^2, where adam's may fall by (1 - beta2) v
             new_v = v - (1 - self.beta2) * square * torch.sign(v - square)
         else:
             new_v = torch.add(v * self.beta2, square, alpha=1 - self.beta2)

@@ -156,7 +156,8 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
         pairs = -(-min(CHUNK, num - start) // 2)
         stream = hashlib.shake_256(key + number.to_bytes(8, "little")).digest(16 * pairs)
         bits = np.frombuffer(stream, dtype="<u8") >> np.uint64(11)
-        uniform = (bits + 0.5) * 2.0**-53  # never 0
+        # 53 bits are all that a double between 0 and 1 can hold; the half keeps log away from 0, so |noise| is below 8.7
+        uniform = (bits + 0.5) * 2.0**-53
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * math.pi * uniform[pairs:]
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
         yield torch.from_numpy(both[: min(CHUNK, num - start)])

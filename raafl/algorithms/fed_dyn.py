@@ -69,14 +69,11 @@ class Regularised(Local):
     """The proximal term, and the linear one."""
 
     down: ClassVar[tuple[str, ...]] = (GRADIENT,)
+    adds_to_gradients: ClassVar[bool] = True
 
     def hook(self, task: Task) -> Hook:
         """Return the steps with the linear term."""
         return _Steps(task)
-
-    def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Refuse a loss scaler, with which the term would be added to scaled gradients."""
-        return [] if precision != "16-mixed" else ["fabric.precision is 16-mixed: fed_dyn needs bf16-mixed or 32-true"]
 
     def __str__(self) -> str:
         """Return the answer in words."""

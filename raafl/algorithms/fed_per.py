@@ -29,11 +29,9 @@ from raafl.core.types import Update, Warn
 from raafl.errors import BadInput, nearest
 from raafl.parts.local.entering import linear_in
 from raafl.parts.merge.kept import keep_, restore_
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.declared import within
 
@@ -59,17 +57,15 @@ def fed_per(
     """
     if local not in PLACES:
         raise BadInput(f"local is '{local}': {nearest(str(local), PLACES)}")
-    late = Staleness("constant" if alpha is None else "polynomial", a=0.5)
+    trigger, mean = averaging(alpha, by_samples)
     return Algorithm(
         name="fed_per",
         paper="Arivazhagan et al. 2019",
         sample=Sample(cohort, concurrency),
         select=submodel or Full(),
         local=Local(),
-        trigger=AllReported() if alpha is None else EachArrival(),
-        merge=Personal(
-            Mean(1.0 if alpha is None else alpha, late, by_samples), local, None if layers is None else tuple(layers)
-        ),
+        trigger=trigger,
+        merge=Personal(mean, local, None if layers is None else tuple(layers)),
     )
 
 
@@ -86,13 +82,11 @@ class Personal(Wrapped):
     layers: tuple[str, ...] | None = None
     by_client: ClassVar[bool] = True
 
-    @property
-    def hands(self) -> bool:
-        """Each client is sent its own layers."""
-        return True
-
     def own(self, submodels: Submodels) -> frozenset[str]:
         """Return the parameters of a client's own layers."""
+        return submodels.cached("own layers", (self.local, self.layers), lambda: self._own(submodels))
+
+    def _own(self, submodels: Submodels) -> frozenset[str]:
         head = (linear_in(submodels.module)[0],) if self.layers is None else self.layers
         names = submodels.parameter_names & submodels.layout(part="trained").by_name.keys()
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))

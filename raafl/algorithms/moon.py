@@ -33,11 +33,9 @@ from raafl.errors import BadInput, positive
 from raafl.parts.local.elsewhere import at
 from raafl.parts.local.entering import Entering, linear_in
 from raafl.parts.merge.kept import keep_, restore_
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels
 
 LAST = "last"
@@ -62,16 +60,15 @@ def moon(
     if not mu >= 0:
         raise BadInput(f"mu is {mu}: give 0 or more")
     positive("temperature", temperature)
-    late = Staleness("constant" if alpha is None else "polynomial", a=0.5)
-    mean = Mean(1.0 if alpha is None else alpha, late, by_samples)
+    trigger, mean = averaging(alpha, by_samples)
     return Algorithm(
         name="moon",
         paper="Li et al. 2021",
         sample=Sample(cohort, concurrency),
         select=submodel or Full(),
         local=Contrastive(mu, temperature, layer) if mu else Local(),
-        trigger=AllReported() if alpha is None else EachArrival(),
-        merge=Remembered(mean) if mu else mean,
+        trigger=trigger,
+        merge=WithLastModels(mean) if mu else mean,
     )
 
 
@@ -129,15 +126,10 @@ class _Steps(Hook):
 
 
 @dataclass(frozen=True)
-class Remembered(Wrapped):
+class WithLastModels(Wrapped):
     """Keeps the values that each client has sent last."""
 
     by_client: ClassVar[bool] = True
-
-    @property
-    def hands(self) -> bool:
-        """Each client is sent its own."""
-        return True
 
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill in the client's last model."""

@@ -73,6 +73,7 @@ class Controlled(Local):
 
     down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
     up: ClassVar[tuple[str, ...]] = (CLIENT,)
+    adds_to_gradients: ClassVar[bool] = True
     option: int = 2
 
     def hook(self, task: Task) -> Hook:
@@ -88,10 +89,6 @@ class Controlled(Local):
     def spans(self) -> bool:
         """Option I takes gradients that nobody averages."""
         return self.option == 2
-
-    def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Refuse a loss scaler, which variates would be added to scaled gradients with."""
-        return [] if precision != "16-mixed" else ["fabric.precision is 16-mixed: scaffold needs bf16-mixed or 32-true"]
 
     def __str__(self) -> str:
         """Return the answer in words."""

@@ -255,8 +255,8 @@ class Merge(ABC):
 
     @property
     def hands(self) -> bool:
-        """Whether each client is sent something of its own, by `hand`."""
-        return False
+        """Whether each client is sent something of its own: a subclass has a `hand`."""
+        return type(self).hand is not Merge.hand
 
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill what a client is sent for a task, in place.

@@ -105,6 +105,9 @@ class Local:
     proven_as_trained: ClassVar[bool] = True
     """False: what `prepare` adds to a model acts by its width on purpose, so that axes are proven on the user's own model."""
 
+    adds_to_gradients: ClassVar[bool] = False
+    """Whether its hook adds something to gradients, as a loss scaler would not have it."""
+
     down: ClassVar[tuple[str, ...]] = ()
     up: ClassVar[tuple[str, ...]] = ()
 
@@ -151,6 +154,10 @@ class Local:
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Explain why its steps cannot be run with these settings of `fabric`, one line each."""
+        if self.adds_to_gradients and precision == "16-mixed":
+            return [
+                "fabric.precision is 16-mixed, and this algorithm adds to gradients, which are scaled: use bf16-mixed"
+            ]
         return []
 
     def notes(self, submodels: Submodels) -> list[str]:

@@ -192,7 +192,7 @@ class BothHook(Hook):
         self._path = path
         device = next(task.module.parameters()).device
         self._draws = Draws(device, upper_seed(task.assignment.seed))
-        self._frames = task.submodels._cached("frames", path, lambda: halves(task.submodels, path)["upper"].frames)
+        self._frames = task.submodels.cached("frames", path, lambda: halves(task.submodels, path)["upper"].frames)
         self._cut = self._frames.cut
         self._sent = self._leaf = torch.empty(0)
 

@@ -95,7 +95,7 @@ class Split(Local):
         cut = self.place(submodels)
         if cut is None:
             return None
-        half: Half = submodels._cached("half", (cut.path, side), lambda: Half(submodels, cut, side))
+        half: Half = submodels.cached("half", (cut.path, side), lambda: Half(submodels, cut, side))
         return half
 
     def travelling(self, submodels: Submodels) -> Submodels:

@@ -281,7 +281,7 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
 
 def cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
     """Return the places to cut a model, from the first layer to the last, and where there are none, why; remembered."""
-    return submodels._cached("cuts", "all", lambda: _cuts_of(submodels))
+    return submodels.cached("cuts", "all", lambda: _cuts_of(submodels))
 
 
 def _cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:

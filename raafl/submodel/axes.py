@@ -92,12 +92,6 @@ class AxisTable:
         return result
 
 
-def table_within(axes: Iterable[Axis], shapes: Shapes) -> AxisTable:
-    """Return the table of ``axes`` over these tensors alone."""
-    mine = (Axis(axis.name, axis.size, tuple(m for m in axis.members if m.name in shapes)) for axis in axes)
-    return AxisTable(mine, shapes)
-
-
 def _elements(places: Sequence[tuple[int, int, Axis]], kept: Mapping[str, Runs], length: int) -> Runs:
     pieces: Runs = []
     end = 0

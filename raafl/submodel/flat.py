@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -135,6 +135,10 @@ class Layout:
         if not isinstance(tensors, list):
             raise BadInput(f"layout is {str(data)[:80]!r}: give {{'tensors': [[name, shape, dtype], ...]}}")
         return cls.pack(_checked(item) for item in tensors)
+
+    def only(self, names: Collection[str]) -> Layout:
+        """Return the layout of the tensors among ``names``, in this order."""
+        return Layout.pack((e.name, e.shape, e.dtype) for e in self.entries if e.name in names)
 
     def is_prefix_of(self, other: Layout) -> bool:
         """Check whether each buffer of this layout is the beginning of ``other``'s."""

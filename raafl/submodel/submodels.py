@@ -30,6 +30,8 @@ T = TypeVar("T")
 MAX_CACHED = 512
 """Layouts, plans and costs remembered, each; the oldest goes first."""
 
+_UNKNOWN: Any = object()
+
 
 class Submodels:
     """The submodels of one model. Holds its structure and shapes; of its values at most the frozen ones (`hold`).
@@ -169,7 +171,7 @@ class Submodels:
         """
         if spec == FULL:
             return FULL
-        return self._cached("normal", spec, lambda: self._normal(spec))
+        return self.cached("normal", spec, lambda: self._normal(spec))
 
     def _normal(self, spec: Spec) -> Spec:
         if spec.kept:
@@ -217,7 +219,7 @@ class Submodels:
                 trained layout is the beginning of the sent one, that of the present one.
         """
         spec = self.normal(spec)
-        return self._cached("layout", (spec, part), lambda: self._layout(spec, part))
+        return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
         trains, selections = self._trains(spec), self.selections(spec)
@@ -277,18 +279,27 @@ class Submodels:
         kept = [one for name, one in self.exits.items() if name in (spec.exits or ())]
         return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
-    def plan(self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present") -> CopyPlan:
-        """Return the plan that moves one part of a submodel between ``whole``, a part of the model, and small storage; cached."""
+    def plan(
+        self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present", only: frozenset[str] | None = None
+    ) -> CopyPlan:
+        """Return the plan that moves one part of a submodel between ``whole``, a part of the model, and small storage; cached.
+
+        With ``only`` both storages have the tensors of these names alone.
+        """
         spec = self.normal(spec)
-        return self._cached("plan", (spec, part, whole), lambda: self._plan(spec, part, whole))
+        return self.cached("plan", (spec, part, whole, only), lambda: self._plan(spec, part, whole, only))
 
-    def _plan(self, spec: Spec, part: Part, whole: Part) -> CopyPlan:
-        return CopyPlan(spec, self.layout(part=whole), self.layout(spec, part), self.selections(spec))
+    def _plan(self, spec: Spec, part: Part, whole: Part, only: frozenset[str] | None) -> CopyPlan:
+        full, small = self.layout(part=whole), self.layout(spec, part)
+        if only is not None:
+            full, small = full.only(only), small.only(only)
+        return CopyPlan(spec, full, small, self.selections(spec))
 
-    def _cached(self, cache_name: str, key: Hashable, make: Callable[[], T]) -> T:
-        cache = self._caches.setdefault(cache_name, OrderedDict())
-        found: T | None = cache.get(key)
-        if found is None:
+    def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` makes, remembered under ``what`` and ``key`` for as long as it holds of this model."""
+        cache = self._caches.setdefault(what, OrderedDict())
+        found: T = cache.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
             found = make()
             with self._lock:
                 cache[key] = found
@@ -379,13 +390,13 @@ class Submodels:
         Only how many indices are kept matters, not which.
         """
         key = (spec, batch_size, num_optimizer_slots)
-        return self._cached("cost of", key, lambda: self._typical_cost(*key))
+        return self.cached("cost of", key, lambda: self._typical_cost(*key))
 
     def _typical_cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
         spec = self.normal(spec)
         kept = tuple((name, range(len(indices))) for name, indices in spec.kept)
         key = (Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, num_optimizer_slots)
-        return self._cached("cost", key, lambda: self._cost(*key))
+        return self.cached("cost", key, lambda: self._cost(*key))
 
     def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
         from raafl.submodel.cost import predict

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -79,12 +77,8 @@ class MaskedAndDistilled(Local):
         kept = tuple((name, range(len(units))) for name, units in spec.kept)
         axes = tuple((axis, len(values)) for axis, values in extra.get("scores", {}).items())
         key = (self, Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, axes)
-        known = _KNOWN.setdefault(submodels, OrderedDict())
-        if key not in known:
-            while len(known) >= MAX_KNOWN:
-                known.popitem(last=False)
-            known[key] = self._more(submodels, key[1], batch_size, dict(axes))
-        flops, peak_bytes, moved_bytes, padding_flops = known[key]
+        more = submodels.cached("co_s2p", key, lambda: self._more(submodels, key[1], batch_size, dict(axes)))
+        flops, peak_bytes, moved_bytes, padding_flops = more
         return replace(
             cost,
             flops_per_sample=cost.flops_per_sample + flops,
@@ -124,12 +118,6 @@ class MaskedAndDistilled(Local):
         return words + (
             f", distilled with w {self.weight:g}, T {self.temperature:g}" if self.distils else ", SGD on the loss"
         )
-
-
-MAX_KNOWN = 256
-"""Costs remembered for each model."""
-
-_KNOWN: WeakKeyDictionary[Submodels, OrderedDict[Any, _More]] = WeakKeyDictionary()
 
 
 def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from raafl.parts.merge.mean import chunks, zeros_like
 from raafl.parts.merge.personal import AT_WORK
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.axes import Axis, AxisTable
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -146,9 +143,7 @@ class _Table:
     def __init__(self, submodels: Submodels, number: int) -> None:
         """Number the segments of each axis, then one for each tensor that is on none."""
         shapes = {entry.name: entry.shape for entry in submodels.layout(part="trained").entries}
-        axes = [Axis(a.name, a.size, tuple(m for m in a.members if m.name in shapes)) for a in submodels.axes.values()]
-        self._axes, self._cuts = AxisTable(axes, shapes), cuts_of(submodels, number)
-        self._specs: OrderedDict[Spec, dict[str, Place]] = OrderedDict()
+        self._number, self._axes, self._cuts = number, submodels.axes, cuts_of(submodels, number)
         self._firsts: dict[str, int] = {}
         self.num = 0
         for name, cut in self._cuts.items():
@@ -161,7 +156,7 @@ class _Table:
         self.num += 1
 
     def _place(self, name: str, shape: tuple[int, ...]) -> Place:
-        members = [(a.name, m) for a in self._axes.axes.values() for m in a.members if m.name == name]
+        members = [(a.name, m) for a in self._axes.values() for m in a.members if m.name == name]
         if not members:
             self.num += 1
             return None, torch.tensor([self.num - 1])
@@ -179,16 +174,15 @@ class _Table:
     def places(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
         """Return the places of the tensors that a submodel trains, as small as it has them."""
         spec = submodels.normal(spec)
-        if spec not in self._specs:
-            while len(self._specs) >= MAX_KNOWN:
-                self._specs.popitem(last=False)
-            selections, found = self._axes.selections(spec), {}
-            for entry in submodels.layout(spec, "trained").entries:
-                dim, ids = self._places[entry.name]
-                runs = selections.get(entry.name, {}).get(dim) if dim is not None else None
-                found[entry.name] = (dim, ids if runs is None else torch.cat([ids[a:b] for a, b in runs]))
-            self._specs[spec] = found
-        return self._specs[spec]
+        return submodels.cached("importance of", (self._number, spec), lambda: self._found(submodels, spec))
+
+    def _found(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
+        selections, found = submodels.selections(spec), {}
+        for entry in submodels.layout(spec, "trained").entries:
+            dim, ids = self._places[entry.name]
+            runs = selections.get(entry.name, {}).get(dim) if dim is not None else None
+            found[entry.name] = (dim, ids if runs is None else torch.cat([ids[a:b] for a, b in runs]))
+        return found
 
     def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
         """Return the L2 norm of each segment over what is there, shape (num,), float64, on the CPU."""
@@ -207,14 +201,5 @@ def _shaped(scores: Tensor, place: Place, tensor: Tensor) -> Tensor:
     return found.reshape([1] * tensor.dim()) if dim is None else found.view(-1, *[1] * (tensor.dim() - dim - 1))
 
 
-MAX_KNOWN = 64
-"""Specs of which it is remembered where their segments are, for each model."""
-
-_KNOWN: WeakKeyDictionary[Submodels, dict[int, _Table]] = WeakKeyDictionary()
-
-
 def _table(submodels: Submodels, number: int) -> _Table:
-    known = _KNOWN.setdefault(submodels, {})
-    if number not in known:
-        known[number] = _Table(submodels, number)
-    return known[number]
+    return submodels.cached("importance", number, lambda: _Table(submodels, number))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 from raafl.core.algorithm import Merge
 from raafl.core.client_files import check_folder, check_room, is_in_ram, release
@@ -17,7 +16,6 @@ from raafl.errors import BadInput, fraction, positive
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.axes import table_within
 from raafl.submodel.extract import CopyPlan
 
 LATEST = "latest update"
@@ -213,8 +211,7 @@ class _Owned:
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
         """Work out the plans; both spec and the whole model must train floating-point tensors only."""
         everything, held = submodels.layout(part="trained"), submodels.layout(spec, "trained")
-        table = table_within(submodels.axes.values(), everything.shapes)
-        selections = table.selections(submodels.normal(spec)) if spec.kept else {}
+        selections = submodels.selections(submodels.normal(spec))
         first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}
         others = {name: {d: runs for d, runs in dims.items() if d != min(dims)} for name, dims in selections.items()}
         shapes = []
@@ -236,16 +233,5 @@ class _Owned:
         return wide
 
 
-MAX_KNOWN = 64
-"""Specs of which it is remembered what they own, for each model; more are worked out anew."""
-
-_KNOWN: WeakKeyDictionary[Submodels, OrderedDict[Spec, _Owned]] = WeakKeyDictionary()
-
-
 def _owned(submodels: Submodels, spec: Spec) -> _Owned:
-    known = _KNOWN.setdefault(submodels, OrderedDict())
-    if spec not in known:
-        while len(known) >= MAX_KNOWN:
-            known.popitem(last=False)
-        known[spec] = _Owned(submodels, spec)
-    return known[spec]
+    return submodels.cached("owned", spec, lambda: _Owned(submodels, spec))

@@ -7,7 +7,7 @@ import math
 import torch
 
 from raafl.core.state import GlobalState
-from raafl.submodel import FULL, FlatTensors, Layout, Spec
+from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.extract import CopyPlan
 
 
@@ -41,15 +41,4 @@ def restore_(
 
 
 def _plan(state: GlobalState, spec: Spec, only: frozenset[str] | None) -> CopyPlan:
-    submodels = state.submodels
-    names = submodels.parameter_names if only is None else only
-    spec = submodels.normal(spec)
-
-    def layout(of: Spec) -> Layout:
-        entries = submodels.layout(of, "trained").entries
-        return Layout.pack((entry.name, entry.shape, entry.dtype) for entry in entries if entry.name in names)
-
-    def make() -> CopyPlan:
-        return CopyPlan(spec, layout(FULL), layout(spec), submodels.selections(spec))
-
-    return submodels._cached("kept", (spec, names), make)
+    return state.submodels.plan(spec, "trained", "trained", state.submodels.parameter_names if only is None else only)

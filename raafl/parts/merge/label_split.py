@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,7 +16,6 @@ from raafl.core.types import Update
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.axes import table_within
 from raafl.submodel.extract import CopyPlan
 
 
@@ -53,7 +51,11 @@ class LabelSplit(Wrapped):
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Refuse classes that are not an ascending list of rows, or say what the inner merge objects to."""
         output = _output(state.submodels)
-        if output is not None and CLASSES in update.extra and not _are_rows(update.extra[CLASSES], output.num_classes):
+        if (
+            output is not None
+            and CLASSES in update.extra
+            and not _are_rows(update.extra[CLASSES], output.entries[0].shape[0])
+        ):
             return "bad-classes"
         return super().problem(state, update, spec, staleness)
 
@@ -64,10 +66,11 @@ class LabelSplit(Wrapped):
             weight = float(update.num_samples) if self.inner.by_samples else 1.0
             memory = state.memory.setdefault("label_split", {})
             if not memory:
-                memory |= {name: FlatTensors.zeros(output.layout, state.values.device) for name in ("sum", "weight")}
+                memory |= {name: FlatTensors.zeros(output, state.values.device) for name in ("sum", "weight")}
                 memory["masked"] = False
             rows = update.extra.get(CLASSES)
-            output.add(memory, output.plan(state.submodels, spec), update.tensors, weight, rows)
+            plan = state.submodels.plan(spec, "trained", "trained", frozenset(output.by_name))
+            _add(memory, plan, update.tensors, weight, rows)
             memory["masked"] = memory["masked"] or rows is not None
         super().receive(state, update, spec, staleness)
 
@@ -106,62 +109,30 @@ def _are_rows(told: Any, num_classes: int) -> bool:
     )
 
 
-class _Output:
-    """The output layer's tensors: one row for each class.
+def _add(
+    memory: Mapping[str, FlatTensors], plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None
+) -> None:
+    """Add an update's ``rows`` (None = all) to the sum, times its weight, and the weight to where they lie."""
+    ones, mine = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
+    chosen = slice(None) if rows is None else rows
+    for name, view in mine.items():
+        view[chosen] = tensors[name][chosen]
+        ones[name][chosen] = 1.0
+    plan.add_(memory["sum"], mine, weight)
+    plan.add_(memory["weight"], ones, weight)
 
-    Attributes:
-        num_classes: rows.
-        layout: of those tensors that train, whole.
+
+def _output(submodels: Submodels) -> Layout | None:
+    """Return the output layer's tensors that train, with one row for each class; None unless it is seen to give the logits.
+
+    Its rows must be whole and its own.
     """
-
-    def __init__(self, layout: Layout) -> None:
-        """Remember the shapes."""
-        self.layout, self.num_classes = layout, layout.entries[0].shape[0]
-        self._plans: dict[Spec, CopyPlan] = {}
-
-    def add(
-        self,
-        memory: Mapping[str, FlatTensors],
-        plan: CopyPlan,
-        tensors: FlatTensors,
-        weight: float,
-        rows: list[int] | None,
-    ) -> None:
-        """Add an update's ``rows`` (None = all) to the sum, times its weight, and the weight to where they lie."""
-        ones, mine = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
-        chosen = slice(None) if rows is None else rows
-        for name, view in mine.items():
-            view[chosen] = tensors[name][chosen]
-            ones[name][chosen] = 1.0
-        plan.add_(memory["sum"], mine, weight)
-        plan.add_(memory["weight"], ones, weight)
-
-    def plan(self, submodels: Submodels, spec: Spec) -> CopyPlan:
-        """Return where the submodel's part of the output layer lies in the whole one."""
-        if spec not in self._plans:
-            if len(self._plans) >= MAX_KNOWN:
-                self._plans.clear()
-            held = [e for e in submodels.layout(spec, "trained").entries if e.name in self.layout.by_name]
-            selections = table_within(submodels.axes.values(), self.layout.shapes).selections(submodels.normal(spec))
-            small = Layout.pack((entry.name, entry.shape, entry.dtype) for entry in held)
-            self._plans[spec] = CopyPlan(spec, self.layout, small, selections)
-        return self._plans[spec]
+    return submodels.cached("output layer", "", lambda: _found(submodels))
 
 
-MAX_KNOWN = 64
-"""Specs of which it is remembered where their part of the output layer lies."""
-
-_KNOWN: WeakKeyDictionary[Submodels, _Output | None] = WeakKeyDictionary()
-
-
-def _output(submodels: Submodels) -> _Output | None:
-    """Return the output layer, if one is seen to give the logits; its rows must be whole and its own."""
-    if submodels not in _KNOWN:
-        path, trains = output_layer(submodels), submodels.layout(part="trained").by_name
-        names = () if path is None else (f"{path}.weight".lstrip("."), f"{path}.bias".lstrip("."))
-        cut = {m.name for axis in submodels.axes.values() for m in axis.members if m.dim == 0}
-        mine = [trains[name] for name in names if name in trains]
-        is_own = not {*names} & (cut | set(submodels.aliases) | set(submodels.aliases.values()))
-        layout = Layout.pack((entry.name, entry.shape, entry.dtype) for entry in mine)
-        _KNOWN[submodels] = _Output(layout) if mine and is_own else None
-    return _KNOWN[submodels]
+def _found(submodels: Submodels) -> Layout | None:
+    path, trained = output_layer(submodels), submodels.layout(part="trained")
+    names = set() if path is None else {f"{path}.weight".lstrip("."), f"{path}.bias".lstrip(".")}
+    cut = {m.name for axis in submodels.axes.values() for m in axis.members if m.dim == 0}
+    is_own = not names & (cut | set(submodels.aliases) | set(submodels.aliases.values()))
+    return trained.only(names) if is_own and names & trained.by_name.keys() else None

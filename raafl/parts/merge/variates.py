@@ -100,11 +100,6 @@ class WithVariates(Wrapped):
     variates: Variates
     by_client: ClassVar[bool] = True
 
-    @property
-    def hands(self) -> bool:
-        """Each client is sent its own."""
-        return True
-
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill in the client's own, and the mean."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])

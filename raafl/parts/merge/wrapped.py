@@ -41,11 +41,11 @@ class Wrapped(Merge):
 
     @property
     def hands(self) -> bool:
-        """Whether the inner merge hands out anything."""
-        return self.inner.hands
+        """Whether this merge or the inner one gives each client something of its own."""
+        return type(self).hand is not Wrapped.hand or self.inner.hands
 
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Let the inner merge fill what it hands out."""
+        """Let the inner merge fill in what it gives."""
         self.inner.hand(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:

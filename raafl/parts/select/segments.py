@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +44,11 @@ class Segments:
         return [unit for i in sorted(chosen) for unit in range(self.bounds[i], self.bounds[i + 1])]
 
 
-_KNOWN: WeakKeyDictionary[Submodels, dict[int, dict[str, Segments]]] = WeakKeyDictionary()
-
-
 def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
     """Return the segments of each axis: one for each head; else ``number`` ranges as equal as can be, or one for each unit."""
-    known = _KNOWN.setdefault(submodels, {})
-    if number not in known:
-        known[number] = {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
-    return known[number]
+    return submodels.cached(
+        "segments", number, lambda: {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
+    )
 
 
 def _cut(submodels: Submodels, axis: Axis, number: int) -> Segments:

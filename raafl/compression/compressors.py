@@ -317,7 +317,7 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 
 
 def up_name(compress: Compress, fixed: str | None) -> str:
-    """Name the compressor of updates: the one that the merge has ``fixed`` (`Merge.wire`), else ``compress.up``.
+    """Name the compressor of updates: the one that the algorithm has ``fixed`` (`Local.up_as`), else ``compress.up``.
 
     Raises:
         BadInput: both are given, and differ.

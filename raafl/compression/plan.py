@@ -13,8 +13,8 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.spec import FULL, Spec
 
 if TYPE_CHECKING:
-    from raafl.core.algorithm import Local, Merge
     from raafl.core.coordinator import Coordinator
+    from raafl.core.local import Local
     from raafl.submodel.cost import Cost
     from raafl.submodel.flat import Layout, TensorEntry
     from raafl.submodel.submodels import Submodels
@@ -48,26 +48,25 @@ class CompressionPlan:
 
     @classmethod
     def of(
-        cls, submodels: Submodels, compress: Compress, merge: Merge, local: Local | None = None
+        cls, submodels: Submodels, compress: Compress, sends: Literal["values", "delta"], local: Local
     ) -> CompressionPlan | None:
-        """Plan the compression that a config's section and an algorithm's own merge ask for; None where plain submodels travel.
+        """Plan the compression that a config's section and an algorithm's own payload ask for; None where plain submodels travel.
 
         Args:
             submodels: of the model.
             compress: the section.
-            merge: the algorithm's.
-            local: the algorithm's, which says what of the model travels; None = all of it.
+            sends: what the algorithm's merge wants.
+            local: the algorithm's, which says what travels.
 
         Raises:
             BadInput: they contradict each other.
         """
-        payload = Payload(submodels) if local is None else local.payload(local.travelling(submodels))
-        names = payload.names
-        down = compressor(compress.down, compress.top_k, names)
-        up = compressor(up_name(compress, merge.wire), compress.top_k, names)
-        if down is None and up is None and not payload.has_bundles:
+        payload = local.payload(local.travelling(submodels))
+        kinds = compress.down, up_name(compress, payload.up_as)
+        if kinds[0] == "none" and kinds[1] in ("none", "scalars") and not payload.has_bundles:
             return None
-        return cls(payload, merge.sends, down, up)
+        down, up = (compressor(kind, compress.top_k, payload.names) for kind in kinds)
+        return cls(payload, sends, down, up)
 
     @classmethod
     def on(cls, coordinator: Coordinator) -> CompressionPlan:
@@ -139,7 +138,7 @@ class CompressionPlan:
         if self.down is None and self.up is None:
             return []
         texts, held = [], 0
-        sent, trained = (self.payload.layout(way=way).num_bytes for way in WAYS)
+        sent, trained = (self.payload.layout(FULL, way).num_bytes for way in WAYS)
         for word, way, plain in zip(("down", "up"), WAYS, (sent, trained), strict=True):
             one = self.compressor(way)
             if one is not None:

@@ -233,7 +233,7 @@ class Experiment:
             lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
             lambda: specs(self.logger), self.targets, self.profiles, self._output, self._memory_bytes,
         )  # fmt: skip
-        fixed = self.algorithm.merge.wire
+        fixed = self.algorithm.local.up_as
         for check in (*checks, lambda: self._protected(b""), lambda: up_name(self.compress, fixed)):
             try:
                 check()
@@ -309,7 +309,7 @@ class Experiment:
 
     def wires(self, submodels: Submodels) -> CompressionPlan | None:
         """Plan the compression of what travels of ``submodels``, alike on server and clients; None = there is none."""
-        return CompressionPlan.of(submodels, self.compress, self.algorithm.merge, self.algorithm.local)
+        return CompressionPlan.of(submodels, self.compress, self.algorithm.merge.sends, self.algorithm.local)
 
     def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
         """Return the limits of the run for the coordinator."""

@@ -236,13 +236,9 @@ class Merge(ABC):
     Attributes:
         sends: what a client sends: its trained values, or their difference from what it received.
         by_client: whether it goes by whose update it receives; no joint update of several may take their place then.
-        wire: what updates always travel as, whatever the config says of other algorithms: a name of
-            `raafl.compression.compressors.compressor`, such as "bits" for values that are all 0 or 1, or "scalars" where no tensor
-            goes up; None = as `compress.up` says.
     """
 
     sends: Literal["values", "delta"] = "values"
-    wire: str | None = None
     by_client: ClassVar[bool] = False
 
     def check(self, state: GlobalState) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from raafl.core.payload import Bundles, Payload
+from raafl.core.payload import Bundles, Payload, UpAs
 from raafl.core.types import Warn
 from raafl.submodel.cost import Cost
-from raafl.submodel.flat import FlatTensors
+from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class Local:
     proven_as_trained: ClassVar[bool] = True
     """False: what `prepare` adds to a model acts by its width on purpose, so that axes are proven on the user's own model."""
 
+    up_as: ClassVar[UpAs | None] = None
+    """What its values always go up as, whatever `compress.up` says."""
+
     adds_to_gradients: ClassVar[bool] = False
     """Whether its hook adds something to gradients, as a loss scaler would not have it."""
 
@@ -134,7 +138,11 @@ class Local:
 
     def payload(self, submodels: Submodels) -> Payload:
         """Return all that travels with a task."""
-        return Payload(submodels, self.down, self.up)
+        return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels))
+
+    def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
+        """Return the layout of a bundle for a task of ``spec``, of None all that there is of it; None = it is as what trains."""
+        return None
 
     def hook(self, task: Task) -> Hook:
         """Make the hook that runs the steps of ``task``."""

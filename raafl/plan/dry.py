@@ -123,7 +123,7 @@ class Unmerged(Merge):
 
     def __init__(self, inner: Merge) -> None:
         """Stand in for ``inner``."""
-        self.sends, self.wire = inner.sends, inner.wire
+        self.sends = inner.sends
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Do nothing."""

@@ -221,8 +221,8 @@ def test_there_is_nothing_to_compress_on_the_way_up(tmp_path):
     ):
         experiment(tmp_path / "run", fed_mezo(), compress=Compress("bf16", "top_k")).check()
     submodels = Submodels(small_mlp())
-    assert CompressionPlan.of(submodels, Compress(), Rebuilt()) is None
-    assert CompressionPlan.of(submodels, Compress("bf16"), Rebuilt()).up is None
+    assert CompressionPlan.of(submodels, Compress(), "values", ZerothOrder()) is None
+    assert CompressionPlan.of(submodels, Compress("bf16"), "values", ZerothOrder()).up is None
 
 
 def test_what_is_frozen_is_not_perturbed():

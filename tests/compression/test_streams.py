@@ -18,6 +18,7 @@ from raafl.compression.compressors import Compress, TopK, Unsound
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
+from raafl.core.local import Local
 from raafl.core.types import Assignment, ClientInfo, Joined, client_to_json
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas, Mean
@@ -38,7 +39,7 @@ def model() -> Submodels:
 
 
 def wires(down="none", up="none", top_k=0.25, merge=None) -> CompressionPlan:
-    made = CompressionPlan.of(model(), Compress(down, up, top_k), merge or Mean())
+    made = CompressionPlan.of(model(), Compress(down, up, top_k), (merge or Mean()).sends, Local())
     assert made is not None
     return made
 
@@ -251,12 +252,12 @@ def held_by(end):
 
 
 def test_nothing_is_made_of_no_compressor():
-    assert CompressionPlan.of(model(), Compress(), Mean()) is None
+    assert CompressionPlan.of(model(), Compress(), "values", Local()) is None
 
 
 def test_statistics_travel_as_they_are():
     net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    made = CompressionPlan.of(Submodels(net), Compress("int8", "top_k", 0.5), Mean())
+    made = CompressionPlan.of(Submodels(net), Compress("int8", "top_k", 0.5), "values", Local())
     values = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     received = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     received["1.running_var"].fill_(5.0)
@@ -381,13 +382,13 @@ def test_protected_merges_go_by_what_was_received(tmp_path, fields):
 
 
 def test_what_is_wrong_is_found_before_the_run(tmp_path):
-    class Masks(Mean):
-        wire = "bits"
+    class Masks(Local):
+        up_as = "bits"
 
-    masks = replace(fed_avg(), merge=Masks())
+    masks = replace(fed_avg(), local=Masks())
     with pytest.raises(BadInput, match=r"compress\.up is 'int8', but this algorithm's updates travel as bits"):
         experiment(tmp_path / "run", masks, compress=Compress(up="int8")).check()
     with pytest.raises(BadInput, match=r"compress\.down"):
         simulated("--config", CONFIG, "--compress.down=int4", f"--output={tmp_path / 'run'}")
-    made = CompressionPlan.of(model(), Compress(), Masks())
+    made = CompressionPlan.of(model(), Compress(), "values", Masks())
     assert made is not None and not made.adds_back and made.layout(FULL, "trained").num_bytes == 2 + 1 + 1 + 1

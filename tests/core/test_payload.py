@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raafl.core.payload import Payload
-from raafl.submodel import FULL, FlatTensors, Spec
+from raafl.submodel import FULL, FlatTensors, Layout, Spec
 from tests.tools import line_state
 
 PART = Spec.keep({"hidden": [2]})
@@ -46,3 +46,21 @@ def test_a_plan_moves_values_and_bundles():
     whole["fc1.weight"][2], whole["b/fc2.weight"][0, 2] = 3.0, 4.0
     small = payload.plan(PART, "trained").gather(whole)
     assert small["fc1.weight"].tolist() == [[3, 3]] and small["b/fc2.weight"].tolist() == [[4]]
+
+
+def test_a_bundle_of_its_own_layout_is_as_the_task_says_and_not_compressed():
+    every = Layout.pack([("hidden", (4,), torch.float32)])
+    payload = Payload(
+        line_state().submodels, down=("a", "s"), up=("s",), own=lambda name, spec: None if name == "a" else
+        every if spec is None or spec.trained == () else Layout(())
+    )  # fmt: skip
+    frozen = Spec(trained=())
+    assert list(payload.layout(frozen, "trained").by_name) == ["s/hidden"]
+    assert payload.layout(FULL, "trained") == payload.submodels.layout(FULL, "trained")
+    assert "s/hidden" in payload.layout(way="trained").by_name and "s/hidden" not in payload.names
+    flat = FlatTensors.zeros(payload.layout(frozen))
+    _, bundles = payload.split(flat, frozen, "sent")
+    bundles["s"]["hidden"].fill_(2.0)
+    whole = FlatTensors.zeros(payload.layout(way="sent"))
+    payload.plan(frozen, "sent").scatter_(whole, flat)
+    assert whole["s/hidden"].tolist() == [2.0] * 4

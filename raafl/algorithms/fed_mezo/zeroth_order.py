@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Fleet, Hook, Local, Merge, Task
+from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
 from raafl.errors import positive
@@ -171,6 +172,8 @@ class ZerothOrder(Local):
         epsilon: size of the perturbations.
     """
 
+    up_as: ClassVar[UpAs | None] = "scalars"
+
     lr: float = 5e-3
     epsilon: float = 1e-3
 
@@ -285,7 +288,6 @@ class Rebuilt(Merge):
     staleness: Staleness = field(default_factory=Staleness)
     by_samples: bool = True
     sends: Literal["values", "delta"] = "values"
-    wire: str | None = "scalars"
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from raafl.core.algorithm import Hook, Local, Merge, Task
+from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
 from raafl.errors import BadInput, positive
@@ -196,6 +197,8 @@ class ProbabilisticMaskTraining(Local):
             optimiser is SGD, else `LR_FACTOR`.
     """
 
+    up_as: ClassVar[UpAs | None] = "bits"
+
     initial: float = 0.5
     floor: float = 0.01
     lr_factor: float | None = None
@@ -240,7 +243,7 @@ class ProbabilisticMaskTraining(Local):
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of plain training, and of masks: signs and masked weights beside the scores, draws, and their passes.
 
-        What goes up is counted as floats; that they travel as bits is the wire's to say.
+        What goes up is counted as floats here; `up_as` makes bits of them.
         """
         cost = submodels.cost(spec, batch_size)
         layout, samples = submodels.layout(spec, "trained"), max(batch_size, 1)
@@ -308,7 +311,6 @@ class BayesianMasks(Merge):
     reset: int = 1
     floor: float = 0.01
     sends: Literal["values", "delta"] = "values"
-    wire: str | None = "bits"
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -28,15 +28,18 @@ class ClientState:
         return self.kept.get(name, {}).get(client)
 
     def of(
-        self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None
-    ) -> FlatTensors:
-        """Look up a client's tensors under ``name``, to be changed in place: zeros in ``layout`` at first.
+        self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
+        fill: float = 0.0,
+    ) -> FlatTensors:  # fmt: skip
+        """Look up a client's tensors under ``name``, to be changed in place: all ``fill`` in ``layout`` at first.
 
         With a ``folder`` it lies in files there (`raafl.core.client_files`), with the same bits.
         """
         kept = self.everyone(name, folder)
         if client not in kept:
             kept[client] = FlatTensors.zeros(layout, device) if folder is None else zeros_in(folder, layout)
+            for buffer in kept[client].buffers.values() if fill != 0 else ():
+                buffer.fill_(fill)
         return kept[client]
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:

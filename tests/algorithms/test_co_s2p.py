@@ -10,6 +10,8 @@ from model_zoo import CNN
 from raafl.algorithms import co_s2p, fed_avg
 from raafl.algorithms.co_s2p.local import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
+from raafl.compression.compressors import Compress
+from raafl.compression.plan import CompressionPlan
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.sample import Sample
@@ -18,8 +20,9 @@ from raafl.core.types import Arrived, ClientInfo, Update
 from raafl.data import Dirichlet, Iid
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
+from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.personal import SCORES, Noted, WithScores
+from raafl.parts.merge.personal import Noted, WithScores
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.rated import Rated
 from raafl.parts.select.windows import RollingWindows, first_window, split_rate
@@ -166,11 +169,11 @@ def test_scores_train_before_their_window_and_then_decide_it(fleet):
     assert masks.spec.trained == () and not masks.spec.kept  # whole in width, frozen
     assert masks.extra["rate"] == 0.5
     wanted = {f"model.vit.layers.{i}.{axis}" for i in (0, 1) for axis in ("heads", "ffn")}
-    assert masks.extra["scores"].keys() == wanted and again.extra["scores"].keys() == {
+    assert set(masks.extra["masks"]) == wanted and set(again.extra["masks"]) == {
         name.replace(".0.", ".2.").replace(".1.", ".3.") for name in wanted
     }
-    assert all(values == [0.0] * 4 for values in masks.extra["scores"].values())
-    one.state.memory[SCORES] = {1: {name: [0.0, 3.0, -1.0, 2.0] for name in wanted}}
+    scores = {name: torch.tensor([0.0, 3.0, -1.0, 2.0]) for name in wanted}
+    one.state.clients.kept[SCORES] = {1: FlatTensors.from_named(scores)}
     _, first, again, *_ = tasks(select, one, 5)
     assert list(first.spec.indices("model.vit.layers.0.heads")) == [1, 3]
     assert list(first.spec.indices("model.vit.layers.1.ffn")) == [*range(8, 16), *range(24, 32)]
@@ -183,7 +186,7 @@ def windows_and_masks(select, fleet, number, client):
     """Of each task the block that it is of, and whether it trains scores; a window here is one block."""
     found = []
     for work in tasks(select, fleet, number, client):
-        axes = work.extra.get("scores", {})
+        axes = work.extra.get("masks", ())
         (block,) = {int(name.split(".")[3]) for name in axes} if axes else blocks(work.spec)
         found.append((block, bool(axes)))
     return found
@@ -201,7 +204,7 @@ def test_scores_of_every_block_train_in_its_first_visits(fleet, mask_rounds):
 def test_a_block_that_two_windows_have_counts_each_visit(fleet):
     """Three blocks of four: the windows are 0 to 2 and 1 to 3, so that the second visits blocks 1 and 2 again."""
     found = tasks(RollingWindows(0.5625, mask_rounds=1), fleet_of(fleet), 5)
-    axes = [{int(name.split(".")[3]) for name in work.extra.get("scores", {})} for work in found]
+    axes = [{int(name.split(".")[3]) for name in work.extra.get("masks", ())} for work in found]
     assert axes == [{0, 1, 2}, set(), {3}, set(), set()]
     assert [blocks(found[i].spec) for i in (1, 3, 4)] == [[0, 1, 2], [1, 2, 3], [0, 1, 2]]
 
@@ -222,7 +225,7 @@ def test_the_shipped_config_trains_the_mask_of_every_block(fleet, rate):
     """Of the paper's clients, with one, two and three of four blocks at a time, none keeps a random mask anywhere."""
     select = replace(load_experiment(Path("configs/co-s2p.yaml")).algorithm.select.inner, rates=rate)
     found = tasks(select, fleet_of(fleet), 12)
-    assert {int(axis.split(".")[3]) for work in found for axis in work.extra.get("scores", {})} == {0, 1, 2, 3}
+    assert {int(axis.split(".")[3]) for work in found for axis in work.extra.get("masks", ())} == {0, 1, 2, 3}
 
 
 def test_a_window_without_scores_goes_straight_to_its_training(fleet, monkeypatch):
@@ -234,7 +237,7 @@ def test_a_window_without_scores_goes_straight_to_its_training(fleet, monkeypatc
         lambda self, model, start, *more: [] if start else axes_of(self, model, start, *more),
     )
     found = tasks(RollingWindows(0.25, mask_rounds=2), fleet_of(fleet), 7)
-    assert ["scores" in work.extra for work in found] == [True, False, False, True, False, False, False]
+    assert ["masks" in work.extra for work in found] == [True, False, False, True, False, False, False]
     assert [blocks(found[i].spec) for i in (1, 2, 4, 5, 6)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
@@ -242,7 +245,7 @@ def test_a_window_without_scores_goes_straight_to_its_training(fleet, monkeypatc
 def test_the_rows_of_table_7_train_no_scores_of_what_is_random(fleet, linear, attention):
     select = RollingWindows(0.25, linear=linear, attention=attention, mask_rounds=1)
     work, *rest = tasks(select, fleet_of(fleet), 6)
-    kinds = {name.rpartition(".")[2] for name in work.extra.get("scores", {})}
+    kinds = {name.rpartition(".")[2] for name in work.extra.get("masks", ())}
     trained = {kind for kind, how in (("ffn", linear), ("heads", attention)) if how == "trained"}
     assert kinds == trained
     assert len({work.spec for work in rest}) > 3, "random masks are drawn anew"
@@ -267,10 +270,13 @@ def test_students_and_gates_cost_something_and_scores_travel(fleet):
     plain, distilled = submodels.cost(FULL, 4), one.cost(submodels, FULL, 4, {})
     assert distilled.flops_per_sample > plain.flops_per_sample and distilled.up_bytes == plain.up_bytes
     frozen = Spec(trained=(), exits=())
-    extra = {"scores": {"model.vit.layers.0.ffn": [0.0] * 16}, "rate": 0.5}
+    extra = {"masks": ["model.vit.layers.0.ffn"], "rate": 0.5}
     masks = one.cost(submodels, frozen, 4, extra)
     assert masks.flops_per_sample > 1.5 * submodels.cost(frozen, 4).flops_per_sample
-    assert masks.up_bytes == 16 * 20
+    plan, num_scores = CompressionPlan.of(submodels, Compress(), "delta", one), 4 * (4 + 16)  # of four blocks
+    assert plan.cost(masks, frozen).up_bytes == 4 * num_scores
+    assert plan.cost(masks, frozen).down_bytes - masks.down_bytes == 4 * num_scores
+    assert plan.cost(plain, FULL).up_bytes == plain.up_bytes
     assert MaskedAndDistilled(distils=False).cost(submodels, FULL, 4, {}) == plain
 
 
@@ -278,7 +284,7 @@ def test_masks_of_convolutions_are_trained_through_channels_that_are_padding():
     submodels = Submodels(
         CNN(image_size=8, channels=(4, 4), hidden=(8, 8)), (torch.zeros(2, 1, 8, 8), torch.zeros(2).long())
     )
-    frozen, extra = Spec(trained=()), {"scores": {axis: [0.0] * 4 for axis in submodels.axes}, "rate": 0.5}
+    frozen, extra = Spec(trained=()), {"masks": list(submodels.axes), "rate": 0.5}
     forward = submodels.cost(frozen, 4).padding_flops_per_sample
     assert MaskedAndDistilled(segments=4).cost(submodels, frozen, 4, extra).padding_flops_per_sample > forward > 0
 
@@ -358,15 +364,19 @@ def test_a_client_keeps_its_scores_through_a_checkpoint_and_hostile_ones_are_ref
     coordinator = coordinator_for(co_s2p(rates=0.25, mask_rounds=1), min_clients=2)
     asked = assigned(join(coordinator, [1, 2]))
     task = asked[1]
-    assert task.spec.trained == () and task.extra["scores"] == {"hidden": [0.0] * 4}
-    nothing = FlatTensors.empty(coordinator.state.submodels.layout(task.spec, "trained"))
-    bad = Update(task.id, 1, 0, nothing, 1, extra={"scores": {"hidden": [float("inf")] * 4}})
-    actions = coordinator.handle(Arrived(bad), 1.0)
-    assert any(getattr(action, "outcome", "") == "refused:non-finite" for action in actions)
-    asked |= assigned(actions)
-    good = Update(asked[1].id, 1, 0, nothing, 1, extra={"scores": {"hidden": [0.0, 2.0, 1.0, 0.0]}})
-    asked |= assigned(coordinator.handle(Arrived(good), 2.0))
-    assert coordinator.state.memory[SCORES] == {1: {"hidden": [0.0, 2.0, 1.0, 0.0]}}
+    assert task.spec.trained == () and task.extra["masks"] == ["hidden"]
+    scores = FlatTensors.empty(coordinator.payload.layout(task.spec, "trained"))
+    assert scores.layout.shapes == {"scores/hidden": (4,)}
+    for bad in (float("inf"), float("nan"), -1e5):
+        scores["scores/hidden"].fill_(bad)
+        actions = coordinator.handle(Arrived(Update(asked[1].id, 1, 0, scores, 1)), 1.0)
+        assert any(getattr(action, "outcome", "") == "refused:wrong-scores" for action in actions)
+        asked |= assigned(actions)
+        if bad != bad:
+            coordinator.standing.forgive()
+    scores["scores/hidden"].copy_(torch.tensor([0.0, 2.0, 1.0, 0.0]))
+    asked |= assigned(coordinator.handle(Arrived(Update(asked[1].id, 1, 0, scores, 1)), 2.0))
+    assert coordinator.state.clients.find(SCORES, 1)["hidden"].tolist() == [0.0, 2.0, 1.0, 0.0]
     assert list(asked[1].spec.indices("hidden")) == [1, 2]
 
 

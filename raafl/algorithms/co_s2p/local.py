@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,20 +12,18 @@ from raafl.core.local import Hook, Local, Task
 from raafl.core.types import Assignment
 from raafl.errors import fraction, positive
 from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
-from raafl.parts.local.mask_training import MaskTraining
+from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.cost import meta_batch
 from raafl.submodel.ledger import FusedAttention, Ledger, tensors_in
 
-SCORE_BYTES = 20
-"""Of one score on the wire: a number in JSON."""
 _More = tuple[float, int, float, float]
 
 
 @dataclass(frozen=True)
 class MaskedAndDistilled(Local):
-    """Masks where the assignment has scores (Eq. 2), else training with self-distillation (Eq. 3).
+    """Masks where the assignment asks for them (Eq. 2), else training with self-distillation (Eq. 3).
 
     Attributes:
         distils: False = the plain loss; an exit only ends a submodel.
@@ -35,6 +33,9 @@ class MaskedAndDistilled(Local):
         mask_lr: learning rate of scores.
         segments: ranges that an axis without heads is cut into.
     """
+
+    down: ClassVar[tuple[str, ...]] = (SCORES,)
+    up: ClassVar[tuple[str, ...]] = (SCORES,)
 
     distils: bool = True
     weight: float = 0.2
@@ -57,7 +58,7 @@ class MaskedAndDistilled(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the training of scores, the distilled one, or the plain one."""
-        if "scores" in task.assignment.extra:
+        if "masks" in task.assignment.extra:
             return MaskTraining(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
         if self.distils:
             return Distilled(task, self.weight, self.temperature)
@@ -65,19 +66,21 @@ class MaskedAndDistilled(Local):
 
     def tests(self, extra: Mapping[str, Any]) -> bool:
         """Scores are no model: nothing is measured after a task that trains them."""
-        return "scores" not in extra
+        return "masks" not in extra
+
+    def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
+        """Return the layout of the scores: those of all axes in a task that trains some, else none."""
+        return score_layout(submodels, self.segments, spec)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of a plain step, and on top of it what the hook adds to forward and backward pass; cached."""
-        cost = submodels.cost(spec, batch_size)
-        scores = sum(map(len, extra.get("scores", {}).values()))
-        if not scores and (not self.distils or not exit_depths(submodels)):
+        cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
+        if not axes and (not self.distils or not exit_depths(submodels)):
             return cost
         spec = submodels.normal(spec)
         kept = tuple((name, range(len(units))) for name, units in spec.kept)
-        axes = tuple((axis, len(values)) for axis, values in extra.get("scores", {}).items())
         key = (self, Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, axes)
-        more = submodels.cached("co_s2p", key, lambda: self._more(submodels, key[1], batch_size, dict(axes)))
+        more = submodels.cached("co_s2p", key, lambda: self._more(submodels, key[1], batch_size, axes))
         flops, peak_bytes, moved_bytes, padding_flops = more
         return replace(
             cost,
@@ -85,15 +88,13 @@ class MaskedAndDistilled(Local):
             peak_bytes=cost.peak_bytes + peak_bytes,
             moved_bytes_per_sample=cost.moved_bytes_per_sample + moved_bytes,
             padding_flops_per_sample=cost.padding_flops_per_sample + padding_flops,
-            down_bytes=cost.down_bytes + SCORE_BYTES * scores,
-            up_bytes=cost.up_bytes + SCORE_BYTES * scores,
         )
 
-    def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Mapping[str, int]) -> _More:
+    def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Sequence[str]) -> _More:
         """Predict the costs that the hook adds: FLOPs, bytes at the peak, moved bytes and FLOPs on padding, of a sample."""
         if submodels.example_batch is None:
             return 0.0, 0, 0.0, 0.0
-        extra = {"scores": {axis: [0.0] * number for axis, number in axes.items()}, "rate": 0.5} if axes else {}
+        extra = {"masks": axes, "rate": 0.5} if axes else {}
         try:
             plain, own = (_followed(submodels, spec, batch_size, one, extra) for one in (Local(), self))
         except Exception:  # a step that cannot run without values: the plain cost stands
@@ -134,6 +135,9 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
         loss=module.training_step, backward=lambda loss: torch.autograd.backward(loss) if loss.requires_grad else None,
         update=lambda: None,
     )  # fmt: skip
+    task.down = {
+        name: FlatTensors.empty(local.layout_of(submodels, name, spec) or Layout(()), "meta") for name in local.down
+    }
     hook = local.hook(task)
     ledger = Ledger([*module.parameters(), *module.buffers(), *tensors_in(batch)])
     try:

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from raafl.core.local import Hook, Task
 from raafl.core.types import derive_seed
-from raafl.parts.select.segments import Gates, Segments
+from raafl.parts.select.segments import Gates, Segments, cuts_of
+from raafl.submodel import Layout, Spec, Submodels
 
-MAX_SCORE = 1e4
-"""Scores beyond this are no work of an optimiser: their probability is 0 or 1."""
+SCORES = "scores"
+"""The bundle of scores, one for each segment of each axis; NaN = never trained."""
+
+
+def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout:
+    """Return the layout of scores in a task of ``spec``, None = of all there are; they travel where no value trains."""
+    if spec is not None and spec.trained != ():
+        return Layout(())
+    cuts = cuts_of(submodels, number).items()
+    return submodels.cached("scores", number, lambda: Layout.pack((a, (len(c),), torch.float32) for a, c in cuts))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -62,11 +71,11 @@ def best(scores: list[float], number: int) -> list[int]:
 class MaskTraining(Hook):
     """Trains the scores of an assignment instead of the weights, which it finds frozen.
 
-    ``Assignment.extra`` has "scores", a list for each axis, and "rate", r_w. `finish` returns the scores as they are now.
+    ``Assignment.extra`` has "masks", the axes whose scores train, and "rate", r_w. `finish` sends the scores as they are now.
     """
 
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
-        """Begin from the assignment's scores.
+        """Begin from the scores received.
 
         Args:
             task: the task.
@@ -75,12 +84,12 @@ class MaskTraining(Hook):
             strength: lambda, the weight of `kept_share_loss`.
         """
         super().__init__(task)
-        extra = task.assignment.extra
+        extra, given = task.assignment.extra, task.down[SCORES]
         device = next(task.module.parameters()).device
         self.rate, self.strength = float(extra["rate"]), strength
         self.scores = {
-            axis: torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
-            for axis, values in extra["scores"].items()
+            axis: torch.nan_to_num(given[axis].to(device), nan=first_score(self.rate)).requires_grad_()
+            for axis in extra["masks"]
         }
         self.gates = Gates(task.module, task.submodels, {axis: segments[axis] for axis in self.scores})
         self.optimizer = torch.optim.Adam(self.scores.values(), lr=lr)
@@ -99,25 +108,7 @@ class MaskTraining(Hook):
         self.optimizer.zero_grad()
 
     def finish(self) -> dict[str, Any]:
-        """Return the scores by axis."""
-        return {"scores": {axis: scores.detach().tolist() for axis, scores in self.scores.items()}}
-
-
-def scores_problem(extra: Mapping[str, Any], expected: Mapping[str, int]) -> str | None:
-    """Check the scores that a client sent; return their fault or None.
-
-    Args:
-        extra: what it sent beside tensors.
-        expected: number of segments of each axis whose scores it was given.
-    """
-    scores = extra.get("scores")
-    if not isinstance(scores, dict) or scores.keys() != expected.keys():
-        return "wrong-scores"
-    for axis, values in scores.items():
-        if not isinstance(values, list) or len(values) != expected[axis]:
-            return "wrong-scores"
-        if not all(isinstance(v, float | int) and not isinstance(v, bool) and abs(v) <= MAX_SCORE for v in values):
-            return (
-                "non-finite" if any(isinstance(v, float) and not math.isfinite(v) for v in values) else "wrong-scores"
-            )
-    return None
+        """Send the scores."""
+        for axis, scores in self.scores.items():
+            self.task.up[SCORES][axis].copy_(scores.detach())
+        return {}

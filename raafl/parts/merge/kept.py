@@ -19,10 +19,7 @@ def keep_(
     What it has never trained is NaN.
     """
     plan = _plan(state, spec, only)
-    if state.clients.find(name, client) is None:
-        for buffer in state.clients.of(name, client, plan.full_layout, state.values.device).buffers.values():
-            buffer.fill_(math.nan)
-    own = state.clients.of(name, client, plan.full_layout)
+    own = state.clients.of(name, client, plan.full_layout, state.values.device, fill=math.nan)
     part = FlatTensors.empty(plan.layout, own.device)
     for key, tensor in part.items():
         tensor.copy_(values[key])

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from raafl.core.algorithm import Fleet
+from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Work
-from raafl.parts.local.mask_training import scores_problem
+from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
-from raafl.submodel import Spec
+from raafl.submodel import FlatTensors, Spec
 
 AT_WORK = "at_work"
-"""In `GlobalState.memory`, of each client at work: its "spec", the number of "scores" that it trains by axis, and the values
-that it started from ("start"), once they have changed."""
+"""In `GlobalState.memory`, of each client at work: its "spec", the axes whose scores it trains ("masks"), and the values that
+it started from ("start"), once they have changed."""
 
-SCORES = "mask_scores"
-"""In `GlobalState.memory`, of each client: the scores that it sent last, a list for each axis."""
+MAX_SCORE = 1e4
+"""Scores beyond this are no work of an optimiser: their probability is 0 or 1."""
+
+
+def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
+    """Look up the scores that a client has sent last, of each axis that it has trained."""
+    known = state.clients.find(SCORES, client)
+    return {} if known is None else {a: s.tolist() for a, s in known.items() if not bool(s.isnan().any())}
 
 
 def note_work(state: GlobalState, client: int, work: Work) -> None:
     """Note that ``client`` starts from the values as they are now."""
-    scores = {axis: len(values) for axis, values in work.extra.get("scores", {}).items()}
-    noted = {"spec": work.spec, "scores": scores, "start": None}
+    noted = {"spec": work.spec, "masks": list(work.extra.get("masks", ())), "start": None}
     state.memory.setdefault(AT_WORK, {})[client] = noted
 
 
@@ -50,23 +57,31 @@ class Noted(WrappedSelect):
 
 @dataclass(frozen=True)
 class WithScores(Wrapped):
-    """A merge that takes in the scores of masks as well; what trained no tensors does not reach the inner merge."""
+    """A merge that keeps each client's scores of masks as well; what trained no values does not reach the inner merge."""
 
     by_client: ClassVar[bool] = True
 
+    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Fill in the client's own scores, where it is to train some."""
+        known = state.clients.find(SCORES, client)
+        for axis, scores in bundles[SCORES].items():
+            scores.fill_(math.nan) if known is None else scores.copy_(known[axis])
+        super().hand(state, client, spec, values, bundles)
+
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Check scores, where they were asked for, then pass on the objection of the inner merge."""
-        expected = state.memory.get(AT_WORK, {}).get(update.client, {}).get("scores")
-        if expected:
-            return scores_problem(update.extra, expected)
-        return super().problem(state, update, spec, staleness)
+        """Check scores, where they were asked for, or pass on the objection of the inner merge."""
+        if spec.trained != ():
+            return super().problem(state, update, spec, staleness)
+        sound = all(bool((buffer.abs() <= MAX_SCORE).all()) for buffer in update.bundles[SCORES].buffers.values())
+        return None if sound else "wrong-scores"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Remember scores, or pass the update on; its client is at work no more."""
-        expected = state.memory.get(AT_WORK, {}).get(update.client, {}).get("scores")
-        if expected:
-            known = state.memory.setdefault(SCORES, {}).setdefault(update.client, {})
-            known.update({axis: [float(v) for v in update.extra["scores"][axis]] for axis in expected})
+        """Keep scores, or pass the update on; its client is at work no more."""
+        if spec.trained == ():
+            sent = update.bundles[SCORES]
+            known = state.clients.of(SCORES, update.client, sent.layout, fill=math.nan)
+            for axis in state.memory[AT_WORK][update.client]["masks"]:
+                known[axis].copy_(sent[axis])
         else:
             state.memory["received"] = True
             super().receive(state, update, spec, staleness)

@@ -12,8 +12,8 @@ from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Warn, Work, derive_seed
 from raafl.errors import BadInput, nearest, positive
 from raafl.parts.local.distilled import exit_depths
-from raafl.parts.local.mask_training import best, first_score
-from raafl.parts.merge.personal import SCORES
+from raafl.parts.local.mask_training import best
+from raafl.parts.merge.personal import scores_of
 from raafl.parts.select import Budget, largest_rate, window_starts
 from raafl.parts.select.rated import Rated, Rates
 from raafl.parts.select.segments import Segments, cuts_of, stack_of
@@ -146,15 +146,12 @@ class RollingWindows(Select):
         round, wanted = size.turn(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
         stop = start + size.num_blocks
-        scores = fleet.state.memory.get(SCORES, {}).get(client.id, {})
-        kept = self._kept(submodels, stop, size.width, scores, derive_seed(fleet.seed, "masks", client.id, round))
+        seed = derive_seed(fleet.seed, "masks", client.id, round)
+        kept = self._kept(submodels, stop, size.width, scores_of(fleet.state, client.id), seed)
         if not wanted:
             return Work(self.window(submodels, start, stop, kept, distils=self.distils), region=client.id)
-        given = {
-            axis: scores.get(axis, [first_score(size.width)] * len(self._cuts(submodels)[axis])) for axis in wanted
-        }
-        spec = self._frozen_window(submodels, start, stop, {a: k for a, k in kept.items() if a not in given})
-        extra = {"scores": {axis: list(values) for axis, values in given.items()}, "rate": size.width}
+        spec = self._frozen_window(submodels, start, stop, {a: k for a, k in kept.items() if a not in wanted})
+        extra = {"masks": list(wanted), "rate": size.width}
         return Work(spec, client.id, self.mask_epochs, self.mask_steps, extra)
 
     # ---- width ----
@@ -283,7 +280,7 @@ class RollingWindows(Select):
         submodels, stop = fleet.state.submodels, start + num_blocks
         wanted = self._trained_axes(submodels, start, stop, width)
         kept = {a: k for a, k in self._kept(submodels, stop, width, {}, 0).items() if a not in wanted}
-        extra = {"scores": {a: [0.0] * len(self._cuts(submodels)[a]) for a in wanted}, "rate": width}
+        extra = {"masks": wanted, "rate": width}
         return not budget.over(fleet.cost(self._frozen_window(submodels, start, stop, kept), extra))
 
     # ---- the fleet ----

@@ -11,12 +11,12 @@ from torch import nn
 
 from raafl.core.local import Task
 from raafl.parts.local.mask_training import (
+    SCORES,
     MaskTraining,
     best,
     first_score,
     kept_share_loss,
     masks_of,
-    scores_problem,
 )
 from raafl.parts.select.segments import Gates, Segments, cuts_of, readers
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
@@ -107,11 +107,12 @@ def mask_task(model, submodels, scores, rate, seed=5):
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     task = assignment(Spec(trained=()), seed=seed)
-    object.__setattr__(task, "extra", {"scores": scores, "rate": rate})
+    object.__setattr__(task, "extra", {"masks": list(scores), "rate": rate})
+    given = FlatTensors.from_named({axis: torch.tensor(values) for axis, values in scores.items()})
     return Task(
         task, submodels, model, torch.optim.SGD([torch.zeros(1)], lr=0.0), FlatTensors.empty(Layout(())), 1,
         torch.Generator(), loss=lambda batch, i: model.training_step(batch, i), backward=lambda loss: loss.backward(),
-        update=lambda: pytest.fail("weights stay"),
+        update=lambda: pytest.fail("weights stay"), down={SCORES: given}, up={SCORES: FlatTensors.zeros(given.layout)},
     )  # fmt: skip
 
 
@@ -157,9 +158,16 @@ def test_scores_learn_which_unit_matters_and_weights_do_not_move():
     for step in range(60):
         hook.backward(hook.loss((x, x.sum(1)), step))
         hook.update()
-    scores = hook.finish()["scores"]["hidden"]
-    assert best(scores, 2) == [0, 2]
+    assert hook.finish() == {}
+    assert best(hook.task.up[SCORES]["hidden"].tolist(), 2) == [0, 2]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_scores_that_have_never_trained_begin_at_the_budget_and_others_are_left_alone():
+    task = mask_task(Line(4), Submodels(Line(4), EXAMPLE), {"hidden": [0.5, math.nan, 0.0, math.nan]}, 0.25)
+    hook = MaskTraining(task, cuts_of(task.submodels, 16), lr=0.1, strength=1.0)
+    first = math.log(0.25 / 0.75)
+    assert hook.scores["hidden"].tolist() == pytest.approx([0.5, first, 0.0, first])
 
 
 def test_the_kept_share_is_held_to_the_budget_by_hand():
@@ -174,20 +182,3 @@ def test_a_first_score_is_the_inverse_sigmoid_of_the_budget():
 
 def test_of_equal_scores_the_first_are_kept():
     assert best([0.5, 2.0, 0.5, 0.5], 3) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("scores", "reason"),
-    [
-        (None, "wrong-scores"),
-        ({"a": [0.0, 1.0]}, "wrong-scores"),
-        ({"a": [0.0], "b": [0.0]}, "wrong-scores"),
-        ({"a": [0.0, "1"], "b": [0.0]}, "wrong-scores"),
-        ({"a": [0.0, True], "b": [0.0]}, "wrong-scores"),
-        ({"a": [0.0, float("nan")], "b": [0.0]}, "non-finite"),
-        ({"a": [0.0, 1e9], "b": [0.0]}, "wrong-scores"),
-        ({"a": [0.0, 2], "b": [-3.5]}, None),
-    ],
-)
-def test_scores_of_another_shape_or_size_are_refused(scores, reason):
-    assert scores_problem({"scores": scores}, {"a": 2, "b": 1}) == reason

@@ -10,7 +10,8 @@ from raafl.algorithms.co_s2p.merge import ImportanceMerge, importance
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Work
-from raafl.parts.merge.personal import AT_WORK, SCORES, WithScores, forget_work, note_work
+from raafl.parts.local.mask_training import SCORES
+from raafl.parts.merge.personal import AT_WORK, WithScores, forget_work, note_work, scores_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.tools import filled, line_state
 
@@ -158,7 +159,7 @@ def test_starts_are_kept_only_where_the_model_changes_under_a_client():
     for client, work in (
         (1, Work()),
         (2, Work(FIRST)),
-        (3, Work(Spec(trained=()), extra={"scores": {"hidden": [0.0] * 4}})),
+        (3, Work(Spec(trained=()), extra={"masks": ["hidden"]})),
     ):
         note_work(state, client, work)
     merge.receive(state, update(state, 1, 1.0), FULL, 0)
@@ -181,15 +182,23 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
     state, merge = line_state(value=1.0), WithScores(ImportanceMerge())
     frozen = Spec(trained=())
     for client in (1, 2):
-        note_work(state, client, Work(frozen, extra={"scores": {"hidden": [0.0] * 4}}))
-    mine = Update(0, 1, 0, FlatTensors.empty(state.submodels.layout(frozen, "trained")), 1)
+        note_work(state, client, Work(frozen, extra={"masks": ["hidden"]}))
+    nothing = FlatTensors.empty(state.submodels.layout(frozen, "trained"))
+    sent = FlatTensors.from_named({"hidden": torch.full((4,), 2e4), "other": torch.zeros(2)})
+    mine = Update(0, 1, 0, nothing, 1, bundles={SCORES: sent})
     assert merge.problem(state, mine, frozen, 0) == "wrong-scores"
-    mine.extra = {"scores": {"hidden": [1, 2.5, -1.0, 0.0]}}
+    sent["hidden"].copy_(torch.tensor([1, 2.5, -1.0, 0.0]))
     assert merge.problem(state, mine, frozen, 0) is None
     merge.receive(state, mine, frozen, 0)
     merge.keep(state)
     merge.apply(state)
-    assert state.memory[SCORES] == {1: {"hidden": [1.0, 2.5, -1.0, 0.0]}}
+    assert (
+        scores_of(state, 1) == {"hidden": [1.0, 2.5, -1.0, 0.0]} and scores_of(state, 2) == {}
+    )  # the other has not trained
+    for client, wanted in ((1, [1.0, 2.5, -1.0, 0.0]), (2, None)):
+        merge.hand(state, client, frozen, nothing, {SCORES: sent.zero_()})
+        assert sent["hidden"].isnan().all() if wanted is None else sent["hidden"].tolist() == wanted
+        assert sent["other"].isnan().all()
     assert float(state.values["fc2.bias"]) == 1.0
     assert saving.from_plain(saving.to_plain(state.memory)) == state.memory
     assert merge.problem(state, update(state, 3, 1.0), FULL, 0) is None

@@ -28,8 +28,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update, Warn
 from raafl.errors import BadInput, nearest
 from raafl.parts.local.entering import linear_in
+from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.kept import keep_, restore_
-from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels

@@ -32,8 +32,8 @@ from raafl.core.types import Update
 from raafl.errors import BadInput, positive
 from raafl.parts.local.elsewhere import at
 from raafl.parts.local.entering import Entering, linear_in
+from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.kept import keep_, restore_
-from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels

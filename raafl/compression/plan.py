@@ -107,17 +107,10 @@ class CompressionPlan:
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
         """Return the cost of a task of ``spec`` with what travels compressed, where ``cost`` is that without."""
-        down, up, held = self._more(self._typical(spec))
+        down, up, held = self._more(self.submodels.normal(spec).leading)
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
         )
-
-    def _typical(self, spec: Spec) -> Spec:
-        """Return the spec with as many of the first indices kept: which they are does not matter to bytes."""
-        spec = self.submodels.normal(spec)
-        if not spec.kept:
-            return spec
-        return Spec(tuple((name, range(len(kept))) for name, kept in spec.kept), spec.blocks, spec.trained, spec.exits)
 
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
         """Count the bytes that go down, go up, and are held by the client beside the plain tensors."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from raafl.parts.split_cut import Cut, Frame, Shapes, cuts_of, followed
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
+from raafl.submodel.caches import Caches
 from raafl.submodel.cost import Cost, meta_batch
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.shrink import Shrunk, Structure, build, copy_structure
@@ -53,7 +54,7 @@ class Half(Submodels):
     def __init__(self, whole: Submodels, cut: Cut, side: Side) -> None:
         """Take what is known of the whole model."""
         self.__dict__.update(whole.__dict__)
-        self._caches = {}
+        self._caches = Caches()
         self.whole, self.cut, self.side = whole, cut, side
         self.exchange: Any = None
         self.frames = Frames(whole, cut)

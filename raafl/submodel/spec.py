@@ -72,6 +72,12 @@ class Spec:
         """Whether this is the whole model, all of it trained as the model itself says."""
         return self == FULL
 
+    @property
+    def leading(self) -> Spec:
+        """The spec that keeps as many of the first indices of each axis: it costs the same."""
+        kept = tuple((name, range(len(indices))) for name, indices in self.kept)
+        return Spec(kept, self.blocks, self.trained, self.exits)
+
     def indices(self, axis: str) -> Kept | None:
         """Return the kept indices of ``axis``, or None when it is kept whole."""
         return next((indices for name, indices in self.kept if name == axis), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
+from raafl.submodel.caches import Caches
 from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 
 Part = Literal["present", "sent", "trained"]
 T = TypeVar("T")
-
-MAX_CACHED = 512
-"""Layouts, plans and costs remembered, each; the oldest goes first."""
-
-_UNKNOWN: Any = object()
 
 
 class Submodels:
@@ -67,8 +61,7 @@ class Submodels:
             raise BadInput(f"batch_norm is '{self.batch_norm}': give merged or static")
         self.module = module = without_values(module)
         self.example_batch = example_batch
-        self._lock = threading.Lock()
-        self._caches: dict[str, OrderedDict[Any, Any]] = {}
+        self._caches = Caches()
         self._parameters = dict(module.named_parameters())
         self._buffers = persistent_buffers(module)
         self.parameter_names = frozenset(self._parameters)
@@ -297,15 +290,7 @@ class Submodels:
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
         """Return what ``make`` makes, remembered under ``what`` and ``key`` for as long as it holds of this model."""
-        cache = self._caches.setdefault(what, OrderedDict())
-        found: T = cache.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = make()
-            with self._lock:
-                cache[key] = found
-                while len(cache) > MAX_CACHED:
-                    cache.popitem(last=False)
-        return found
+        return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
 
@@ -393,9 +378,7 @@ class Submodels:
         return self.cached("cost of", key, lambda: self._typical_cost(*key))
 
     def _typical_cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
-        spec = self.normal(spec)
-        kept = tuple((name, range(len(indices))) for name, indices in spec.kept)
-        key = (Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, num_optimizer_slots)
+        key = (self.normal(spec).leading, batch_size, num_optimizer_slots)
         return self.cached("cost", key, lambda: self._cost(*key))
 
     def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:

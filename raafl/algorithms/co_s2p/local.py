@@ -77,9 +77,7 @@ class MaskedAndDistilled(Local):
         cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
         if not axes and (not self.distils or not exit_depths(submodels)):
             return cost
-        spec = submodels.normal(spec)
-        kept = tuple((name, range(len(units))) for name, units in spec.kept)
-        key = (self, Spec(kept, spec.blocks, spec.trained, spec.exits), batch_size, axes)
+        key = (self, submodels.normal(spec).leading, batch_size, axes)
         more = submodels.cached("co_s2p", key, lambda: self._more(submodels, key[1], batch_size, axes))
         flops, peak_bytes, moved_bytes, padding_flops = more
         return replace(

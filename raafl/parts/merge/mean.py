@@ -16,12 +16,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Merge, Trigger
+from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, nearest, positive
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, FlatTensors, Spec
 
 CHUNK = 1 << 16
@@ -115,13 +114,6 @@ def trained_values(state: GlobalState) -> FlatTensors:
 
 def _floating(values: FlatTensors) -> Iterator[tuple[torch.dtype, Tensor]]:
     return ((dtype, buffer) for dtype, buffer in values.buffers.items() if dtype.is_floating_point)
-
-
-def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
-    """Make the trigger and the mean of FedAvg's rounds, or of FedAsync, which mixes in each arrival with weight ``alpha``."""
-    if alpha is None:
-        return AllReported(), Mean(by_samples=by_samples)
-    return EachArrival(), Mean(alpha, Staleness("polynomial"), by_samples)
 
 
 @dataclass(frozen=True)

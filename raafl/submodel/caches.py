@@ -1,0 +1,40 @@
+"""What is worked out of a model once and looked up from then on."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MAX_CACHED = 512
+"""Results remembered of each kind; the oldest goes first."""
+
+_MISSING: Any = object()
+
+
+class Caches:
+    """Results by kind and key. Threads may share it: two may make the same result at once, which does no harm."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._kept: dict[str, OrderedDict[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` makes, or has made for this kind and key."""
+        cache = self._kept.setdefault(kind, OrderedDict())
+        found: T = cache.get(key, _MISSING)
+        if found is _MISSING:
+            found = make()
+            with self._lock:
+                cache[key] = found
+                while len(cache) > MAX_CACHED:
+                    cache.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()

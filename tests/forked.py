@@ -61,10 +61,10 @@ class Command:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self) -> int:
+    def end(self, deadline_s: float = DEADLINE_S) -> int:
         """Wait for its end; return its exit code."""
-        self.process.join(timeout=DEADLINE_S)
-        assert self.process.exitcode is not None, f"it has not ended within {DEADLINE_S:g} s:\n{self.err}"
+        self.process.join(timeout=deadline_s)
+        assert self.process.exitcode is not None, f"it has not ended within {deadline_s:g} s:\n{self.err}"
         return int(self.process.exitcode)
 
 
@@ -77,7 +77,13 @@ def _pending(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def _run(argv: list[str], folder: Path, environment: dict[str, str], before: Callable[[], None] | None) -> None:
+def _run(
+    entry: Callable[[list[str]], int | None],
+    argv: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    before: Callable[[], None] | None,
+) -> None:
     os.setsid()
     gc.freeze()  # what came from the parent is not looked through for garbage again
     for number, name in ((1, "out"), (2, "err")):
@@ -90,7 +96,7 @@ def _run(argv: list[str], folder: Path, environment: dict[str, str], before: Cal
     try:
         if before is not None:
             before()
-        code = main(argv)
+        code = entry(argv) or 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 98
     except BaseException:
@@ -106,11 +112,18 @@ def _run(argv: list[str], folder: Path, environment: dict[str, str], before: Cal
 
 @contextmanager
 def command(
-    folder: Path, *argv: str, before: Callable[[], None] | None = None, **environment: str
+    folder: Path,
+    *argv: str,
+    before: Callable[[], None] | None = None,
+    entry: Callable[[list[str]], int | None] = main,
+    **environment: str,
 ) -> Iterator[Command]:
-    """Run `raafl ARGV` in a process group of its own, which is killed in the end; ``before`` is called in it first."""
+    """Run `raafl ARGV`, or another ``entry``, in a process group of its own, which is killed in the end.
+
+    ``before`` is called in it first.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    process = mp.get_context("fork").Process(target=_run, args=(list(argv), folder, environment, before))
+    process = mp.get_context("fork").Process(target=_run, args=(entry, list(argv), folder, environment, before))
     process.start()
     try:
         yield Command(process, folder)
@@ -120,3 +133,23 @@ def command(
         process.kill()
         process.join()
         process.close()
+
+
+def in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``function`` does in a process forked for it: what it sets for its process is gone with that."""
+    context = mp.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def work() -> None:
+        gc.freeze()
+        theirs.send(function(*args))
+
+    process = context.Process(target=work)
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()  # EOFError: it has failed, and said why on standard error
+    finally:
+        process.join()
+        process.close()
+        ours.close()

@@ -20,6 +20,8 @@ from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_events
+from raafl.runtime import interrupt
+from tests import warm
 from tests.forked import command, wait_for
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
@@ -197,30 +199,31 @@ def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
     assert server.err.splitlines() == [f"raafl: warning: {summary['warnings'][0]}"]
 
 
-@pytest.mark.slow("torchrun and three ranks start from nothing")
+def short_echo():
+    """Have ranks take what comes a second after the first signal for another."""
+    interrupt._ECHO_S = 1.0
+    warm.start()
+
+
 def test_under_torchrun_once_and_twice(tmp_path):
     """As from a terminal: every process has the signal, and torchrun passes it on once more."""
-    run = tmp_path / "run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HANG": str(tmp_path / "hang")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "raafl", "fit",
-         *ENDLESS, "--clients=2", "--model", f"{__name__}.SlowToValidate", f"--output={run}", "--checkpoint_s=0.1"],
-        cwd=Path(__file__).parents[1], env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True,
+    run, hang, notes = tmp_path / "run", tmp_path / "hang", tmp_path / "started"
+    notes.mkdir()
+    argv = (
+        "--standalone", "--nproc-per-node=3", "-m", "raafl", "fit", *ENDLESS, "--clients=2",
+        "--model", f"{__name__}.SlowToValidate", f"--output={run}", "--checkpoint_s=0.1",
     )  # fmt: skip
-    try:
-        wait_for(lambda: (tmp_path / "hang").exists() and checkpoint.newest(run), "an evaluation that hangs")
-        started = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
+    more = {"HANG": str(hang), warm.STARTED: str(notes)}
+    with command(tmp_path / "c", *argv, before=short_echo, entry=warm.torchrun, **more) as torchrun:
+        wait_for(lambda: hang.exists() and checkpoint.newest(run), "an evaluation that hangs")
+        ranks = warm.started(notes)
+        assert {one.rank for one in ranks} == {"0", "1", "2"}
+        torchrun.send_all(signal.SIGINT)
         wait_for(lambda: "stop" in events(run), "the end of the loop")
-        time.sleep(5.5)  # what comes sooner may be torchrun's echo of the first
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode != 0 and STOPPED in err
-    assert psutil.wait_procs(started, timeout=30)[1] == []
+        time.sleep(1.5)  # what comes sooner may be torchrun's echo of the first
+        torchrun.send_all(signal.SIGINT)
+        assert torchrun.end() != 0 and STOPPED in torchrun.err
+        assert psutil.wait_procs([one.process for one in ranks], timeout=30)[1] == []
     assert not (run / "summary.json").exists() and checkpoint.load(run).raafl["finished"] is None
 
 

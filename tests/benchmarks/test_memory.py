@@ -8,8 +8,7 @@ from benchmarks import memory
 WEIGHTS_BYTES = 4 * ((memory.FEATURES + 1) * 2048 + 2049 * memory.CLASSES)
 
 
-@pytest.mark.slow("a benchmark starts processes of its own, from nothing")
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_client_holds_its_fragment_only():
     fragments = memory.Setting((0.1, 0.9), (0.1,), hidden=2048, updates=3)

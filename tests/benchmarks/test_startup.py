@@ -8,7 +8,7 @@ import pytest
 from benchmarks import startup
 
 
-@pytest.mark.slow("a benchmark starts processes of its own, from nothing")
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_start_of_three_ranks():
     (row,) = startup.rows(ranks=3, repeats=1, timeout_s=120)
@@ -19,6 +19,7 @@ def test_a_start_of_three_ranks():
     assert row["client_modules"] > 500 and row["client_import_s"] > 0
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_an_error_with_its_output():
     with pytest.raises(RuntimeError, match="alpah"):
         startup.rows(ranks=2, repeats=1, options=["--algorithm.alpah", "1"], timeout_s=60)

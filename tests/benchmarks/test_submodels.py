@@ -69,8 +69,7 @@ def test_seconds_are_those_of_steps_and_of_what_comes_before_them():
     assert (full["bytes"], quarter["bytes"]) == (4 * FULL_PARAMS, 4 * QUARTER_PARAMS)
 
 
-@pytest.mark.slow("a benchmark starts processes of its own, from nothing")
-@pytest.mark.alone
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_smaller_submodel_costs_less_time_and_memory():
     full, quarter = submodels.rows(["mlp"], (1.0, 0.25), turns=1, resident=False)

@@ -41,9 +41,12 @@ class Federation:
         strangers: twins and knockers: name, process, exit codes that are right.
     """
 
-    def __init__(self, out: Path, num_clients: int, max_updates: int, seed: int, *, encrypt: bool = False) -> None:
+    def __init__(
+        self, out: Path, num_clients: int, max_updates: int, seed: int, *, encrypt: bool = False, restart_s: float = 0.3
+    ) -> None:
         """Prepare; entering makes the sockets, `supervisor.run` starts."""
         self.out, self.seed = out, seed
+        self._before = {child.pid for child in psutil.Process().children()}
         self.mark, self.secret = uuid.uuid4().hex, secrets.token_hex(32)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self.listener.getsockname()[1]
@@ -71,7 +74,9 @@ class Federation:
                 )
                 for number in range(1, num_clients + 1)
             },
-            RestartPolicy(max_restarts=10**6, first_s=0.3, longest_s=1.0, leave_s=20.0),
+            RestartPolicy(
+                max_restarts=10**6, first_s=restart_s, longest_s=max(1.0, restart_s), leave_s=20.0
+            ),
             self._say,
             begun=(out / "note").is_file,
             listener=self.listener,
@@ -270,11 +275,13 @@ class Federation:
             self.quiet.append(tuple(min(column) for column in zip(*least, strict=True)))  # type: ignore[arg-type]
 
     def orphans(self) -> list[str]:
-        """Processes of this federation that still run."""
+        """Processes of this federation that still run: by what they were started with, and children of this one."""
         found = []
+        mine = {child.pid for child in psutil.Process().children(recursive=True)} - self._before
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                ours = process.pid in mine or process.environ().get(MARK) == self.mark
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"process {process.pid}: {' '.join(process.cmdline())[:100]}")
         return found
 

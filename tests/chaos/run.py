@@ -104,7 +104,9 @@ def torment(options: argparse.Namespace) -> dict[str, Any]:
     """Run the federation under faults; return the report."""
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with Federation(options.out, options.clients, options.updates, options.seed, encrypt=options.encrypt) as federation:
+    with Federation(
+        options.out, options.clients, options.updates, options.seed, encrypt=options.encrypt, restart_s=options.restart
+    ) as federation:
         injector = Injector(federation, options)
         injector.start()
         try:
@@ -217,6 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, help="until so many processes were killed")
     parser.add_argument("--faults", type=int, help="until there were so many")
     parser.add_argument("--gap", type=float, default=1.75, help="mean seconds between two")
+    parser.add_argument(
+        "--restart", type=float, default=0.3, help="seconds from a process's first death to its next life"
+    )
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--updates", type=int, help="max_updates of the run; default: 15 for each fault expected")
     parser.add_argument("--seed", type=int, default=0)

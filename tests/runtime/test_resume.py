@@ -2,21 +2,19 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.watch.feed import Watched
+from tests import warm
 from tests.crashed import crashed, simulated
+from tests.forked import command, wait_for
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -38,11 +36,14 @@ def metric_rows(folder: Path) -> list[list[str]]:
     return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
 
 
-@pytest.mark.slow("three runs of some algorithms on a transformer")
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("cut", [13, 30])
+IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
+"""Algorithms whose rounds are not alike: what they keep from one to another is also saved further on."""
+
+
+@pytest.mark.parametrize(("name", "cut"), [*((name, 13) for name in ALGORITHMS), *((name, 22) for name in IN_CYCLES)])
 def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name, cut):
-    options = ["--config", CONFIG, "--algorithm", name, "--max_updates=40", "--checkpoint_every=1"]
+    small = ["--model.hidden=[24]", "--train.num_epochs=null", "--train.num_steps=3", "--eval_every=10"]
+    options = ["--config", CONFIG, "--algorithm", name, *small, "--max_updates=28", "--checkpoint_every=1"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
     crashed(monkeypatch, cut, *options, f"--output={tmp_path / 'cut'}")
     assert not (tmp_path / "cut" / "summary.json").exists()
@@ -78,20 +79,17 @@ def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
     assert resumed["model_digest"] == whole["model_digest"] and resumed["updates_lost"] == whole["updates_lost"] > 0
 
 
-@pytest.mark.slow("two processes start from nothing, and 400 updates are made twice")
 def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):
     """Real processes, SIGKILL, wherever it hits."""
-    whole = simulated("--config", CONFIG, "--max_updates=400", f"--output={tmp_path / 'whole'}")
-    base = [sys.executable, "-m", "raafl", "simulate", "--progress=quiet"]
-    start = [*base, "--config", CONFIG, "--max_updates=400", "--checkpoint_every=5", f"--output={tmp_path / 'cut'}"]
-    for version, command in [(40, start), (160, [*base, "--resume", str(tmp_path / "cut")])]:
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        deadline = time.monotonic() + 60
-        while newest_version(tmp_path / "cut") < version and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
-    assert 160 <= newest_version(tmp_path / "cut") < 400
+    whole = simulated("--config", CONFIG, "--max_updates=200", f"--output={tmp_path / 'whole'}")
+    cut = tmp_path / "cut"
+    start = ("simulate", "--progress=quiet", "--config", CONFIG, "--max_updates=200", "--checkpoint_every=5")
+    for version, options in [(20, (*start, f"--output={cut}")), (60, ("simulate", "--resume", str(cut)))]:
+        with command(tmp_path / f"to-{version}", *options) as started:
+            wait_for_version(cut, version)
+            started.send(signal.SIGKILL)
+            started.end()
+    assert 60 <= newest_version(cut) < 200
     assert simulated("--resume", str(tmp_path / "cut"))["model_digest"] == whole["model_digest"]
 
 
@@ -99,36 +97,39 @@ def newest_version(folder: Path) -> int:
     return max((int(file.stem.split("-")[1]) for file in folder.glob("checkpoints/version-*.ckpt")), default=0)
 
 
-@pytest.mark.long
-def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tmp_path):
-    folder = tmp_path / "run"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "-m",
-        "raafl",
-        "fit",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    first = subprocess.Popen(
-        [*torchrun, "--config", CONFIG, "--clients=3", "--max_updates=120", "--checkpoint_every=10", f"--output={folder}",
-         "--progress=quiet"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while newest_version(folder) < 30 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    rank_0 = [p for p in psutil.Process(first.pid).children(recursive=True) if p.environ().get("RANK") == "0"]
-    os.kill(rank_0[0].pid, signal.SIGKILL)
-    assert first.wait(timeout=150) != 0 and not (folder / "summary.json").exists()
+TORCHRUN = ("--standalone", "--nproc-per-node=4", "-m", "raafl", "fit", "--progress=quiet")
 
-    subprocess.run(
-        [*torchrun, "--resume", str(folder), "--progress=quiet"], cwd=ROOT, env=environment, check=True, timeout=200,
-        capture_output=True,
-    )  # fmt: skip
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Start torchrun of four ranks, all forked; also returns a rank's process."""
+    notes = tmp_path / "started"
+    notes.mkdir()
+
+    @contextmanager
+    def start(name, *argv):
+        with command(
+            tmp_path / name, *argv, before=warm.start, entry=warm.torchrun, **{warm.STARTED: str(notes)}
+        ) as started:
+            yield started, lambda rank: next(one.process for one in warm.started(notes) if one.rank == rank)
+
+    return start
+
+
+def wait_for_version(folder: Path, version: int) -> None:
+    wait_for(lambda: newest_version(folder) >= version, f"version {version}")
+
+
+@pytest.mark.long
+def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tmp_path, torchrun):
+    folder = tmp_path / "run"
+    options = ("--config", CONFIG, "--clients=3", "--max_updates=120", "--checkpoint_every=10", f"--output={folder}")
+    with torchrun("first", *TORCHRUN, *options) as (first, rank):
+        wait_for_version(folder, 30)
+        rank("0").kill()
+        assert first.end() != 0 and not (folder / "summary.json").exists()
+    with torchrun("second", *TORCHRUN, "--resume", str(folder)) as (second, _):
+        assert second.end() == 0, second.err
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["updates_merged"] == 120 == summary["versions"]
     assert summary["updates_lost_by_reason"]["restart"] >= 3  # three clients were at work, at the least
@@ -142,25 +143,16 @@ def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tm
     assert replay(folder)["equal"] is True
 
 
-@pytest.mark.slow("torchrun starts four ranks from nothing, twice")
-def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path):
+def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path, torchrun):
     """With --max-restarts: a killed client ends all ranks of the node; the next attempt goes on."""
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=4", "-m",
-         "raafl", "fit", "--config", CONFIG, "--clients=3", "--max_updates=120", "--checkpoint_every=10",
-         f"--output={folder}", "--progress=quiet"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while newest_version(folder) < 30 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    client = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "2"]
-    os.kill(client[0].pid, signal.SIGKILL)
-    assert process.wait(timeout=200) == 0
+    options = ("--config", CONFIG, "--clients=3", "--max_updates=60", "--checkpoint_every=5", f"--output={folder}")
+    with torchrun("first", "--max-restarts=1", *TORCHRUN, *options) as (started, rank):
+        wait_for_version(folder, 10)
+        rank("2").kill()
+        assert started.end() == 0, started.err
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["updates_merged"] == 120 and summary["updates_lost_by_reason"]["restart"] > 0
+    assert summary["updates_merged"] == 60 and summary["updates_lost_by_reason"]["restart"] > 0
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [row["event"] for row in events].count("resumed") == 1
     assert replay(folder)["equal"] is True
@@ -191,17 +183,16 @@ def test_a_resumed_run_keeps_the_limits_that_it_is_given(tmp_path, monkeypatch, 
 @pytest.mark.long
 def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
     folder = tmp_path / "run"
-    fit = [sys.executable, "-m", "raafl", "fit", "--local=2", "--progress=quiet", "--max_updates=null"]
-    first = subprocess.Popen(
-        [*fit, "--config", CONFIG, "--max_time=3600", "--checkpoint_every=5", f"--output={folder}"], cwd=ROOT
-    )
-    deadline = time.monotonic() + 60
-    while newest_version(folder) < 10 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=100) == 130
+    fit = ("fit", "--local=2", "--progress=quiet", "--max_updates=null")
+    first = (*fit, "--config", CONFIG, "--max_time=3600", "--checkpoint_every=5", f"--output={folder}")
+    with command(tmp_path / "first", *first, before=warm.start) as started:
+        wait_for_version(folder, 10)
+        started.send(signal.SIGINT)
+        assert started.end() == 130
     limit = json.loads((folder / "summary.json").read_text())["time_s"] + 2
-    subprocess.run([*fit, "--resume", str(folder), f"--max_time={limit}"], cwd=ROOT, check=True, timeout=200)
+    second = (*fit, "--resume", str(folder), f"--max_time={limit}")
+    with command(tmp_path / "second", *second, before=warm.start) as started:
+        assert started.end() == 0, started.err
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["finished"] == "max_time" and limit <= summary["time_s"] < limit + 2
     assert replay(folder)["equal"] is True

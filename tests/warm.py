@@ -1,0 +1,190 @@
+"""`python -m raafl` without its start: processes forked from one that has imported everything, for commands that start some.
+
+`start` is called in a process of the test's own, before that has threads: `tests.forked.command(..., before=warm.start)`. It forks
+one process that does nothing but fork, so that threads and locks of whoever asks later do not come along. Its children are the
+asker's own, as those of `subprocess` are: whoever forked them leaves them, and Linux gives them to the asker, who takes orphans.
+That a command starts from nothing, too, is tested once for each: test_cli.py, test_torchrun.py, test_measured_memory.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch._dynamo  # noqa: F401  the first optimiser does
+
+import raafl.api.federation
+import raafl.commands.join
+import raafl.commands.replay
+import raafl.commands.run
+import raafl.commands.serve  # noqa: F401
+from raafl.commands.cli import main
+
+STARTED = "RAAFL_TEST_STARTED"
+"""Environment variable: a folder in which each process notes its command line."""
+
+_PDEATHSIG, _SUBREAPER = 1, 36
+_LARGEST = 1 << 17
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process that stands for `python -m raafl ARGV`."""
+
+    process: psutil.Process
+    argv: tuple[str, ...]
+    rank: str | None
+    """Under torchrun."""
+
+
+def started(folder: Path, *words: str) -> list[Started]:
+    """Those that live and have all ``words`` in a row in their command lines, the oldest first."""
+    found = []
+    for note in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+        with suppress(psutil.NoSuchProcess):
+            one = json.loads(note.read_text())
+            process, argv = psutil.Process(int(note.stem)), tuple(one["argv"])
+            has = any(argv[i : i + len(words)] == words for i in range(len(argv)))
+            if has and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(Started(process, argv, one["rank"]))
+    return found
+
+
+def start() -> None:
+    """From now on have each `python -m raafl ...` of `subprocess` forked, whichever thread of this process asks for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(_SUBREAPER, 1, 0, 0, 0) == 0
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    asker = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        _serve(theirs, asker, libc)
+    theirs.close()
+    usual, lock = subprocess.Popen._execute_child, threading.Lock()  # type: ignore[attr-defined]
+    signature = inspect.signature(usual)
+
+    def execute(self: Any, *args: Any, **more: Any) -> None:
+        asked = signature.bind(self, *args, **more).arguments
+        argv = _argv(asked["args"])
+        if argv is None:
+            usual(self, *args, **more)
+            return
+        ends = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        passed = list(asked["pass_fds"])
+        request = {
+            "argv": argv, "cwd": str(asked["cwd"] or os.getcwd()), "env": dict(asked["env"] or os.environ),
+            "passed": passed, "session": asked["start_new_session"],
+        }  # fmt: skip
+        with lock:
+            fds = [number if end == -1 else end for number, end in enumerate(ends)]
+            socket.send_fds(ours, [json.dumps(request).encode()], fds + passed)
+            self.pid = int(ours.recv(64))
+        self._child_created = True
+        self._close_pipe_fds(*(asked[name] for name in
+                               ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))  # fmt: skip
+
+    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+
+def torchrun(argv: list[str]) -> None:
+    """Run `torchrun ARGV` in this process: an entry for `tests.forked.command`."""
+    from torch.distributed.run import main as run
+
+    run(argv)
+
+
+def _argv(args: Any) -> list[str] | None:
+    """What follows `python [-u] -m raafl`; None of any other command."""
+    words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
+    if words[:1] != [sys.executable]:
+        return None
+    words = [word for word in words[1:2] if word != "-u"] + words[2:]
+    return words[2:] if words[:2] == ["-m", "raafl"] else None
+
+
+def _serve(theirs: socket.socket, asker: int, libc: Any) -> None:
+    """Fork whatever is asked for, until the asker is gone."""
+    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the whole group; it ends with the asker
+        signal.signal(number, signal.SIG_IGN)
+    gc.freeze()
+    try:
+        while True:
+            data, fds, _, _ = socket.recv_fds(theirs, _LARGEST, 16)
+            if not data or os.getppid() != asker:
+                break
+            middle = os.fork()
+            if middle == 0:
+                if os.fork() == 0:
+                    while os.getppid() != asker:  # until it is the asker's: who waits for it before would not find it
+                        time.sleep(0.0005)
+                    theirs.send(str(os.getpid()).encode())
+                    _be(json.loads(data), fds, libc)
+                os._exit(0)
+            os.waitpid(middle, 0)
+            for fd in fds:
+                os.close(fd)
+    finally:
+        os._exit(0)
+
+
+def _be(request: dict[str, Any], fds: list[int], libc: Any) -> None:
+    """Become the process that was asked for: its files, environment, session and signals, then the command."""
+    code = 99
+    try:
+        _take(fds, [0, 1, 2, *request["passed"]])
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        if request["session"]:
+            os.setsid()
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the asker, as all that raafl itself starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        if folder := os.environ.get(STARTED):
+            note = {"argv": request["argv"], "rank": os.environ.get("RANK")}
+            (Path(folder) / f"{os.getpid()}.new").write_text(json.dumps(note))
+            os.rename(f"{folder}/{os.getpid()}.new", f"{folder}/{os.getpid()}.json")
+        sys.argv = ["raafl", *request["argv"]]
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False, buffering=1)
+        code = main(request["argv"])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 98
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _take(fds: list[int], numbers: list[int]) -> None:
+    """Give files their numbers and close all others."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number, inheritable=True)
+    last = 2
+    for number in sorted(numbers[3:]):
+        os.closerange(last + 1, number)
+        last = number
+    os.closerange(last + 1, 4096)

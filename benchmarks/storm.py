@@ -49,7 +49,8 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     from raafl.config.parse import parse
     from raafl.core.types import client_to_json
     from raafl.runtime.client_setup import ClientSetup
-    from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, Secret
+    from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+    from raafl.runtime.transport.handshake import Secret
     from raafl.runtime.transport.listener import call
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])

@@ -23,8 +23,11 @@ import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
-from raafl.runtime.transport import GlooPair, Kind, Listener, Message, Pair, call, load_secret
+from raafl.runtime.transport import Kind, Message, Pair
 from raafl.runtime.transport.cipher import RECORD_BYTES
+from raafl.runtime.transport.gloo import GlooPair
+from raafl.runtime.transport.handshake import load_secret
+from raafl.runtime.transport.listener import Listener, call
 from raafl.submodel.flat import FlatTensors, Layout
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from raafl.algorithms import *
     from raafl.api.callbacks import Callback, EarlyStopping, LambdaCallback, Printing
     from raafl.api.federation import Federation, Result
-    from raafl.commands.run import fit, simulate
+    from raafl.commands.fit import fit
+    from raafl.commands.run import simulate
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput
 
@@ -32,7 +33,7 @@ _HOME = {
     "LambdaCallback": "raafl.api.callbacks",
     "Printing": "raafl.api.callbacks",
     "Result": "raafl.api.federation",
-    "fit": "raafl.commands.run",
+    "fit": "raafl.commands.fit",
     "simulate": "raafl.commands.run",
 }
 

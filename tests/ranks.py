@@ -20,12 +20,13 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from raafl.commands.run import _join, _serve
+from raafl.commands.fit import host, take_part
 from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.rendezvous import Rendezvous
+from raafl.runtime.transport import Transport
+from raafl.runtime.transport import ranks as transport
 from tests.federation import Finished
 
 HOST = "127.0.0.1"
@@ -35,8 +36,10 @@ RANK = 0
 """The client that this process is; 0 in the test's own."""
 
 
-def _rendezvous(experiment: Experiment, rank: int, store: Any) -> Rendezvous:
-    return Rendezvous(rank, experiment.clients + 1, dist.PrefixStore("test", store), True, experiment)
+def _transport(experiment: Experiment, rank: int, store: Any) -> Transport:
+    return transport.Ranks(
+        rank, experiment.clients, dist.PrefixStore("test", store), experiment.waits.join_s, local=True
+    )
 
 
 def _rank(
@@ -57,9 +60,9 @@ def _rank(
         before(rank)
     try:
         if rank == 0:
-            _serve(experiment, _rendezvous(experiment, 0, store), "", None)
+            host(experiment, "", _transport(experiment, 0, store))
         else:
-            _join(experiment, _rendezvous(experiment, rank, store))
+            take_part(experiment, _transport(experiment, rank, store))
     except (RunFailed, SystemExit) as error:
         print(error, file=sys.stderr)
         os._exit(1)
@@ -108,7 +111,7 @@ class Ranks:
 
     def serve(self, inbox: Inbox | None = None) -> Finished:
         """Coordinate them to the end of the run."""
-        return Finished(*_serve(self.experiment, _rendezvous(self.experiment, 0, self.store), "", None, inbox))
+        return Finished(*host(self.experiment, "", _transport(self.experiment, 0, self.store), inbox=inbox))
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a client."""

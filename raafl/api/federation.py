@@ -322,7 +322,7 @@ def _simulate(experiment: Experiment, config_yaml: str, watcher: CallbackWatcher
 
 
 def _fit(experiment: Experiment, config_yaml: str, watcher: CallbackWatcher) -> tuple[dict[str, Any], Path] | None:
-    from raafl.commands.run import fit
+    from raafl.commands.fit import fit
 
     return fit(experiment, config_yaml, watcher=watcher)
 

@@ -116,7 +116,7 @@ def _fit(argv: list[str]) -> int:
             return fit_local(argv, lambda text: print(textwrap.indent(text, "raafl: "), file=sys.stderr, flush=True))
         argv = without(argv, "--local", "--max_restarts")
     with quick_imports():
-        from raafl.commands.run import fit
+        from raafl.commands.fit import fit
         from raafl.config.parse import parse
 
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # before libraries read them too

@@ -17,8 +17,7 @@ from raafl.errors import RunFailed, TaskFailed
 from raafl.foreign import foreign
 from raafl.runtime.client import Client
 from raafl.runtime.client_setup import ClientSetup
-from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
-from raafl.runtime.transport.listener import call, encrypts
+from raafl.runtime.transport import TRANSPORTS, Kind, Meeting, Message, Pair, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
     from raafl.runtime.transport.handshake import Secret
@@ -55,13 +54,12 @@ def join(
         BadInput: address, secret or config.
         RunFailed: refused, replaced, or no server for ``alone_s``.
     """
-    encrypt = encrypts(address, encrypt)
-    key = secret.for_client(client)
+    transport = TRANSPORTS["tcp"](Meeting(address=address, secret=secret, client=client, encrypt=encrypt))
     alone_s = Waits().alone_s if alone_s is None else alone_s
     unsent: int | None = None
     num_refused = 0
     site = None if needs_config else _told(make_site(None), say)
-    search = _Search(lambda: call(address, key, timeout_s=10.0, demand_encryption=encrypt), address, alone_s, say)
+    search = _Search(transport.connect, address, alone_s, say)
     while True:
         pair = search.find()
         worker: Client | None = None

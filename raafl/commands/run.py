@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment, seconds
 from raafl.core.hooks import Watcher
 from raafl.core.types import Warn
-from raafl.errors import BadInput, CodeFailed, RunFailed
+from raafl.errors import BadInput, CodeFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.local.trial import explained, try_training
@@ -38,12 +34,6 @@ from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
 from raafl.watch.progress import Progress
 from raafl.watch.state import RunState
-
-if TYPE_CHECKING:
-    from raafl.runtime.distributed import Server
-    from raafl.runtime.inbox import Inbox
-    from raafl.runtime.rendezvous import Rendezvous
-    from raafl.runtime.session import Session
 
 
 class Run:
@@ -266,87 +256,3 @@ def simulate(
             simulation.restore(saved.section["clock"])
         reason = simulation.run()
         return run.finish(reason, simulation.now, simulation.error), run.folder
-
-
-def fit(
-    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None
-) -> tuple[dict[str, Any], Path] | None:
-    """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
-    from raafl.runtime.rendezvous import Rendezvous
-
-    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
-        experiment = resume.after_restart(experiment)
-        experiment.check()
-    rendezvous = Rendezvous.from_environment(experiment)
-    if rendezvous.rank == 0:
-        return _serve(experiment, rendezvous, config_yaml, progress_file, watcher=watcher)
-    _join(experiment, rendezvous)
-    return None
-
-
-def _serve(
-    experiment: Experiment, rendezvous: Rendezvous, config_yaml: str, progress_file: Any, inbox: Inbox | None = None,
-    *, watcher: Watcher | None = None,
-) -> tuple[dict[str, Any], Path]:  # fmt: skip
-    """Coordinate real ranks; ``inbox`` may impose an order on what happens."""
-    from raafl.runtime.inbox import Inbox
-    from raafl.runtime.session import Session
-
-    with rendezvous.preparing():
-        saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
-        parts = build(experiment, pace=experiment.emulate and experiment.devices is not None)
-        run = Run(parts, config_yaml, "distributed", progress_file, saved, watcher)
-        resume.leave_note(run.folder)
-    inbox = inbox or Inbox()
-    device = experiment.server_device
-    sessions = [
-        Session(
-            client.id, parts.coordinator.roster.joins[client.id], rendezvous.connector(client.id, device),
-            parts.submodels, inbox, experiment.waits, run.record.moved, device, wires=CompressionPlan.on(parts.coordinator),
-            share=client.num_samples,
-        )
-        for client in parts.clients
-    ]  # fmt: skip
-    return coordinate(run, make_server(run, sessions, inbox, announce=rendezvous.announce, bears=0), saved)
-
-
-def make_server(run: Run, sessions: Iterable[Session], inbox: Inbox, **more: Any) -> Server:
-    """Make the server of ``run`` on real clients; ``more`` is for `Server`."""
-    from raafl.runtime.distributed import Server
-
-    return Server(
-        run.parts.coordinator, sessions, inbox, run.record, run.evaluator,
-        waits=run.parts.experiment.waits, hooks=run.hooks, progress=run.progress,
-        **more,
-    )  # fmt: skip
-
-
-def coordinate(run: Run, server: Server, saved: resume.SavedRun | None) -> tuple[dict[str, Any], Path]:
-    """Drive a run on real clients to its end; return the summary and the run folder."""
-    try:
-        if saved is not None:
-            server.restore(saved.section["clock"])
-        run.start()
-        reason = server.run()
-        return run.finish(reason, server.now, server.error), run.folder
-    finally:
-        server.close()
-        run.close()
-
-
-def _join(experiment: Experiment, rendezvous: Rendezvous) -> None:
-    from raafl.runtime.client_setup import ClientSetup
-    from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
-
-    setup = ClientSetup.make(experiment, rendezvous.rank, rendezvous.fabric_options())
-    client = setup.info.id
-    for note in setup.notes:
-        Progress("plain", sys.stderr).note(f"raafl, client {client}: {note}")
-    try:
-        rendezvous.await_server()
-        with rendezvous.connector(client, setup.trainer.fabric.device)() as pair:
-            reason = setup.client(pair).run()
-    except (PeerLost, PeerTimeout, Refused) as error:
-        reason = rendezvous.let_go() or f"failed: the server is gone: {error}"
-    if reason.startswith(("refused", "failed")):
-        raise RunFailed(f"client {client}: {reason}")

@@ -9,32 +9,22 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.commands.fit import host
 from raafl.commands.fit_local import NOTE
-from raafl.commands.run import Run, coordinate, make_server
-from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput
-from raafl.runtime import resume
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session, Terms
-from raafl.runtime.setup import build
-from raafl.runtime.transport import Kind, Message, Pair, Refused
+from raafl.runtime.session import Terms
+from raafl.runtime.transport import TRANSPORTS, Meeting
 from raafl.runtime.transport.keys import bind, check_run
-from raafl.runtime.transport.listener import Listener, encrypts, parse_address
-from raafl.runtime.transport.turns import Turns
+from raafl.runtime.transport.listener import parse_address
 
 if TYPE_CHECKING:
-    from raafl.runfolder.record import RunRecord
-    from raafl.runtime.distributed import Server
     from raafl.runtime.transport.handshake import Secret
-    from raafl.submodel import Submodels
-
-_GREET_S = 30.0  # for a connected client to greet; it may have to load its data first
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
@@ -89,70 +79,18 @@ def serve(
     experiment.check()
     if min_clients is not None and not 1 <= min_clients <= experiment.clients:
         raise BadInput(f"min_clients is {min_clients}: give 1 to {experiment.clients}, the run's number of clients")
-    where = listener(address)
-    encrypt = encrypts(where, encrypt)
-    saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
-    check_run(secret, saved.folder if saved is not None else None)
-    parts = build(
-        experiment, pace=experiment.emulate and experiment.devices is not None,
-        min_clients=min_clients or _min_clients(saved) or experiment.clients, count_lost=False,
+    idle_s = experiment.waits.idle_s
+    meeting = Meeting(experiment.clients, piece_s=idle_s, address=listener(address), secret=secret, encrypt=encrypt)
+    check_run(secret, Path(experiment.resume) if experiment.resume else None)
+
+    def note(folder: Path) -> None:
+        bind(secret, folder)
+        _leave_note(folder)
+
+    return host(
+        experiment, config_yaml, TRANSPORTS["tcp"](meeting), progress_file, inbox=inbox, bears=_bears(), min_clients=min_clients,
+        terms=Terms(for_clients(config_yaml), sections(config_yaml)), note=note,
     )  # fmt: skip
-    shares = [client.num_samples for client in parts.clients]
-    lobby = _Lobby(
-        experiment, Terms(for_clients(config_yaml), sections(config_yaml)), parts.submodels, inbox or Inbox(), shares
-    )
-    door = Listener(
-        where, secret, lobby.admit, lobby.refused, encrypt=encrypt, timeout_s=experiment.waits.idle_s, turns=Turns()
-    )
-    try:
-        run = Run(parts, config_yaml, "distributed", progress_file, saved)
-        bind(secret, run.folder)
-        lobby.record = run.record
-        lobby.server = make_server(run, [], lobby.inbox, patience_s=experiment.waits.alone_s, bears=_bears())
-        _leave_note(run.folder)
-        door.start()
-        run.progress.note(f"listening at {door.address}" + (", encrypted" if encrypt else ""))
-        return coordinate(run, lobby.server, saved)
-    finally:
-        door.close()
-
-
-def _min_clients(saved: resume.SavedRun | None) -> int | None:
-    return None if saved is None else saved.section["coordinator"].get("min_clients")
-
-
-class _Lobby:
-    """Where callers that the door lets in become sessions of the server."""
-
-    record: RunRecord
-    server: Server
-
-    def __init__(
-        self, experiment: Experiment, terms: Terms, submodels: Submodels, inbox: Inbox, shares: list[int]
-    ) -> None:
-        self._shares = shares
-        self._experiment, self._terms, self._submodels, self.inbox = experiment, terms, submodels, inbox
-        self._waits = replace(experiment.waits, join_s=_GREET_S)
-
-    def admit(self, pair: Pair, client: int, peer: str) -> None:
-        """Start a session for a caller; raises `Refused` for one that is none of this run's clients."""
-        if not 1 <= client <= self._experiment.clients:
-            problem = f"client is {client}: this run has clients 1 to {self._experiment.clients}"
-            pair.send(Message(Kind.STOP, meta={"reason": f"refused: {problem}"}))
-            raise Refused("unknown-client", problem)
-
-        def session(incarnation: int) -> Session:
-            return Session(
-                client, incarnation, lambda: pair, self._submodels, self.inbox, self._waits, self.record.moved,
-                self._experiment.server_device, self._terms, CompressionPlan.on(self.server.coordinator),
-                share=self._shares[client - 1],
-            )  # fmt: skip
-
-        self.server.enter(client, session)
-
-    def refused(self, reason: str) -> None:
-        """Count a caller that was turned away."""
-        self.record.turned_away(reason)
 
 
 def _bears() -> int | None:

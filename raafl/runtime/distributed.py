@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from raafl.compression.snapshots import Snapshots
@@ -53,7 +53,6 @@ class Server(Driver):
     def __init__(
         self,
         coordinator: Coordinator,
-        sessions: Iterable[Session],
         inbox: Inbox,
         record: RunRecord,
         evaluator: Evaluator | None,
@@ -66,18 +65,18 @@ class Server(Driver):
         bears: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare; `run` starts the sessions and the clock. ``announce`` is told why a client (None = all) is let go.
+        """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
 
         With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
-        without, when none is left. A client in which the user's code fails in the same way more than ``bears`` times ends it
-        too; None = it does not, others have sound data.
+        without, all enter before `run`, which starts their sessions, and it fails when none is left. A client in which the
+        user's code fails in the same way more than ``bears`` times ends it too; None = it does not, others have sound data.
         """
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self._bears, self._failures, self._num_failures = bears, Counter[tuple[int, str, str]](), 0
         self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
         self.inbox, self.waits = inbox, waits or Waits()
-        self.sessions = {session.client: session for session in sessions}
+        self.sessions: dict[int, Session] = {}
         self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
         self._snapshots = Snapshots(coordinator)
         self._sent: dict[_Life, tuple[int, FlatTensors]] = {}  # the assignment and values that each was last sent
@@ -108,7 +107,7 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Let a client in, from any thread: ``make(incarnation)`` gives its session, which is started here.
+        """Let a client in, from any thread: ``make(incarnation)`` gives its session, which is started here if clients come and go.
 
         Once it has joined it replaces the client's earlier session, if there is one: a client that comes back may be
         the first to know that its old connection is dead.
@@ -116,6 +115,9 @@ class Server(Driver):
         Raises:
             Refused: too many connections of this client are on their way in.
         """
+        if self._patience_s is None:
+            self.sessions[client] = make(self.coordinator.roster.joins[client])
+            return
         with self._door:
             entering = sum(client == other for other, _ in self._entering)
             lives = entering + sum(client == session.client for _, session in list(self._leaving)) + 1

@@ -31,7 +31,8 @@ from raafl.errors import BadInput, RunFailed
 from raafl.local.failure import attempt
 from raafl.local.spanning import ClientProcesses
 from raafl.local.train import Stopped
-from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.runtime.transport.gloo import GlooPair
 from raafl.runtime.transport.nccl import identity
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of

@@ -17,17 +17,10 @@ import raafl.commands.serve
 from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.errors import RunFailed
-from raafl.runtime.transport import (
-    Kind,
-    Listener,
-    Message,
-    PeerLost,
-    PeerTimeout,
-    Refused,
-    Secret,
-    TcpPair,
-    parse_address,
-)
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, sockets
+from raafl.runtime.transport.handshake import Secret
+from raafl.runtime.transport.listener import Listener, parse_address
+from raafl.runtime.transport.tcp import TcpPair
 from tests.federation import experiment
 
 SECRET = Secret(b"a secret for tests only")
@@ -155,7 +148,7 @@ def test_a_server_that_others_can_reach_encrypts(tmp_path, monkeypatch, address,
     def door(*_, encrypt, **__):
         raise ItsDoor(encrypt)
 
-    monkeypatch.setattr(raafl.commands.serve, "Listener", door)
+    monkeypatch.setattr(sockets, "Listener", door)
     with pytest.raises(ItsDoor) as opened:
         serve(experiment(tmp_path / "run"), "", address, SECRET, encrypt=wanted)
     assert opened.value.args == (used,)

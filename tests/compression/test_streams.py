@@ -26,7 +26,8 @@ from raafl.parts.protect.privacy import Privacy
 from raafl.parts.protect.robust import Guard
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, Message, TcpPair
+from raafl.runtime.transport import Kind, Message
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.crashed import crashed, simulated
 from tests.federation import SPEEDS, experiment, finish, unequal

@@ -17,7 +17,8 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Lost, client_to_js
 from raafl.runtime import split
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, Message, TcpPair
+from raafl.runtime.transport import Kind, Message
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from tests.algorithms.test_split_fed import Conv
 from tests.conformance.clocks import on_both_clocks

@@ -18,7 +18,9 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, clie
 from raafl.devices.profiles import Profile
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms
-from raafl.runtime.transport import GlooPair, Kind, Message, PeerLost, TcpPair, codec
+from raafl.runtime.transport import Kind, Message, PeerLost, codec
+from raafl.runtime.transport.gloo import GlooPair
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state
 

@@ -1,34 +1,31 @@
-"""The wire: frames, and pairs that carry them. Nothing received is executed or evaluated."""
+"""The wire: frames, pairs that carry them, and transports that make pairs. Nothing received is executed or evaluated.
+
+A new transport is a subclass of `Transport` with a line in `TRANSPORTS`, by whose name commands find it.
+"""
 
 from __future__ import annotations
 
-from raafl.runtime.transport.cipher import RecordCipher
+from collections.abc import Callable
+
+from raafl.runtime.transport.base import Admit, Meeting, Transport
 from raafl.runtime.transport.codec import GIVEN_UP, Expect, Kind, Message, Refused
-from raafl.runtime.transport.gloo import GlooPair
-from raafl.runtime.transport.handshake import ClientKey, Secret, load_secret
-from raafl.runtime.transport.listener import Listener, call, parse_address
-from raafl.runtime.transport.nccl import NcclPair, connect
 from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.runtime.transport.ranks import Ranks
+from raafl.runtime.transport.sockets import Sockets
+
+TRANSPORTS: dict[str, Callable[[Meeting], Transport]] = {"ranks": Ranks.from_environment, "tcp": Sockets}
 
 __all__ = [
     "GIVEN_UP",
-    "ClientKey",
+    "TRANSPORTS",
+    "Admit",
     "Expect",
-    "GlooPair",
     "Kind",
-    "Listener",
+    "Meeting",
     "Message",
-    "NcclPair",
     "Pair",
     "PeerLost",
     "PeerTimeout",
-    "RecordCipher",
     "Refused",
-    "Secret",
-    "TcpPair",
-    "call",
-    "connect",
-    "load_secret",
-    "parse_address",
+    "Transport",
 ]

@@ -140,7 +140,7 @@ class Listener:
             )
         self._secret, self._admit, self._refused, self._encrypt = secret, admit, refused, encrypt
         self._timeout_s, self._max_callers, self._max_per_host = timeout_s, max_callers, max_per_host
-        self._listener = address if isinstance(address, socket.socket) else _listen(address)
+        self._listener = address if isinstance(address, socket.socket) else _bind(address)
         self._listener.setblocking(False)
         self.address = _text(self._listener.getsockname())
         self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
@@ -151,7 +151,11 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
 
     def start(self) -> Listener:
-        """Begin to answer callers; returns the door."""
+        """Begin to answer callers; until now the system has refused them. Returns the listener."""
+        try:
+            self._listener.listen(_BACKLOG)
+        except OSError as error:  # somebody else has bound the port, too, and was faster
+            raise _unusable(self.address, error) from None
         self._thread.start()
         return self
 
@@ -352,16 +356,29 @@ def call(
         raise
 
 
-def _listen(address: str) -> socket.socket:
+def _bind(address: str) -> socket.socket:
     host, port = parse_address(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(where, family=family, backlog=_BACKLOG)
+        sock = socket.socket(family)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(where)
+        except OSError:
+            sock.close()
+            raise
+        return sock
     except OSError as error:
-        raise BadInput(
-            f"address is '{address}', where nothing can listen ({error.strerror or error}): give an address of this "
-            f"machine and a free port, or port 0"
-        ) from None
+        raise _unusable(address, error) from None
+
+
+def _unusable(address: str, error: OSError) -> BadInput:
+    return BadInput(
+        f"address is '{address}', where nothing can listen ({error.strerror or error}): give an address of this "
+        f"machine and a free port, or port 0"
+    )
 
 
 def _linger(sock: socket.socket) -> None:

@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from raafl.runtime.transport import Kind, Message, PeerLost, RecordCipher, Refused, codec
+from raafl.runtime.transport import Kind, Message, PeerLost, Refused, codec
 from raafl.runtime.transport import cipher as seal
-from raafl.runtime.transport.cipher import RECORD_BYTES, TAG_BYTES, derive
+from raafl.runtime.transport.cipher import RECORD_BYTES, TAG_BYTES, RecordCipher, derive
 from raafl.runtime.transport.frames import Frames
 from raafl.submodel.flat import FlatTensors
 

@@ -18,10 +18,12 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raafl.runtime.transport import Kind, Message, PeerLost, RecordCipher, Refused, Secret, TcpPair, codec, frames
+from raafl.runtime.transport import Kind, Message, PeerLost, Refused, codec, frames
+from raafl.runtime.transport.cipher import RecordCipher
 from raafl.runtime.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.runtime.transport.frames import Frames
-from raafl.runtime.transport.handshake import greet
+from raafl.runtime.transport.handshake import Secret, greet
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors
 
 NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))

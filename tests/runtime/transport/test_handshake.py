@@ -12,9 +12,9 @@ import pytest
 
 from raafl.commands.cli import main
 from raafl.errors import BadInput
-from raafl.runtime.transport import ClientKey, PeerLost, PeerTimeout, Refused, Secret, handshake, load_secret
+from raafl.runtime.transport import PeerLost, PeerTimeout, Refused, handshake
 from raafl.runtime.transport.cipher import derive
-from raafl.runtime.transport.handshake import CHALLENGE_BYTES, greet, introduce
+from raafl.runtime.transport.handshake import CHALLENGE_BYTES, ClientKey, Secret, greet, introduce, load_secret
 from raafl.runtime.transport.stream import SocketStream, TimeBudget
 
 SECRET = Secret(b"sixteen bytes or more")

@@ -20,19 +20,9 @@ import pytest
 import torch
 import xxhash
 
-from raafl.runtime.transport import (
-    ClientKey,
-    Kind,
-    Listener,
-    Message,
-    PeerLost,
-    PeerTimeout,
-    Refused,
-    Secret,
-    call,
-    codec,
-    parse_address,
-)
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, codec
+from raafl.runtime.transport.handshake import ClientKey, Secret
+from raafl.runtime.transport.listener import Listener, call, parse_address
 from raafl.submodel.flat import FlatTensors, Layout
 
 SECRET = Secret(b"sixteen bytes or more")

@@ -14,20 +14,10 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.runtime.transport import (
-    ClientKey,
-    Kind,
-    Listener,
-    Message,
-    PeerLost,
-    PeerTimeout,
-    Refused,
-    Secret,
-    call,
-    handshake,
-    parse_address,
-)
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, handshake
 from raafl.runtime.transport import listener as door
+from raafl.runtime.transport.handshake import ClientKey, Secret
+from raafl.runtime.transport.listener import Listener, call, parse_address
 from raafl.runtime.transport.stream import SocketStream, TimeBudget
 from raafl.runtime.transport.turns import Turns
 from raafl.submodel.flat import FlatTensors

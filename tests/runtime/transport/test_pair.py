@@ -19,22 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.runtime.transport import (
-    GlooPair,
-    Kind,
-    Message,
-    NcclPair,
-    PeerLost,
-    PeerTimeout,
-    RecordCipher,
-    Refused,
-    TcpPair,
-    codec,
-    connect,
-    gloo,
-    nccl,
-)
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, codec, gloo, nccl
+from raafl.runtime.transport.cipher import RecordCipher
+from raafl.runtime.transport.gloo import GlooPair
+from raafl.runtime.transport.nccl import NcclPair, connect
 from raafl.runtime.transport.payload import CHUNK_BYTES
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors, Layout
 
 HOST = "127.0.0.1"
@@ -391,7 +381,8 @@ import sys, time
 from datetime import timedelta
 from functools import partial
 import torch, torch.distributed as dist
-from raafl.runtime.transport import GlooPair, Kind, Message
+from raafl.runtime.transport import Kind, Message
+from raafl.runtime.transport.gloo import GlooPair
 from raafl.submodel.flat import FlatTensors
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timeout=timedelta(seconds=20))
 pair = GlooPair.connect(store, "pair/1/0", False, 20, "127.0.0.1")

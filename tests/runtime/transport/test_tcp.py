@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, RecordCipher, Refused, TcpPair, codec
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, codec
+from raafl.runtime.transport.cipher import RecordCipher
 from raafl.runtime.transport.stream import TimeBudget, hang_up
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors
 
 KEYS = {"plain": (None, None), "sealed": (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32))}

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import raafl.commands.join
-import raafl.commands.serve
 from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.errors import RunFailed
@@ -127,11 +125,11 @@ def test_encrypted_a_relay_can_send_nothing(relayed):
 def test_a_client_demands_encryption_of_other_machines(monkeypatch, address, wanted, demanded):
     seen = []
 
-    def call(address, key, *, timeout_s, demand_encryption):
+    def call(address, key, *, demand_encryption, **more):
         seen.append(demand_encryption)
         raise PeerLost("connection-refused", "nobody")
 
-    monkeypatch.setattr(raafl.commands.join, "call", call)
+    monkeypatch.setattr(sockets, "call", call)
     with pytest.raises(RunFailed, match="no server at"):
         join(address, 1, SECRET, lambda _: None, needs_config=True, encrypt=wanted, alone_s=0.01)
     assert set(seen) == {demanded}

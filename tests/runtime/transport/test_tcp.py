@@ -1,11 +1,8 @@
-"""What a TCP pair promises beyond the conformance suite: slow peers, dead peers, sockets. See test_pair.py for the rest."""
+"""What a TCP pair promises beyond the conformance suite: slow peers, dead peers, sockets. tests/conformance has the rest."""
 
 from __future__ import annotations
 
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +11,10 @@ import pytest
 import torch
 
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, codec
-from raafl.runtime.transport.cipher import RecordCipher
 from raafl.runtime.transport.stream import TimeBudget, hang_up
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors
 
-KEYS = {"plain": (None, None), "sealed": (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32))}
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -141,33 +136,6 @@ def test_an_honest_slow_link_is_waited_for():
     assert budget.left_s == 10.0
 
 
-@pytest.mark.parametrize("keys", KEYS)
-def test_messages_that_come_together_are_received_one_by_one(sockets, keys):
-    ours, theirs = KEYS[keys]
-    server, client = TcpPair(sockets[0], 10, seal=ours), TcpPair(sockets[1], 10, seal=theirs)
-    with server, client:
-        for number in range(50):
-            client.send(Message(Kind.UPDATE, number, 0, {}, random_flat(number)))
-        for number in range(50):
-            tensors = random_flat(number)
-            target = FlatTensors.empty(tensors.layout)
-            got = server.recv(lambda *args, target=target: target, 10)
-            assert got.assignment == number and target.fingerprint() == tensors.fingerprint()
-
-
-def test_both_directions_at_once(sockets, pool):
-    with TcpPair(sockets[0], 10) as server, TcpPair(sockets[1], 10) as client:
-        tensors = random_flat(3_000_000)
-        work = []
-        for here in (server, client):
-            target = FlatTensors.empty(tensors.layout)
-            work.append(pool.submit(here.send, Message(Kind.UPDATE, 1, 0, {}, tensors)))
-            work.append(pool.submit(here.recv, lambda *args, target=target: target, 20))
-        for item in work:
-            item.result(30)
-        assert work[1].result().tensors.fingerprint() == work[3].result().tensors.fingerprint() == tensors.fingerprint()
-
-
 def test_check_finds_a_peer_that_has_gone_and_disturbs_nothing(sockets):
     with TcpPair(sockets[0], 10) as server, TcpPair(sockets[1], 10) as client:
         server.check()
@@ -182,22 +150,6 @@ def test_check_finds_a_peer_that_has_gone_and_disturbs_nothing(sockets):
         assert server.closed
         with pytest.raises(PeerLost, match="closed-here"):
             server.check()
-
-
-def test_an_unencodable_message_sends_nothing(sockets):
-    with TcpPair(sockets[0], 10) as server, TcpPair(sockets[1], 10) as client:
-        with pytest.raises(ValueError, match="not JSON"):
-            server.send(Message(Kind.ASSIGN, 1, 0, {"a": {1}}))
-        server.send(Message(Kind.STOP))
-        assert client.recv(nothing, 10).kind is Kind.STOP
-
-
-def test_a_value_error_in_expect_closes_the_pair(sockets):
-    with TcpPair(sockets[0], 10) as server, TcpPair(sockets[1], 10) as client:
-        client.send(Message(Kind.UPDATE))
-        with pytest.raises(ValueError, match="by the test"):
-            server.recv(lambda *args: (_ for _ in ()).throw(ValueError("by the test")), 10)
-        assert server.closed
 
 
 def test_a_sound_header_with_bad_json_is_read_to_its_end(sockets):
@@ -226,53 +178,3 @@ def test_a_socket_that_is_not_connected_any_more_can_be_closed():
     hang_up(one)
     hang_up(one)
     assert one.fileno() == -1
-
-
-DYING_CLIENT = """
-import pathlib, socket, sys, time
-sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-sock.sendall(pathlib.Path(sys.argv[2]).read_bytes())
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("doing", ["idle", "sending", "receiving"])
-def test_a_killed_process_is_noticed_at_once(doing, tmp_path):
-    tensors = random_flat(1 << 20)
-    said = codec.encode(Message(Kind.HELLO))
-    if doing == "sending":
-        said += codec.encode(Message(Kind.UPDATE, 1, 0, {}, tensors))[:-1000]
-    (tmp_path / "said").write_bytes(said)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        command = [sys.executable, "-c", DYING_CLIENT, str(listener.getsockname()[1]), str(tmp_path / "said")]
-        client = subprocess.Popen(command)
-        killed_s = []
-
-        def kill(*args):
-            killed_s.append(time.monotonic())
-            client.send_signal(signal.SIGKILL)
-            client.wait(20)
-
-        def kill_and_expect(*args):
-            kill()
-            return FlatTensors.empty(tensors.layout)
-
-        try:
-            listener.settimeout(60)
-            sock, _ = listener.accept()
-            with TcpPair(sock, 60) as server:
-                assert server.recv(nothing, 60).kind is Kind.HELLO
-                killer = threading.Timer(0.3, kill)
-                if doing != "sending":
-                    killer.start()
-                with pytest.raises(PeerLost):
-                    if doing == "receiving":
-                        server.send(Message(Kind.ASSIGN, 1, 0, {}, random_flat(8 << 20)), 60)
-                    else:
-                        server.recv(kill_and_expect if doing == "sending" else nothing, 60)
-                assert time.monotonic() - killed_s[0] < 10 and server.closed
-                if doing != "sending":
-                    killer.join()
-        finally:
-            client.kill()
-            client.wait()

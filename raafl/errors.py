@@ -55,6 +55,19 @@ class TaskFailed(CodeFailed):
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 
+class Unsound(ValueError):
+    """What was received cannot be used; whoever has sent it is told, and goes on.
+
+    Attributes:
+        reason: a short kebab-case name, fit for counting: non-finite, wrong-shape, bad-scale, ...
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        """Name the reason, and say what was found."""
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
 def installing(extra: str) -> str:
     """Say how to install what an extra of raafl brings; raafl is on no package index, so from its checkout."""
     return f"pip install '.[{extra}]' in the checkout of raafl"

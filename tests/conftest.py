@@ -35,7 +35,7 @@ PROCESSES = (
     *("benchmarks", "chaos", "conformance", "distributed", "launch", "loggers"),
     *(f"commands/test_{name}" for name in ("cli", "completion", "fit_local", "supervise")),
     *("docs/test_site", "report/test_browser", "test_ends", "test_federation_api", "test_wheel"),
-    *(f"runtime/test_{name}" for name in ("interrupt", "executors", "saver", "session")),
+    *(f"runtime/test_{name}" for name in ("exchange", "interrupt", "executors", "saver", "session")),
     *(f"runtime/transport/test_{name}" for name in ("listener", "hostile", "gloo", "nccl", "ranks", "tcp")),
 )
 """Folders and files whose tests are marked ``processes``: they start some, and may run beside one other test."""

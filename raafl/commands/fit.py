@@ -116,7 +116,7 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
         share = parts.clients[client - 1].num_samples
         server.enter(client, lambda incarnation: Session(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
-            experiment.server_device, terms, plan, share,
+            experiment.server_device, terms, plan, share, parts.coordinator.algorithm.local,
         ))  # fmt: skip
 
     return admit

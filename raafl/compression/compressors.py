@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raafl.errors import BadInput, fraction, nearest
+from raafl.errors import BadInput, Unsound, fraction, nearest
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 
 Name = Literal["none", "bf16", "int8", "top_k"]
@@ -26,19 +26,6 @@ NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
 
 ROW = 32
 """Elements that a row of a tensor must have to get an int8 scale of its own."""
-
-
-class Unsound(ValueError):
-    """What was received cannot be decompressed.
-
-    Attributes:
-        reason: a short kebab-case name, fit for counting: non-finite, bad-scale, bad-indices, bad-bits.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        """Name the reason, and say what was found."""
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

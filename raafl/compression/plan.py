@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 from raafl.compression.compressors import Compress, Compressor, compressor, up_name
 from raafl.core.payload import MAX_CACHED, Payload, Way
-from raafl.parts.split_half import Half
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.spec import FULL, Spec
 
@@ -61,7 +60,8 @@ class CompressionPlan:
         Raises:
             BadInput: they contradict each other.
         """
-        payload = local.payload(local.travelling(submodels))
+        exchange = local.exchange(submodels)
+        payload = local.payload(submodels if exchange is None else exchange.client)
         kinds = compress.down, up_name(compress, payload.up_as)
         if kinds[0] == "none" and kinds[1] in ("none", "scalars") and not payload.has_bundles:
             return None
@@ -143,7 +143,7 @@ class CompressionPlan:
             held += sent if self.sender_unpacks else 0
         if self.up is not None:
             held += trained
-        whole = "the clients' part of the model" if isinstance(self.submodels, Half) else "the whole model"
+        whole = "the clients' part of the model" if self.submodels.whole else "the whole model"
         words = f"compress: {'; '.join(texts)} for {whole}"
         if held:
             words += f"; the server holds up to {num_clients * held:,} bytes more, for {num_clients} clients at work"

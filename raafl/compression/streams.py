@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from raafl.compression.compressors import Unsound
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.snapshots import Snapshots
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Way
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
-from raafl.parts.split_half import Half
-from raafl.submodel import FULL, FlatTensors, Layout, Spec
+from raafl.errors import Unsound
+from raafl.submodel import FlatTensors, Layout, Spec
 
 _MAX_KEPT = 2
 
@@ -207,13 +206,6 @@ def _unknown(layout: Layout, device: torch.device) -> FlatTensors:
     return flat
 
 
-def _put(part: FlatTensors, whole: FlatTensors) -> FlatTensors:
-    """Copy a part into the whole, in place; return it."""
-    for name, tensor in part.items():
-        whole[name].copy_(tensor)
-    return whole
-
-
 @dataclass(slots=True)
 class _Life:
     """Both ends of one client's wire.
@@ -232,14 +224,14 @@ class CompressedSnapshots(Snapshots):
     """Snapshots as clients receive them and updates as the server does, all in one process: for simulations and replays.
 
     Updates are packed and unpacked when they are taken from the executor, in the order of the events, whoever has trained
-    them and when. Of a model that is trained in two halves the client's is packed, the server's stays as it is.
+    them and when. Of tasks with an exchange the client's part is packed, the server's stays as it is.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         """Cut from the coordinator's state as it goes on."""
         super().__init__(coordinator)
         self._wires = CompressionPlan.on(coordinator)
-        self._half = self._wires.submodels if isinstance(self._wires.submodels, Half) else None
+        self._part = self._wires.submodels if self._wires.submodels.whole is not None else None
         self._scratch = _Scratch()
         self._lives: dict[int, _Life] = {}
 
@@ -276,20 +268,21 @@ class CompressedSnapshots(Snapshots):
 
     def _carry_down(self, life: _Life, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
         """Write to ``out``, which may be ``snapshot``, the values that the client trains from; return the bytes that travel."""
-        wire = life.down.pack(assignment, self._part(snapshot, "sent"))
-        if self._half is None:
+        wire = life.down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
+        if self._part is None:
             life.down.unpack(assignment.spec, wire, out)
         else:
             if out is not snapshot:
                 out.copy_(snapshot)
-            _put(life.down.unpack(assignment.spec, wire), out)
+            out.take_(life.down.unpack(assignment.spec, wire))
         return wire.num_bytes
 
-    def _part(self, values: FlatTensors, way: Way) -> FlatTensors:
-        """Select the values that travel one way, good until the next call: the client's half, or all of it."""
-        if self._half is None:
+    def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
+        """Select the values that travel one way, good until the next call: the client's part, or all of it."""
+        if self._part is None:
             return values
-        return self._half.take_(self._scratch(f"part {way}", self._half.layout(FULL, way), values.device), values)
+        layout = self._part.layout(assignment.spec, way)
+        return self._scratch(f"part {way}", layout, values.device).take_(values)
 
     def more_bytes(self, assignment: Assignment) -> int:
         """Count the bytes beyond those predicted that went down for a client's newest task: whole tensors, at first."""
@@ -300,26 +293,27 @@ class CompressedSnapshots(Snapshots):
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Turn what the trainer returned into what the server receives, in place."""
         if update.refusal == OUT_OF_MEMORY:  # nothing was sent
-            if self._half is not None:
+            if self._part is not None:
                 self.refused(assignment)
             return
         if self._wires.up is None:
             return
         up, trained = self._life(assignment).up, update.tensors
-        part, received = self._part(trained, "trained"), self._part(received, "sent")
+        part = self._travelling(assignment, trained, "trained")
+        received = self._travelling(assignment, received, "sent")
         try:
             wire = up.pack(assignment, part, received)
             update.tensors = up.unpack(assignment.spec, wire, received)
-            if self._half is not None:
+            if self._part is not None:
                 whole = self._scratch("whole", trained.layout, trained.device).copy_(trained)
-                update.tensors = _put(update.tensors, whole)
+                update.tensors = whole.take_(update.tensors)
         except Unsound as unsound:
             update.tensors, update.refusal = up.nothing(assignment.spec, trained.device), unsound.reason
-        if self._half is not None and update.refusal is not None:
+        if self._part is not None and update.refusal is not None:
             self.refused(assignment)
 
     def refused(self, assignment: Assignment) -> None:
-        """Note that a task in two halves was refused, in the middle or at its end: the client forgets its residual."""
+        """Note that a task with an exchange was refused, in the middle or at its end: the client forgets its residual."""
         self._life(assignment).up.residual = None
 
     # ---- interrupted and resumed ----

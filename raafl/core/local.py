@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,7 @@ from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
     from raafl.core.algorithm import Fleet
+    from raafl.core.exchange import ClientLink, Exchange
     from raafl.core.types import Assignment, ClientInfo
     from raafl.submodel.submodels import Submodels
 
@@ -38,6 +40,8 @@ class Task:
         down: bundles as received, by name; to be read.
         up: bundles to send, by name, all 0; to be filled by `Hook.finish`.
         update: proximal pull and gradient clipping, if any, then the optimiser's step; gradients are None afterwards.
+        draws: ``draws(seed)``: a stream of random numbers of its own, to draw from within it, as often as it is entered.
+        link: to the server, for a task with an exchange (`raafl.core.exchange`); None = there is none, or both sides are here.
     """
 
     assignment: Assignment
@@ -52,6 +56,8 @@ class Task:
     update: Callable[[], None]
     down: Bundles = field(default_factory=dict)
     up: Bundles = field(default_factory=dict)
+    draws: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    link: ClientLink | None = None
 
 
 class Hook:
@@ -132,9 +138,17 @@ class Local:
         """
         return module
 
-    def travelling(self, submodels: Submodels) -> Submodels:
-        """Return that of which clients are sent the values, and send them back: the model, or the part of it that they train."""
-        return submodels
+    def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
+        """Return how client and server talk in the middle of a task; None = they do not: one request, one answer.
+
+        Args:
+            submodels: of the model.
+            extra: of the task's work; None = any task's of this run.
+
+        Raises:
+            SpecError: ``extra`` asks for what the model has not.
+        """
+        return None
 
     def payload(self, submodels: Submodels) -> Payload:
         """Return all that travels with a task."""

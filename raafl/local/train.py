@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,19 +10,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raafl.core.algorithm import Hook, Local, Task, Training
+from raafl.core.exchange import ClientLink
 from raafl.core.masked_loss import CLASSES
 from raafl.core.payload import Bundles, Payload
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, briefly
 from raafl.local.buffers import Buffers
+from raafl.local.draws import Draws, seed_everything
 from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
@@ -147,18 +147,6 @@ def configure(module: nn.Module) -> tuple[Optimizer, list[tuple[Any, str]]]:
     return several[0], stepped
 
 
-def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed all that a module or a data set may draw from.
-
-    Of torch only the generators in use: `torch.manual_seed` walks the stack for each absent accelerator.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
 class LocalTrainer:
     """Runs tasks for any client; keeps the modules it has built, never a result."""
 
@@ -187,6 +175,7 @@ class LocalTrainer:
         from lightning.fabric import Fabric
 
         self.submodels, self.local, self.sends, self.training = submodels, local, sends, training
+        self.pools = pools
         self.options = options or FabricOptions()
         devices = 1 if self.options.device is None else [self.options.device]
         self.fabric = Fabric(
@@ -204,6 +193,7 @@ class LocalTrainer:
         self._checked: FrozenBase | None = None
         self.stop: threading.Event | None = None  # once set, a task ends before its next batch, with `Stopped`
         self.crew: ClientProcesses | None = None  # the processes that train together; None = this is the only one
+        self.link: ClientLink | None = None  # to the server in the middle of a task; None = there is none
         self.place = ""  # where in its task it is, in words
 
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
@@ -233,7 +223,7 @@ class LocalTrainer:
         self._check_base(built)
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
-        if data.test is not None and self.local.tests(assignment.extra):
+        if data.test is not None and self.link is None and self.local.tests(assignment.extra):
             metrics |= self._test(built, data.test)
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
@@ -349,6 +339,7 @@ class LocalTrainer:
             loss=lambda batch, index: self._loss(built.module, batch, index),
             backward=lambda loss: self._strategy.backward(loss, None),
             update=lambda: self._update(built.module, built.optimizer, pull), down=built.down, up=built.up,
+            draws=lambda seed: Draws(self.fabric.device, seed), link=self.link,
         )  # fmt: skip
         return self.local.hook(task)
 

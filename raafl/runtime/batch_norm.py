@@ -14,8 +14,8 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import Hooks, Several
 from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
+from raafl.local.draws import seed_everything
 from raafl.local.record import Recorder, to_device
-from raafl.local.train import seed_everything
 from raafl.local.trial import explained
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling

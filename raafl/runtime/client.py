@@ -11,21 +11,19 @@ from contextlib import suppress
 from typing import Any
 
 import raafl
-from raafl.compression.compressors import Unsound
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
 from raafl.core.payload import Payload
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json, client_to_json
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed
+from raafl.errors import TaskFailed, Unsound
 from raafl.foreign import foreign
 from raafl.local.failure import attempt, to_meta
 from raafl.local.heap import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.parts.split import KEY
-from raafl.runtime.split import ClientHalf
+from raafl.runtime.exchange import ClientSide
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 
@@ -63,7 +61,7 @@ class Client:
         self._wires = wires
         travels = wires or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(travels), Up(travels)
-        self._half = ClientHalf(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
+        self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self._on_welcome = unsent, on_welcome
@@ -119,21 +117,21 @@ class Client:
                 if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
                     self._received.put((self._assignment, message.tensors))
                     wait_s += self._waits.task_s  # a server that waits for an answer says nothing
-                if message.kind is Kind.GRADIENTS:
-                    self._half.hear(message.tensors)
+                if message.kind is Kind.REPLY:
+                    self._side.hear(message.tensors)
                     wait_s += self._waits.task_s
-                if message.kind is Kind.REFUSED:  # of a model in two halves; nothing is packed now
+                if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
                     self._up.residual = None
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
                     reason = foreign(message.meta.get("reason", ""))
-                    warnings.warn(f"client {self._info.id}: the server refuses a batch: {reason}", stacklevel=1)
+                    warnings.warn(f"client {self._info.id}: the server refuses a task: {reason}", stacklevel=1)
                     self._assignment = None  # given up in the middle; the next may come
-                    self._half.hear(None)
+                    self._side.hear(None)
         except Exception as error:
             self._received.put(error)
         if self._trainer.stop is not None:
             self._trainer.stop.set()
-        self._half.hear(None)
+        self._side.hear(None)
 
     def _keep_whole(self, names: Any) -> None:
         """Take out the axes that the server has not proven; raises `Refused` for anything but names of axes."""
@@ -158,8 +156,8 @@ class Client:
         }
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
-        if kind is Kind.GRADIENTS:
-            return self._half.expect(assignment, meta)
+        if kind is Kind.REPLY:
+            return self._side.expect(assignment)
         if kind is not Kind.ASSIGN:
             return None
         if self._assignment is not None:
@@ -167,8 +165,7 @@ class Client:
         self._since = time.perf_counter()
         try:
             found = assignment_from_json(meta)
-            # what came before is unpacked: an answer to it has been sent
-            layout = self._half_layout(found) if KEY in found.extra else self._down.layout(found.spec)
+            layout = self._layout(found)  # what came before is unpacked: an answer to it has been sent
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {foreign(error)}") from None
         self._free.wait(self._waits.stop_s)
@@ -179,15 +176,15 @@ class Client:
         self._assignment = found
         return self._storage[1]
 
-    def _half_layout(self, assignment: Assignment) -> Layout:
-        """Return the layout of what travels for a half of the model; raises `SpecError` where it is not the half that is known."""
-        plain = self._half.layout(assignment)
-        if self._wires is None:
-            return plain
-        if plain != self._wires.submodels.layout(assignment.spec, "sent"):
-            raise SpecError(
-                f"the model is cut after '{assignment.extra[KEY]['cut']}', but not by this client's own config"
-            )
+    def _layout(self, assignment: Assignment) -> Layout:
+        """Return the layout of what comes down for a task; raises `SpecError` where it is not of the part that is known."""
+        exchange = self._side.exchange(assignment)
+        if exchange is not None:
+            plain = exchange.client.layout(assignment.spec, "sent")
+            if self._wires is None:
+                return plain
+            if plain != self._wires.submodels.layout(assignment.spec, "sent"):
+                raise SpecError("it is of another part of the model than by this client's own config")
         return self._down.layout(assignment.spec)
 
     def _work(self, assignment: Assignment, wire: FlatTensors) -> None:
@@ -195,8 +192,7 @@ class Client:
             device = self._trainer.fabric.device
             peak_bytes(device, anew=True)
             received = self._down.unpack(assignment.spec, wire)
-            trainer = self._half if KEY in assignment.extra else self._trainer
-            update = attempt(trainer, assignment, received, self._data)
+            update = attempt(self._side.trainer(assignment), assignment, received, self._data)
             left = assignment.pace_s - (time.perf_counter() - self._since)
             if left > 0 and self._trainer.stop is not None and self._trainer.stop.wait(left):
                 raise Stopped

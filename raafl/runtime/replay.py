@@ -27,7 +27,6 @@ from raafl.core.types import (
     event_from_json,
 )
 from raafl.errors import BadInput
-from raafl.parts.split import KEY
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.executors import Executor
 from raafl.submodel import FlatTensors
@@ -151,15 +150,15 @@ class Replay:
         known = (
             number in self.coordinator.roster.active and assignment is not None and row["client"] == assignment.client
         )
-        in_halves = assignment is not None and KEY in assignment.extra  # refused, it may never have come to its end
-        sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not in_halves)
+        exchanges = assignment is not None and self._exchanges(assignment)  # refused, it may never have come to its end
+        sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not exchanges)
         sent = row["refusal"] != OUT_OF_MEMORY
-        again = sound or (self._snapshots.remembers and not in_halves and sent)
+        again = sound or (self._snapshots.remembers and not exchanges and sent)
         if assignment is None or snapshot is None or not known or not again:
             if assignment is not None and known and row["incarnation"] == assignment.incarnation:
                 self.executor.cancel(number)
                 self._release(number)
-                if in_halves:
+                if exchanges:
                     self._snapshots.refused(assignment)
             nothing = FlatTensors.empty(self.coordinator.state.submodels.layout(part="trained"))
             return Arrived(Update(number, row["client"], row["incarnation"], nothing, 0, refusal=row["refusal"]))
@@ -175,6 +174,10 @@ class Replay:
             what = f"update of client {row['client']} for assignment {number}"
             self.parting = Parting(self.num_events + 1, what, row["fingerprint"], fingerprint)
         return Arrived(update)
+
+    def _exchanges(self, assignment: Assignment) -> bool:
+        coordinator = self.coordinator
+        return coordinator.algorithm.local.exchange(coordinator.state.submodels, assignment.extra) is not None
 
     def _release(self, number: int) -> None:
         _, snapshot = self._out.pop(number)

@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import raafl
-from raafl.compression.compressors import Unsound
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
+from raafl.core.exchange import Exchange
+from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.standing import DAMAGED
 from raafl.core.types import (
@@ -28,17 +29,15 @@ from raafl.core.types import (
     Update,
     assignment_to_json,
 )
-from raafl.errors import TaskFailed
+from raafl.errors import TaskFailed, Unsound
 from raafl.foreign import foreign
 from raafl.local.failure import from_meta, out_of_memory
-from raafl.parts.split import KEY
+from raafl.local.train import Stopped
 from raafl.runtime.answers import TooMany, client_of, count_of, extra_of, metrics_of
+from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-
-if TYPE_CHECKING:
-    from raafl.runtime.split import Link, ServerHalf
 
 MAX_DAMAGED = 3
 """Damaged messages in a row after which a connection is given up."""
@@ -86,7 +85,7 @@ class Session(threading.Thread):
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
         waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
-        wires: CompressionPlan | None = None, share: int | None = None,
+        wires: CompressionPlan | None = None, share: int | None = None, local: Local | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
@@ -102,6 +101,7 @@ class Session(threading.Thread):
             terms: what the client must agree on beside raafl's version and the model.
             wires: how what travels is compressed; None = it is not.
             share: samples that the client was dealt of the run's data; None = not known.
+            local: the method's, which says what is exchanged in the middle of a task; None = nothing.
         """
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
@@ -119,8 +119,10 @@ class Session(threading.Thread):
         self._stopping: str | None = None
         self._told = False
         self._share, self._num_samples, self._num_damaged = share, 0, 0
-        self._half: ServerHalf | None = None  # of a model that is trained in two halves
-        self._num_threads = torch.get_num_threads()  # those of the thread that has set up the run
+        self._local = local or Local()
+        self._side = ServerSide(
+            self._local, device, torch.get_num_threads()
+        )  # those of the thread that has set up the run
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
         """Send work; returns at once."""
@@ -246,19 +248,49 @@ class Session(threading.Thread):
             self._pair.send(message, self._waits.stop_s if wait_s is None else wait_s)
 
     def _task(self, pair: Pair, task: _Task) -> None:
-        if KEY in task.assignment.extra:
-            self._split_task(pair, task)
-            return
-        spec, packed = task.assignment.spec, self._down.pack(task.assignment, task.snapshot)
-        sent = self._assign(pair, task.assignment, packed)
+        """Send a task and take in its answer; where it has an exchange, train the server's side in between."""
+        assignment, spec = task.assignment, task.assignment.spec
+        exchange = self._local.exchange(self._submodels, assignment.extra)
+        talk = Conversation(
+            pair, assignment, self._waits.task_s, lambda message: self._send(pair, message),
+            lambda: self._stopping is not None,
+        )  # fmt: skip
+        values = task.snapshot
+        if exchange is not None:
+            values = FlatTensors.empty(exchange.client.layout(spec, "sent"), values.device).take_(values)
+        self._out = assignment
+        packed = self._down.pack(assignment, values)
+        talk.send(Kind.ASSIGN, assignment_to_json(assignment), packed)
         if self._wires.sender_unpacks:
             self._received = self._down.unpack(spec, packed)
+        told = ""
         try:
-            answer = pair.recv(self._expect, self._waits.task_s, finite=True)
-            update = self._update(answer, spec)
+            update = self._answered(exchange, task, talk)
+            told = update.refusal or ""
+        except Stopped:
+            return  # what is next in the outbox says why
         except Refused as refused:
-            update = self._refused(task.assignment, refused)
-        self._arrived(pair, update, sent, pair.received_bytes)
+            update, told = self._refused(assignment, refused), str(refused)
+        if (
+            exchange is not None and told and not pair.closed
+        ):  # the client may wait for a reply, and forgets its residual
+            talk.send(Kind.REFUSED, {"reason": told[:200]})
+        self._arrived(pair, update, talk.down_bytes, talk.up_bytes)
+
+    def _answered(self, exchange: Exchange | None, task: _Task, talk: Conversation) -> Update:
+        """Return the client's update, joined with that of the server's side where there is one."""
+        assignment, spec = task.assignment, task.assignment.spec
+        own = None if exchange is None else self._side.run(exchange, assignment, task.snapshot, talk)
+        travels = self._wires.payload if exchange is None else exchange.client
+        plain, up = travels.layout(spec, "trained"), self._wires.up
+        layout = plain if up is None else up.layout(plain)
+        update = self._update(talk.recv(Kind.UPDATE, lambda meta: self._buffer(layout)), spec)
+        if own is not None:
+            whole = self._buffer(self._submodels.layout(spec, "trained"))
+            update.tensors = whole.take_(update.tensors).take_(own.tensors)
+            update.num_steps, update.refusal = own.num_steps, own.refusal
+            update.metrics |= own.metrics  # the loss is known to this side alone
+        return update
 
     def _refused(self, assignment: Assignment, refused: Refused) -> Update:
         """Make the update that stands for a refused answer; raises `TaskFailed` where the client says that its code failed."""
@@ -269,12 +301,6 @@ class Session(threading.Thread):
             return out_of_memory(assignment)
         nothing = self._nothing(assignment.spec)
         return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
-
-    def _assign(self, pair: Pair, assignment: Assignment, values: FlatTensors) -> int:
-        """Send an assignment with its values; return the bytes."""
-        self._out = assignment
-        meta = assignment_to_json(assignment)
-        return self._send(pair, Message(Kind.ASSIGN, assignment.id, self.incarnation, meta, values))
 
     def _send(self, pair: Pair, message: Message) -> int:
         """Send a message of a task; return its bytes."""
@@ -298,41 +324,6 @@ class Session(threading.Thread):
                 "connection-broken", f"{MAX_DAMAGED} messages in a row were damaged, the last: {update.refusal}"
             )
 
-    def _split_task(self, pair: Pair, task: _Task) -> None:
-        """Train the upper half of the model with the client, who trains the lower."""
-        from raafl.local.train import Stopped
-        from raafl.runtime.split import Link, ServerHalf
-
-        half = self._half = self._half or ServerHalf(self._submodels, self._device, self._num_threads)
-        assignment, waits, spec = task.assignment, self._waits, task.assignment.spec
-        link = Link(pair, assignment, waits.task_s, lambda message: self._send(pair, message), self._is_stopping)
-        packed = self._down.pack(assignment, half.lower(assignment, task.snapshot))
-        sent = self._assign(pair, assignment, packed)
-        if self._wires.sender_unpacks:
-            self._received = self._down.unpack(spec, packed)
-        reason = ""
-        try:
-            update = self._of_both(half, task, link)
-            reason = update.refusal or ""
-        except Stopped:
-            return  # what is next in the outbox says why
-        except Refused as refused:
-            update, reason = self._refused(assignment, refused), str(refused)
-        if reason and not pair.closed:  # the client may wait for a gradient, and is to forget its residual
-            link.send(Kind.REFUSED, {"reason": reason[:200]})
-        self._arrived(pair, update, sent + link.down_bytes, link.up_bytes)
-
-    def _is_stopping(self) -> bool:
-        return self._stopping is not None
-
-    def _of_both(self, half: ServerHalf, task: _Task, link: Link) -> Update:
-        answer, own = half.run(task.assignment, task.snapshot, link, self._wires.up)
-        update = self._update(answer, task.assignment.spec)
-        update.tensors = half.joined(update.tensors, own.tensors)
-        update.num_steps, update.refusal = own.num_steps, own.refusal
-        update.metrics |= own.metrics  # the loss is known to this half alone
-        return update
-
     def _nothing(self, spec: Spec) -> FlatTensors:
         """Make the tensors of a refused update: as received, or zeros where they travel compressed."""
         if self._wires.up is not None:
@@ -355,15 +346,6 @@ class Session(threading.Thread):
             answer.assignment, self.client, self.incarnation, tensors, num_samples,
             count_of(meta, "num_steps"), metrics_of(meta), extra=extra_of(meta),
         )  # fmt: skip
-
-    def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
-        if kind not in (Kind.UPDATE, Kind.FAILED) or self._out is None:
-            raise Refused("bad-kind", f"expected UPDATE, got {kind.name}")
-        if assignment != self._out.id:
-            raise Refused("unknown-assignment", f"expected {self._out.id}, got {assignment}")
-        if kind is Kind.FAILED:
-            raise Refused(GIVEN_UP, "", Message(kind, assignment, meta=meta))
-        return self._buffer(self._wires.layout(self._out.spec, "trained"))
 
     def _buffer(self, layout: Layout) -> FlatTensors:
         """Return storage for ``layout``, the same each time; only the last few layouts are kept."""

@@ -254,6 +254,13 @@ class FlatTensors:
             buffer.copy_(other.buffers[dtype])
         return self
 
+    def take_(self, other: FlatTensors) -> FlatTensors:
+        """Copy from ``other``, in place, the tensors that both have."""
+        for name, tensor in self.items():
+            if name in other:
+                tensor.copy_(other[name])
+        return self
+
     def zero_(self) -> FlatTensors:
         """Set every element to 0, in place."""
         for buffer in self.buffers.values():

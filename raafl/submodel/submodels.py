@@ -38,6 +38,8 @@ class Submodels:
     names.
     """
 
+    whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
+
     def __init__(
         self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
         batch_norm: BatchNorm | None = None,

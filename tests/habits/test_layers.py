@@ -27,7 +27,6 @@ ORDER = (
 """A package imports from its own line and those above it; the package itself, `raafl`, imports nothing by itself."""
 
 TO_GO = {
-    "raafl.parts.split imports raafl.local.split",
     "raafl.submodel.cost imports raafl.devices.profiles",
 }
 """Arrows that still point up."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from raafl.core.local import Hook, Task
 from raafl.errors import BadInput
+from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import EarlyLogits, Submodels, add_exits
 from raafl.submodel.declared import find_stacks, join, said
 from raafl.submodel.exits import tail_of
@@ -118,7 +118,8 @@ class Distilled(Hook):
         after, output = _generators(device), self._output
         for logits in early.values():
             _restore(device, before)  # so that a step that draws before its forward pass draws the same
-            with _answering(self.task.module, self.students.model, _with_logits(output, logits)):
+            model, answer = self.students.model, _with_logits(output, logits)
+            with patched({(model, "forward"): _giving(answer), **quiet(self.task.module)}):  # it does not run again
                 own = self.task.loss(batch, index)
             knowledge = knowledge_loss(logits, teacher, self.temperature, counted(batch, logits))
             loss = loss + (1 - self.weight) * own + self.weight * knowledge
@@ -149,26 +150,8 @@ def _with_logits(output: Any, logits: Tensor) -> Any:
     return other
 
 
-@contextmanager
-def _answering(module: Any, model: Any, output: Any) -> Iterator[None]:
-    """Within this context ``model`` answers with ``output`` without running, and nobody hears what ``module`` logs."""
-    replaced = {(model, "forward"): lambda *args, **kwargs: output}
-    replaced |= {(module, name): _ignore for name in ("log", "log_dict") if hasattr(module, name)}
-    own = {place: place[0].__dict__.get(place[1]) for place in replaced}
-    try:
-        for (part, name), value in replaced.items():
-            part.__dict__[name] = value
-        yield
-    finally:
-        for (part, name), value in own.items():
-            if value is None:
-                del part.__dict__[name]
-            else:
-                part.__dict__[name] = value
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
+def _giving(output: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: output
 
 
 def _generators(device: torch.device) -> list[Tensor]:

@@ -66,8 +66,8 @@ class Kind(IntEnum):
     STOP = 6
     REFUSED = 7
     CONFIG = 8
-    ACTIVATIONS = 9
-    GRADIENTS = 10
+    QUESTION = 9
+    REPLY = 10
     FAILED = 11
 
 

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from model_zoo import CNN, MLP
 from raafl.algorithms import fed_avg, split_fed
+from raafl.algorithms.split_fed.cut import cuts_of
+from raafl.algorithms.split_fed.local import Halved, Split
+from raafl.algorithms.split_fed.questions import halves
 from raafl.compression.compressors import Compress
 from raafl.compression.streams import CompressedSnapshots
 from raafl.core.algorithm import Fleet, Training
@@ -22,9 +25,6 @@ from raafl.devices.profiles import Device, Profile
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
 from raafl.parts.merge.mean import Mean
-from raafl.parts.split import Halved, Split
-from raafl.parts.split_cut import cuts_of
-from raafl.parts.split_half import halves
 from raafl.parts.trigger import AllReported
 from raafl.plan.plan import make_plan
 from raafl.runtime.setup import build
@@ -228,7 +228,8 @@ def test_a_cut_that_there_is_not_and_memory_that_is_too_small_are_named_before_t
 
 def test_each_half_has_its_own_values_and_no_memory_for_the_others():
     submodels = submodels_of(mlp)
-    both = halves(submodels, "layers.2")
+    found = halves(submodels, "layers.2")
+    both = {"lower": found.client, "upper": found.server}
     whole = submodels.layout(FULL, "trained").num_bytes
     sizes = {side: half.layout(FULL, "trained").num_bytes for side, half in both.items()}
     assert sizes == {"lower": 1560 * 4, "upper": whole - 1560 * 4}

@@ -7,11 +7,12 @@ from torch.utils.data import DataLoader
 
 from model_zoo import MLP
 from raafl.algorithms import split_fed
+from raafl.algorithms.split_fed.questions import Batches
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data import Digits
-from raafl.runtime import split
+from raafl.errors import Unsound
 from raafl.runtime.session import Session
 from raafl.runtime.transport import Refused
 from tests.conformance.clocks import on_both_clocks
@@ -54,7 +55,7 @@ def test_two_workers_give_the_bits_of_one(tmp_path):
 
 def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_path, monkeypatch):
     """Assignment 6 is refused in its second batch, 7 and 9 when all has come."""
-    update, layout = Session._update, split._Stream._batch_layout
+    update, layout = Session._update, Batches._expect
 
     def damaged(self, answer, *more):
         if answer.assignment in (7, 9):
@@ -62,12 +63,12 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
         return update(self, answer, *more)
 
     def strange(self, meta):
-        if self._assignment.id == 6 and self._index == 1:
-            raise Refused("wrong-shape", "of a batch")
+        if self._link._talk._assignment.id == 6 and self._index == 1:
+            raise Unsound("wrong-shape", "of a batch")
         return layout(self, meta)
 
     monkeypatch.setattr(Session, "_update", damaged)
-    monkeypatch.setattr(split._Stream, "_batch_layout", strange)
+    monkeypatch.setattr(Batches, "_expect", strange)
     config = made(tmp_path / "real", Compress("top_k", "top_k", 0.3), max_updates=20)
     with ranks(config) as fleet:
         real = fleet.serve()

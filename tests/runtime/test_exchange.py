@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 
 import pytest
 import torch
@@ -14,13 +13,13 @@ from model_zoo import MLP
 from raafl.algorithms import fed_avg, split_fed
 from raafl.config.options import Waits
 from raafl.core.types import Arrived, Assignment, ClientInfo, Lost, client_to_json
-from raafl.runtime import split
+from raafl.runtime.exchange import ClientSide
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
 from raafl.runtime.transport import Kind, Message
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
-from tests.algorithms.test_split_fed import Conv
+from tests.algorithms.split_fed.test_split_fed import Conv
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment, finish
 from tests.ranks import ranks
@@ -50,7 +49,7 @@ class Table:
         times = Waits(**{"join_s": 20.0, "task_s": 20.0, "idle_s": 20.0, "stop_s": 5.0, **waits})
         self.session = Session(
             4, 0, lambda: TcpPair(ours, 20.0), self.submodels, self.inbox, times,
-            lambda down, up: self.moved.append((down, up)),
+            lambda down, up: self.moved.append((down, up)), local=split_fed(client_layers=1).local,
         )  # fmt: skip
         self.session.start()
         self.pair = TcpPair(theirs, 20.0)
@@ -74,12 +73,12 @@ class Table:
         named = {"activation": torch.tensor(activation), "batch.1": torch.tensor(labels)}
         shapes = [[len(labels), 2], [len(labels)]]
         meta = {**META, "batch": index, "shapes": shapes, **changes}
-        return self.pair.send(Message(Kind.ACTIVATIONS, number, 0, meta, FlatTensors.from_named(named)))
+        return self.pair.send(Message(Kind.QUESTION, number, 0, meta, FlatTensors.from_named(named)))
 
     def gradient(self, num_samples):
         into = FlatTensors.empty(Layout.pack([("gradient", (num_samples, 2), torch.float32)]))
         message = self.hear(into)
-        assert message.kind is Kind.GRADIENTS
+        assert message.kind is Kind.REPLY
         return into["gradient"].tolist()
 
     def update(self, value=9.0, number=1):
@@ -187,7 +186,7 @@ def test_an_answer_before_all_batches_have_come_is_refused(table):
     table.activations(0, [[3.0, 3.0], [1.0, -1.0]], [5.0, 2.0])
     table.gradient(2)
     table.update()
-    assert table.hear().meta["reason"].startswith("bad-kind: expected ACTIVATIONS after 1 batches, got UPDATE")
+    assert table.hear().meta["reason"].startswith("bad-kind: expected QUESTION, got UPDATE")
     assert table.event().update.refusal == "bad-kind"
 
 
@@ -241,15 +240,15 @@ def test_real_ranks_leave_the_simulated_runs_model(tmp_path, model):
 
 
 def _ends_in_its_third_batch(rank: int) -> None:
-    exchange = split.ClientHalf._exchange
+    ask = ClientSide.ask
 
-    def broken(self, index, *args):
-        if index == 2:
+    def broken(self, meta, *args):
+        if meta["batch"] == 2:
             os._exit(3)
-        return exchange(self, index, *args)
+        return ask(self, meta, *args)
 
     if rank == 2:
-        split.ClientHalf._exchange = broken  # in this process alone
+        ClientSide.ask = broken  # in this process alone
 
 
 def test_the_run_goes_on_without_a_client_that_dies_in_the_middle_of_a_batch(tmp_path):
@@ -263,15 +262,15 @@ def test_the_run_goes_on_without_a_client_that_dies_in_the_middle_of_a_batch(tmp
 
 
 def _waits_in_its_second_batch(rank: int) -> None:
-    exchange = split.ClientHalf._exchange
+    ask = ClientSide.ask
 
-    def slow(self, index, *args):
-        if index == 1:
+    def slow(self, meta, *args):
+        if meta["batch"] == 1:
             self._whole.stop.wait(60.0)
-        return exchange(self, index, *args)
+        return ask(self, meta, *args)
 
     if rank == 2:
-        split.ClientHalf._exchange = slow
+        ClientSide.ask = slow
 
 
 def test_a_run_that_ends_stops_a_client_in_the_middle_of_its_batches(tmp_path):
@@ -281,23 +280,3 @@ def test_a_run_that_ends_stops_a_client_in_the_middle_of_its_batches(tmp_path):
         run = fleet.serve()
         assert fleet.exit_codes() == {1: 0, 2: 0, 3: 0, 4: 0}
     assert run.summary["updates_lost"] == 0
-
-
-def test_streams_of_draws_do_not_disturb_each_other():
-    draws = [split.Draws(torch.device("cpu"), seed) for seed in range(4)]
-    found: list[list[float]] = [[] for _ in draws]
-
-    def draw(place: int) -> None:
-        for _ in range(200):
-            with draws[place]:
-                found[place].append(torch.rand(1).item())
-
-    torch.manual_seed(77)
-    threads = [threading.Thread(target=draw, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for place in range(4):
-        torch.manual_seed(place)
-        assert found[place] == [torch.rand(1).item() for _ in range(200)]

@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 from torch.utils._pytree import tree_flatten
 
+from raafl.algorithms.split_fed.cut import Cut, cuts_of
+from raafl.algorithms.split_fed.half import Half
+from raafl.algorithms.split_fed.hooks import BothHook, LowerHook, UpperHook
+from raafl.algorithms.split_fed.questions import KEY, Halves, halves
 from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, positive
-from raafl.parts.split_cut import Cut, cuts_of
-from raafl.parts.split_half import Half
 from raafl.submodel import FULL, Cost, Spec, Submodels
-
-KEY = "split"
-"""Of `Work.extra`: the cut, and what decides how many samples of which batches come over the wire."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +89,19 @@ class Split(Local):
         most = self.client_layers or 0
         return next((one for one in reversed(places) if one.num_layers <= most), places[0])
 
-    def half(self, submodels: Submodels, side: Any = "lower") -> Half | None:
-        """Return one half of the model, to ask it for costs; None where it is not cut."""
+    def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Halves | None:
+        """Return both halves, as a task says where to cut; None where the model cannot be cut."""
+        if extra is not None:
+            return halves(submodels, extra[KEY]["cut"]) if KEY in extra else None
         cut = self.place(submodels)
-        if cut is None:
-            return None
-        half: Half = submodels.cached("half", (cut.path, side), lambda: Half(submodels, cut, side))
-        return half
-
-    def travelling(self, submodels: Submodels) -> Submodels:
-        """Return the client's half; the whole model where it cannot be cut."""
-        half = self.half(submodels)
-        return submodels if half is None else half
+        return None if cut is None else halves(submodels, cut.path)
 
     def hook(self, task: Task) -> Hook:
         """Make the hook that runs a half with the other at the end of a wire, or both halves of a task that is all here."""
-        from raafl.local.split import BothHook, LowerHook
-
         if isinstance(task.submodels, Half):
-            return LowerHook(task, task.submodels)
-        terms = task.assignment.extra.get(KEY)
-        return Hook(task) if terms is None else BothHook(task, terms["cut"])
+            return LowerHook(task, task.submodels) if task.submodels.side == "lower" else UpperHook(task)
+        both = self.exchange(task.submodels, task.assignment.extra)
+        return Hook(task) if both is None else BothHook(task, both.server)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Predict the cost of a client's half, with the activations and gradients of all its samples on the wire.
@@ -118,9 +109,10 @@ class Split(Local):
         Each batch is an exchange, of which the link's latency is paid both ways. In the peak are the activations and the
         gradient of one batch as they travel. What the server computes takes the client no time here.
         """
-        half = self.half(submodels)
-        if half is None:
+        both = self.exchange(submodels)
+        if both is None:
             return submodels.cost(spec, batch_size)
+        half = both.client
         cost, terms = half.cost(FULL, batch_size), extra.get(KEY, {})
         num_samples = terms.get("samples", 0)
         activation, leaves = half.cut.sample_bytes, leaf_bytes(half)
@@ -149,14 +141,14 @@ class Split(Local):
 
     def notes(self, submodels: Submodels) -> list[str]:
         """Return where the model is cut, what leaves the clients, and what the server holds."""
-        lower, upper = self.half(submodels), self.half(submodels, "upper")
-        if lower is None or upper is None:
+        both = self.exchange(submodels)
+        if both is None:
             return [
                 Warn(
                     f"split: the model cannot be cut, so clients train all of it, as in FedAvg: {cuts_of(submodels)[1]}"
                 )
             ]
-        cut, total = lower.cut, sum(submodels.parameters.values())
+        cut, upper, total = both.client.cut, both.server, sum(submodels.parameters.values())
         leaves = ", ".join(f"number {place}" for place in cut.leaves) or "none"
         held = upper.cost(FULL, _num_samples(submodels))
         return [

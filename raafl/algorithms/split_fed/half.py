@@ -7,9 +7,8 @@ the activation that was received; autograd then ends there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from raafl.parts.split_cut import Cut, Frame, Shapes, cuts_of, followed
+from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed
+from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.caches import Caches
@@ -27,9 +27,8 @@ from raafl.submodel.shrink import Shrunk, Structure, build, copy_structure
 from raafl.submodel.submodels import Part
 
 Side = Literal["lower", "upper"]
-_LOGS = ("log", "log_dict")
-MAX_FRAMES = 64
-"""Shapes of batches of which frames are remembered."""
+MAX_OUTLINES = 64
+"""Shapes of batches of which outlines are remembered."""
 
 
 class Reached(BaseException):
@@ -47,17 +46,14 @@ class Half(Submodels):
         whole: the model's submodels.
         cut: where it is cut.
         side: which half.
-        exchange: what a hook of this half talks to the other half by; set by the runtime.
-        frames: what stands for the client's half on the server.
+        outlines: what stands for the client's half on the server.
     """
 
-    def __init__(self, whole: Submodels, cut: Cut, side: Side) -> None:
+    def __init__(self, whole: Submodels, cut: Cut, side: Side, outlines: Outlines) -> None:
         """Take what is known of the whole model."""
         self.__dict__.update(whole.__dict__)
         self._caches = Caches()
-        self.whole, self.cut, self.side = whole, cut, side
-        self.exchange: Any = None
-        self.frames = Frames(whole, cut)
+        self.whole, self.cut, self.side, self.outlines = whole, cut, side, outlines
         memo: dict[int, Any] = {}
         for name, tensor in whole.module.named_buffers():
             if name in whole._buffers and not self.has(name):
@@ -76,13 +72,9 @@ class Half(Submodels):
         return frozenset(filter(self.has, super()._trains(spec)))
 
     def shrink(
-        self,
-        spec: Spec = FULL,
-        rescale: bool = False,
-        device: torch.device | str = "cpu",
-        present: FlatTensors | None = None,
-        base: FrozenBase | None = None,
-    ) -> Shrunk:
+        self, spec: Spec = FULL, rescale: bool = False, device: torch.device | str = "cpu",
+        present: FlatTensors | None = None, base: FrozenBase | None = None,
+    ) -> Shrunk:  # fmt: skip
         """Return the module with the values of this half; the other's have their shapes and take no memory.
 
         Raises:
@@ -106,36 +98,15 @@ class Half(Submodels):
         """Make a training step of this half without values; return something to go back from."""
         if self.side == "lower":
             return activation_in(run_to_cut(module, self.cut.path, lambda: step(batch, index))).sum()
-        frame = self.frames.of(tuple(tuple(item.shape) for item in tree_flatten(batch)[0]))
-        activation = torch.empty_like(frame.activation, requires_grad=True)
-        with replaced(module, frame, activation):
+        outline = self.outlines.of(tuple(tuple(item.shape) for item in tree_flatten(batch)[0]))
+        activation = torch.empty_like(outline.activation, requires_grad=True)
+        with replaced(module, outline, activation):
             return step(batch, index)
 
     def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
         batch = meta_batch(self.example_batch, batch_size)
-        self.frames.of(tuple(tuple(item.shape) for item in tree_flatten(batch)[0]))  # not while a step is followed
+        self.outlines.of(tuple(tuple(item.shape) for item in tree_flatten(batch)[0]))  # not while a step is followed
         return super()._cost(spec, batch_size, num_optimizer_slots)
-
-    def take_(self, target: FlatTensors, values: FlatTensors) -> FlatTensors:
-        """Copy into ``target``, tensors of this half, their values among all of the model; in place."""
-        for name, tensor in target.items():
-            tensor.copy_(values[name])
-        return target
-
-
-def halves(submodels: Submodels, path: str) -> dict[Side, Half]:
-    """Return both halves of a model that is cut after the module at ``path``.
-
-    Raises:
-        SpecError: it cannot be cut there.
-    """
-    found, reason = cuts_of(submodels)
-    cut = next((cut for cut in found if cut.path == path), None)
-    if cut is None:
-        raise SpecError(
-            f"the model cannot be cut after '{path}': {reason or 'use one of ' + ', '.join(c.path for c in found)}"
-        )
-    return {"lower": Half(submodels, cut, "lower"), "upper": Half(submodels, cut, "upper")}
 
 
 def blank(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -152,19 +123,14 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> Any:
     def reached(part: nn.Module, args: Any, output: Any) -> None:
         raise Reached(output)
 
-    logs: dict[str, Any] = {name: module.__dict__.pop(name) for name in _LOGS if name in module.__dict__}
-    for name in _LOGS:
-        module.__dict__[name] = _ignore
     handle = module.get_submodule(path).register_forward_hook(reached)
     try:
-        step()
+        with patched(quiet(module)):
+            step()
     except Reached as end:
         return end.output
     finally:
         handle.remove()
-        for name in _LOGS:
-            del module.__dict__[name]
-        module.__dict__.update(logs)
     raise RuntimeError(f"{type(module).__name__}.training_step did not come to '{path}', where the model is cut")
 
 
@@ -177,33 +143,31 @@ def activation_in(output: Any) -> Tensor:
 # ---- the server's half ----
 
 
-class Frames:
-    """What stands for the client's half, for batches of any shapes."""
+class Outlines:
+    """What stands for the client's half, for batches of any shapes; any thread may ask."""
 
     def __init__(self, submodels: Submodels, cut: Cut) -> None:
         """Start with none."""
-        self._submodels, self.cut = submodels, cut
-        self._known: OrderedDict[Shapes, Frame] = OrderedDict()
+        self._submodels, self._cut = submodels, cut
+        self._known: dict[Shapes, Outline] = {}
         flat, self._structure = tree_flatten(submodels.example_batch)
         self.dtypes = [item.dtype for item in flat]
         self.shapes: Shapes = tuple(tuple(item.shape) for item in flat)
 
-    def __contains__(self, shapes: object) -> bool:
-        """Check whether the frame for batches of ``shapes`` is at hand."""
-        return shapes in self._known
-
-    def of(self, shapes: Shapes) -> Frame:
-        """Return the frame for a batch of ``shapes``.
+    def of(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
+        """Return the outline for a batch of ``shapes``; following a step may draw, which within ``draws(0)`` nobody notices.
 
         Raises:
             ValueError: the step cannot be made with such a batch.
         """
-        if shapes not in self._known:
-            self._known[shapes] = followed(self._submodels, shapes).frame(self.cut)
-            while len(self._known) > MAX_FRAMES:
-                self._known.popitem(last=False)
-        self._known.move_to_end(shapes)
-        return self._known[shapes]
+        found = self._known.get(shapes)
+        if found is None:
+            with draws(0):
+                found = followed(self._submodels, shapes).outline(self._cut)
+            if len(self._known) >= MAX_OUTLINES:
+                self._known = {}  # not emptied: sessions share it, and another may be looking
+            self._known[shapes] = found
+        return found
 
     def batch(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> Any:
         """Return a batch of ``shapes`` with ``leaves`` where the server's half needs them, and blanks elsewhere."""
@@ -211,47 +175,23 @@ class Frames:
             torch.zeros((), dtype=dtype, device=device).expand(shape)
             for dtype, shape in zip(self.dtypes, shapes, strict=True)
         ]
-        for place, leaf in zip(self.cut.leaves, leaves, strict=True):
+        for place, leaf in zip(self._cut.leaves, leaves, strict=True):
             flat[place] = leaf
         return tree_unflatten(flat, self._structure)
 
 
-@contextmanager
-def replaced(module: nn.Module, frame: Frame, activation: Tensor) -> Iterator[None]:
+def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
     """Within this context the modules below the cut compute nothing, and the one at the cut gives ``activation``."""
-    device = activation.device
 
     def filled(item: Any) -> Any:
-        return blank(item, device) if isinstance(item, Tensor) else item
+        return blank(item, activation.device) if isinstance(item, Tensor) else item
 
-    forwards: dict[str, Callable[..., Any]] = {
-        path: _Given([tree_map(filled, output) for output in outputs]) for path, outputs in frame.calls.items()
-    }
-    forwards[frame.path] = lambda *args, **kwargs: frame.with_activation(activation, filled)
-    before: list[tuple[nn.Module, Any]] = []
-    try:
-        for path, forward in forwards.items():
-            part = module.get_submodule(path)
-            before.append((part, part.__dict__.get("forward")))
-            part.__dict__["forward"] = forward
-        yield
-    finally:
-        for part, own in before:
-            if own is None:
-                del part.__dict__["forward"]
-            else:
-                part.__dict__["forward"] = own
+    forwards = {path: _given(tree_map(filled, outputs)) for path, outputs in outline.calls.items()}
+    forwards[outline.path] = lambda *args, **kwargs: outline.with_activation(activation, filled)
+    return patched({(module.get_submodule(path), "forward"): forward for path, forward in forwards.items()})
 
 
-class _Given:
-    """A forward that gives what is known already, call by call."""
-
-    def __init__(self, outputs: list[Any]) -> None:
-        self._outputs = iter(outputs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return next(self._outputs)
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
+def _given(outputs: list[Any]) -> Callable[..., Any]:
+    """Make a forward that gives what is known already, call by call."""
+    known = iter(outputs)
+    return lambda *args, **kwargs: next(known)

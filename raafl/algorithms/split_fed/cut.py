@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import Submodels
 from raafl.submodel.ledger import FusedAttention, Ledger, storage_key, tensors_in
 from raafl.submodel.shrink import copy_structure
@@ -69,7 +70,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Frame:
+class Outline:
     """What the client's part gives for a batch of certain shapes, on the meta device: shapes without values.
 
     Attributes:
@@ -114,12 +115,10 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
 
     def run(self) -> Trace:
         """Follow the step; raises whatever the step raises."""
-        for name in ("log", "log_dict"):
-            self.module.__dict__[name] = _ignore
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
-        with torch.enable_grad(), self, FusedAttention():
+        with torch.enable_grad(), patched(quiet(self.module)), self, FusedAttention():
             self.module.training_step(self.batch, 0)
         return self
 
@@ -219,7 +218,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
                 found.append(one)
         return found
 
-    def frame(self, cut: Cut) -> Frame:
+    def outline(self, cut: Cut) -> Outline:
         """Make the stand-in of the client's part at ``cut``.
 
         Raises:
@@ -233,7 +232,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         for one in self.replaced(call, cut.lower):
             calls.setdefault(one.path, []).append(_detached(one.output))
         output = _detached(call.output)
-        return Frame(cut.path, calls, output, place, tree_flatten(output)[0][place])
+        return Outline(cut.path, calls, output, place, tree_flatten(output)[0][place])
 
 
 def _activation(output: Any) -> int | None:
@@ -250,10 +249,6 @@ def _detached(output: Any) -> Any:
 def _above(name: str) -> list[str]:
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:

@@ -17,23 +17,23 @@ Where the paper leaves it open, or this does otherwise:
 - Both servers are one here: rank 0 receives the ``W^C_k``, has the ``W^S_k``, and merges them as one update.
 - Where to cut: the paper cuts LeNet-5 and AlexNet after their second layer, ResNet-18 after its third; so the default is at most
   two layers with parameters. A place is possible where a single value leads from the layers below to those above, in any
-  model (`raafl.parts.split_cut`). A model without one (tied embeddings, a block that is used again and again) is trained
+  model (`raafl.algorithms.split_fed.cut`). A model without one (tied embeddings, a block that is used again and again) is trained
   whole by the clients, which is FedAvg and is said at the start.
 - The user's `training_step` runs on both sides, to the cut and from there. What it draws (dropout) the server's half draws from
   a stream of its own; what it draws for both sides at once, such as a mixup of inputs and labels, would not be the same there.
 - The server sees the activations, and the labels as they are. The paper's differential privacy at the client (PixelDP) is not here.
 - The time of a task, simulated, predicted or emulated, is the client's compute and link: the latency counts once each way for the
   task, and once each way again for every batch. What the server computes for its half takes no time there.
-- A norm over all parameters (`fabric.gradient_clip_val`) is known to neither side alone: on real ranks it is refused.
+- A norm over all parameters (`fabric.gradient_clip_val`) is known to neither side alone: it is refused.
 - V2, where one upper part learns from the clients one after the other, is not here.
 """
 
 from __future__ import annotations
 
+from raafl.algorithms.split_fed.local import Halved, Split
 from raafl.core.algorithm import Algorithm
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Mean
-from raafl.parts.split import Halved, Split
 from raafl.parts.trigger import AllReported
 
 CLIENT_LAYERS = 2

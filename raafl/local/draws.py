@@ -1,0 +1,85 @@
+"""Streams of random numbers: the global generators, seeded, and shared by turns."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed all that a module or a data set may draw from.
+
+    Of torch only the generators in use: `torch.manual_seed` walks the stack for each absent accelerator.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+class Draws:
+    """A stream of the global generators: within it, everything that draws draws from here; outside, nothing has changed.
+
+    The generators are the whole process's, so one stream is in use at a time, whatever the thread; others wait.
+    """
+
+    _in_use = threading.Lock()
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        """Begin a stream."""
+        self._device, self._inside = device, False
+        self._own: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] = ()
+        with self:
+            seed_everything(seed, device)
+
+    def __enter__(self) -> None:
+        """Draw from this stream."""
+        self._in_use.acquire()
+        try:
+            self._outer = self._states()
+            if self._own is not None:
+                self._set(self._own)
+            self._inside = True
+        except BaseException:  # of a device that has failed: others are not to wait for ever
+            self._in_use.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Go on with what was drawn from before."""
+        self._inside = False
+        try:
+            self._own = self._states()
+            self._set(self._outer)
+        finally:
+            self._in_use.release()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let others draw within this context, such as while this thread waits; nothing to do where it is not in use."""
+        if not self._inside:
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def _states(self) -> tuple[Any, ...]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), cuda
+
+    def _set(self, states: tuple[Any, ...]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+        if states[3] is not None:
+            torch.cuda.set_rng_state(states[3], self._device)

@@ -1,0 +1,236 @@
+"""Tasks that talk to the server in their middle, on real ranks: both ends of `raafl.core.exchange`.
+
+The server's side of a task runs in the thread of the client's session, on a copy of its part of the model. The client waits for
+each reply; the server waits for no longer than for the answer to a whole task. What is not as it must be is refused, and the
+client told so.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Local, Training
+from raafl.core.exchange import Exchange, server_seed
+from raafl.core.types import Assignment, Update
+from raafl.errors import BadInput, Unsound
+from raafl.local.draws import Draws
+from raafl.local.train import FabricOptions, LocalTrainer, Stopped
+from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.submodel import FlatTensors, Layout
+
+MAX_BYTES = 1 << 31
+"""Longest question."""
+
+PRECISIONS = ("32-true", "32", "bf16-mixed")
+"""Those that both sides know: 16-mixed scales losses, which takes one backward pass."""
+
+_Terms = tuple[str, int, Literal["values", "delta"]]
+
+
+# ---- the client's end ----
+
+
+class ClientSide:
+    """The client's side of such tasks. It asks in the thread that trains; the one that receives hands over the replies."""
+
+    def __init__(self, pair: Pair, whole: LocalTrainer, wait_s: float) -> None:
+        """Prepare; ``whole`` says how tasks are trained, ``wait_s`` is how long a reply may take."""
+        self._pair, self._whole, self._wait_s = pair, whole, wait_s
+        self._built: tuple[Exchange, LocalTrainer] | None = None
+        self._assignment: Assignment | None = None
+        self._expected: Layout | None = None
+        self._replies: queue.SimpleQueue[FlatTensors | None] = queue.SimpleQueue()
+
+    def exchange(self, assignment: Assignment) -> Exchange | None:
+        """Return how to talk in the middle of a task; None = not at all. Raises `SpecError` for what the model has not."""
+        return self._whole.local.exchange(self._whole.submodels, assignment.extra)
+
+    def trainer(self, assignment: Assignment) -> LocalTrainer:
+        """Return what trains the client's part of a task."""
+        exchange, whole = self.exchange(assignment), self._whole
+        if exchange is None:
+            return whole
+        if self._built is None or self._built[0] is not exchange:
+            trainer = LocalTrainer(
+                exchange.client, whole.local, whole.sends, whole.training, whole.options, pools=whole.pools
+            )
+            self._built = exchange, trainer
+        trainer, self._assignment = self._built[1], assignment
+        trainer.stop, trainer.link = whole.stop, self
+        return trainer
+
+    def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
+        """Send a question and wait for the reply; raises `Stopped` when the server has had enough, or is gone."""
+        assert self._assignment is not None
+        options, number = self._whole.options, self._assignment.id
+        more = {
+            "precision": options.precision,
+            "accumulate": options.accumulate_grad_batches,
+            "sends": self._whole.sends,
+        }
+        self._expected = answer
+        question = FlatTensors.from_named(tensors)
+        try:
+            self._pair.send(Message(Kind.QUESTION, number, self._assignment.incarnation, {**meta, **more}, question))
+            reply = self._replies.get(timeout=self._wait_s)
+        except (PeerLost, PeerTimeout):  # the reader will say so
+            raise Stopped from None
+        except queue.Empty:
+            self._pair.close()
+            raise Stopped from None
+        if reply is None:
+            raise Stopped
+        return reply
+
+    def expect(self, assignment: int) -> FlatTensors:
+        """Return where a reply goes; for the thread that receives."""
+        if self._expected is None or self._assignment is None or assignment != self._assignment.id:
+            raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
+        layout, self._expected = self._expected, None
+        return FlatTensors.empty(layout, self._whole.fabric.device)
+
+    def hear(self, reply: FlatTensors | None) -> None:
+        """Give the task that waits its reply, or None: there will be none."""
+        self._replies.put(reply)
+
+
+# ---- the server's end ----
+
+
+class Conversation:
+    """A session's messages with its client about one task; counts bytes each way, and the seconds that the client takes.
+
+    Attributes:
+        down_bytes: sent.
+        up_bytes: received.
+        stopping: asked whether the run has no more use for the task.
+    """
+
+    def __init__(
+        self, pair: Pair, assignment: Assignment, task_s: float, send: Callable[[Message], int],
+        stopping: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Prepare; ``send`` sends a message, the client may take ``task_s`` in all."""
+        self._pair, self._assignment, self._left_s, self._send = pair, assignment, task_s, send
+        self.stopping = stopping
+        self.down_bytes = self.up_bytes = 0
+
+    def send(self, kind: Kind, meta: dict[str, Any], tensors: FlatTensors | None = None) -> None:
+        """Send a message of this task."""
+        number, incarnation = self._assignment.id, self._assignment.incarnation
+        self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
+
+    def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
+        """Receive a message of this task; ``into`` gives the place of its tensors. Raises as `Pair.recv`."""
+
+        def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
+            if kind not in (wanted, Kind.FAILED):
+                raise Refused("bad-kind", f"expected {wanted.name}, got {kind.name}")
+            if assignment != self._assignment.id:
+                raise Refused("unknown-assignment", f"expected {self._assignment.id}, got {assignment}")
+            if kind is Kind.FAILED:
+                raise Refused(GIVEN_UP, "", Message(kind, assignment, meta=meta))
+            return into(meta)
+
+        since = time.monotonic()
+        try:
+            return self._pair.recv(expect, max(self._left_s, 1e-3), finite=True)
+        finally:
+            self._left_s -= time.monotonic() - since
+            self.up_bytes += self._pair.received_bytes
+
+
+class ServerSide:
+    """The server's side of one client's tasks; keeps the module it has built."""
+
+    def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
+        """Prepare to compute on ``device``, with so many threads; ``local`` is the method's."""
+        self._local, self._device, self._num_threads = local, torch.device(device), num_threads
+        self._built: tuple[Exchange, _Terms, LocalTrainer] | None = None
+
+    def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, talk: Conversation) -> Update:
+        """Train the server's part with a client; return its update, whose tensors are good until the next task.
+
+        Raises:
+            Refused: the client has sent what it may not, or what a step cannot be made with.
+            Stopped: the run has ended.
+        """
+        torch.set_num_threads(self._num_threads)  # of this thread
+        link = _Link(talk, self._device)
+        questions = exchange.questions(assignment, link)
+        assert link.terms is not None
+        trainer = self._trainer(exchange, link.terms)
+        layout = exchange.server.layout(assignment.spec, "sent")
+        received = FlatTensors.empty(layout, self._device).take_(snapshot)
+        try:
+            with link.stream:
+                return trainer.run(replace(assignment, seed=server_seed(assignment.seed)), received, questions)
+        except (Refused, Stopped, OSError, BadInput):
+            raise
+        except Exception as error:  # the step works on the server's own example: this question of the client's is wrong
+            raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    def _trainer(self, exchange: Exchange, terms: _Terms) -> LocalTrainer:
+        if self._built is None or self._built[:2] != (exchange, terms):
+            precision, accumulate, sends = terms
+            options = FabricOptions(self._device.type, self._device.index, precision, None, accumulate)
+            trainer = LocalTrainer(exchange.server, self._local, sends, Training(), options, pools=True)
+            self._built = exchange, terms, trainer
+        return self._built[2]
+
+
+class _Link:
+    """A `ServerLink`.
+
+    Attributes:
+        terms: precision, batches to a step, and what the client sends, as its questions say.
+        stream: what the server's side draws from; while it waits for the client, others draw.
+    """
+
+    def __init__(self, talk: Conversation, device: torch.device) -> None:
+        self._talk, self._device, self.stream = talk, device, Draws(device)
+        self.terms: _Terms | None = None
+
+    def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
+        def into(meta: dict[str, Any]) -> FlatTensors:
+            self._agree(meta)
+            try:
+                layout = expect(meta)
+            except Unsound as unsound:
+                raise Refused(unsound.reason, unsound.detail) from None
+            if layout.num_bytes > MAX_BYTES:
+                raise Refused("too-large", f"a question of {layout.num_bytes} bytes, at most {MAX_BYTES}")
+            return FlatTensors.empty(layout, self._device)
+
+        with self.stream.aside():
+            tensors = self._talk.recv(Kind.QUESTION, into).tensors
+        assert tensors is not None
+        return tensors
+
+    def reply(self, tensors: Mapping[str, Tensor]) -> None:
+        with self.stream.aside():
+            if self._talk.stopping():
+                raise Stopped
+            self._talk.send(Kind.REPLY, {}, FlatTensors.from_named(tensors))
+
+    def draws(self, seed: int) -> AbstractContextManager[Any]:
+        return Draws(self._device, seed)
+
+    def _agree(self, meta: Mapping[str, Any]) -> None:
+        """Note how the client trains, which must stay so."""
+        precision, accumulate, sends = terms = (meta.get("precision"), meta.get("accumulate"), meta.get("sends"))
+        if precision not in PRECISIONS:
+            raise Refused("bad-json", f"precision {str(precision)[:40]}: two sides know {', '.join(PRECISIONS)}")
+        if type(accumulate) is not int or not 0 < accumulate < 2**31 or sends not in ("values", "delta"):
+            raise Refused("bad-json", f"accumulate {str(accumulate)[:40]}, sends {str(sends)[:40]}")
+        if self.terms not in (None, terms):
+            raise Refused("bad-json", "precision, accumulate or sends have changed within a task")
+        self.terms = cast(_Terms, terms)

@@ -3,25 +3,30 @@
 Down, top_k sends what has changed since: both ends hold a copy of what the client has, which the first tasks fill with whole
 tensors. What was left out is in the next difference; that is the error feedback. Up, the client adds to each update what it
 has left out of earlier ones, its residual. Copy and residual live as long as an incarnation of the client: one that comes
-back starts with neither, so both ends agree whatever was lost between.
+back starts with neither, so both ends agree whatever was lost between. An end keeps them in a `ClientState`: its own, or, of a
+simulated client, the run's, which checkpoints have.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.snapshots import Snapshots
+from raafl.core.client_state import ClientState
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Way
-from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.errors import Unsound
 from raafl.submodel import FlatTensors, Layout, Spec
+
+COPY, RESIDUAL = "compressed copy", "compressed residual"
+"""In `ClientState`."""
+
+LIVES = "compressed lives"
+"""In `GlobalState.memory` of a simulation, of each client: its incarnation, and the bytes that went down for its last task."""
 
 _MAX_KEPT = 2
 
@@ -43,18 +48,25 @@ class _Scratch:
         return found
 
 
-class Down:
-    """What one client is sent, at either end. Without a compressor tensors pass through as they are.
+class _End:
+    """One end of what travels one way to or from a client; ``scratch`` may be shared by those of one thread."""
 
-    Attributes:
-        copy: what the client has of the whole model, NaN where it has nothing; None = nothing at all, or none is kept.
-    """
-
-    def __init__(self, wires: CompressionPlan, scratch: _Scratch | None = None) -> None:
-        """Start a life of the client; ``scratch`` may be shared by those of one thread."""
+    def __init__(
+        self, wires: CompressionPlan, scratch: _Scratch | None = None, kept: ClientState | None = None, client: int = 0
+    ) -> None:
+        """Go on from what is ``kept`` for the client; None = begin with nothing."""
         self._wires, self._scratch = wires, scratch or _Scratch()
-        self.copy: FlatTensors | None = None
+        self._kept, self._client = kept or ClientState(), client
         self._next: tuple[Spec, FlatTensors | None] | None = None
+
+
+class Down(_End):
+    """What one client is sent, at either end. Without a compressor tensors pass through as they are."""
+
+    @property
+    def copy(self) -> FlatTensors | None:
+        """What the client has of the whole model, NaN where it has nothing; None = nothing at all, or none is kept."""
+        return self._kept.find(COPY, self._client)
 
     def layout(self, spec: Spec) -> Layout:
         """Return the layout of what travels for the next task, of ``spec``."""
@@ -85,9 +97,9 @@ class Down:
         one, layout = self._wires.down, self._wires.payload.layout(spec, "sent")
         if one is None:
             return wire
-        known, whole = self._known(spec), self._is_whole(spec)
+        known, is_whole = self._known(spec), self._is_whole(spec)
         out = out if out is not None else self._scratch("received", layout, wire.device)
-        if whole:
+        if is_whole:
             out.copy_(wire)
         else:
             one.decode(wire, out, finite=False)  # as without a compressor: what is trained from it is refused
@@ -95,9 +107,9 @@ class Down:
             for entry in one.taken(layout):
                 out.view(entry).add_(known.view(entry))
         if one.feeds_back:
-            if self.copy is None:
-                self.copy = _unknown(self._wires.payload.layout(way="sent"), wire.device)
-            self._wires.plan(spec, "sent").scatter_(self.copy, out)
+            whole = self._wires.payload.layout(way="sent")
+            copy = self._kept.of(COPY, self._client, whole, wire.device, fill=math.nan)
+            self._wires.plan(spec, "sent").scatter_(copy, out)
         self._next = None
         return out
 
@@ -107,28 +119,28 @@ class Down:
 
     def _known(self, spec: Spec) -> FlatTensors | None:
         """Find the client's own copy of ``spec`` where it has all of it and it matters."""
-        one = self._wires.down
-        if one is None or not one.feeds_back or self.copy is None:
+        one, copy = self._wires.down, self.copy
+        if one is None or not one.feeds_back or copy is None:
             return None
         if self._next is None or self._next[0] != spec:
             plan = self._wires.plan(spec, "sent")
-            known = plan.gather(self.copy, self._scratch("known", plan.layout, self.copy.device))
+            known = plan.gather(copy, self._scratch("known", plan.layout, copy.device))
             has = all(not bool(known.view(entry).isnan().any()) for entry in one.taken(known.layout))
             self._next = (spec, known if has else None)
         return self._next[1]
 
 
-class Up:
-    """What one client sends back, at either end. Without a compressor tensors pass through as they are.
+class Up(_End):
+    """What one client sends back, at either end. Without a compressor tensors pass through as they are."""
 
-    Attributes:
-        residual: what the client has left out so far, over all that trains; None = nothing.
-    """
+    @property
+    def residual(self) -> FlatTensors | None:
+        """What the client has left out so far, over all that trains; None = nothing."""
+        return self._kept.find(RESIDUAL, self._client)
 
-    def __init__(self, wires: CompressionPlan, scratch: _Scratch | None = None) -> None:
-        """Start a life of the client; ``scratch`` may be shared by those of one thread."""
-        self._wires, self._scratch = wires, scratch or _Scratch()
-        self.residual: FlatTensors | None = None
+    def forget(self) -> None:
+        """Leave out for good what was left out so far."""
+        self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
         """Encode the trainer's result for the wire, good until the next call; keep what is left out of it."""
@@ -155,18 +167,16 @@ class Up:
         """Keep what ``wire`` does not have of ``change``, which is overwritten; start anew where that would be nonsense."""
         one, plan = self._wires.up, self._wires.plan(spec, "trained")
         if one is None or not wire.is_finite():  # it will be refused
-            self.residual = None
+            self.forget()
             return
         sent = self._scratch("sent", change.layout, change.device)
         one.decode(wire, sent)
         taken = {entry.name for entry in one.taken(change.layout)}
         for name, tensor in change.items():
             tensor.sub_(sent[name]) if name in taken else tensor.zero_()
-        if self.residual is None:
-            if not any(bool(buffer.any()) for buffer in change.buffers.values()):
-                return
-            self.residual = FlatTensors.zeros(plan.full_layout, change.device)
-        plan.scatter_(self.residual, change)
+        if self.residual is None and not any(bool(buffer.any()) for buffer in change.buffers.values()):
+            return
+        plan.scatter_(self._kept.of(RESIDUAL, self._client, plan.full_layout, change.device), change)
 
     def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
         """Return the update's tensors as the merge asks for them, good until the next call.
@@ -197,29 +207,6 @@ class Up:
         return out.zero_()
 
 
-def _unknown(layout: Layout, device: torch.device) -> FlatTensors:
-    """Return storage whose floating-point elements are NaN."""
-    flat = FlatTensors.zeros(layout, device)
-    for dtype, buffer in flat.buffers.items():
-        if dtype.is_floating_point:
-            buffer.fill_(math.nan)
-    return flat
-
-
-@dataclass(slots=True)
-class _Life:
-    """Both ends of one client's wire.
-
-    Attributes:
-        down_bytes: what travelled for its last task.
-    """
-
-    incarnation: int
-    down: Down
-    up: Up
-    down_bytes: int = 0
-
-
 class CompressedSnapshots(Snapshots):
     """Snapshots as clients receive them and updates as the server does, all in one process: for simulations and replays.
 
@@ -233,20 +220,29 @@ class CompressedSnapshots(Snapshots):
         self._wires = CompressionPlan.on(coordinator)
         self._part = self._wires.submodels if self._wires.submodels.whole is not None else None
         self._scratch = _Scratch()
-        self._lives: dict[int, _Life] = {}
+        self._ends: dict[int, tuple[Down, Up]] = {}
 
     @property
     def remembers(self) -> bool:
         """Whether every update that a client has sent matters to its next."""
         return self._wires.remembers
 
-    def _life(self, assignment: Assignment) -> _Life:
-        key, incarnation = (assignment.client, assignment.incarnation) if self.remembers else (0, 0)
-        life = self._lives.get(key)
-        if life is None or life.incarnation != incarnation:
-            ends = Down(self._wires, self._scratch), Up(self._wires, self._scratch)
-            life = self._lives[key] = _Life(incarnation, *ends)
-        return life
+    def _both(self, assignment: Assignment) -> tuple[Down, Up]:
+        """Return both ends of a client's wire; in a new life they know nothing."""
+        client = assignment.client if self.remembers else 0
+        if self.remembers and self._life(assignment)[0] != assignment.incarnation:
+            self._state.memory[LIVES][client] = [assignment.incarnation, 0]
+            self._state.clients.forget(COPY, client)
+            self._state.clients.forget(RESIDUAL, client)
+            self._ends.pop(client, None)
+        if client not in self._ends:
+            where = self._wires, self._scratch, self._state.clients, client
+            self._ends[client] = Down(*where), Up(*where)
+        return self._ends[client]
+
+    def _life(self, assignment: Assignment) -> list[int]:
+        lives: dict[int, list[int]] = self._state.memory.setdefault(LIVES, {})
+        return lives.setdefault(assignment.client, [assignment.incarnation, 0])
 
     def cut(self, assignment: Assignment) -> FlatTensors:
         """Return the values that the client receives; they stay as they are, however the state goes on, until given back."""
@@ -254,27 +250,29 @@ class CompressedSnapshots(Snapshots):
         if one is None:
             return super().cut(assignment)
         is_new = assignment.version != self._version or assignment.spec not in self._current
-        snapshot, life = super().cut(assignment), self._life(assignment)
+        snapshot, (down, _) = super().cut(assignment), self._both(assignment)
         if one.draws or one.feeds_back:
             free = self._free.get(snapshot.layout)
             out = free.pop() if free else FlatTensors.empty(snapshot.layout, snapshot.device)
             self._users[id(out)] = 1
-            life.down_bytes = self._carry_down(life, assignment, snapshot, out)
+            num_bytes = self._carry_down(down, assignment, snapshot, out)
+            if one.feeds_back:
+                self._life(assignment)[1] = num_bytes
             self.give_back(snapshot)
             return out
         if is_new:  # all that get it get the same
-            self._carry_down(life, assignment, snapshot, snapshot)
+            self._carry_down(down, assignment, snapshot, snapshot)
         return snapshot
 
-    def _carry_down(self, life: _Life, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
+    def _carry_down(self, down: Down, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
         """Write to ``out``, which may be ``snapshot``, the values that the client trains from; return the bytes that travel."""
-        wire = life.down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
+        wire = down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
         if self._part is None:
-            life.down.unpack(assignment.spec, wire, out)
+            down.unpack(assignment.spec, wire, out)
         else:
             if out is not snapshot:
                 out.copy_(snapshot)
-            out.take_(life.down.unpack(assignment.spec, wire))
+            out.take_(down.unpack(assignment.spec, wire))
         return wire.num_bytes
 
     def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
@@ -288,7 +286,7 @@ class CompressedSnapshots(Snapshots):
         """Count the bytes beyond those predicted that went down for a client's newest task: whole tensors, at first."""
         if self._wires.down is None or not self._wires.down.feeds_back:
             return 0
-        return self._life(assignment).down_bytes - self._wires.layout(assignment.spec, "sent").num_bytes
+        return self._life(assignment)[1] - self._wires.layout(assignment.spec, "sent").num_bytes
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Turn what the trainer returned into what the server receives, in place."""
@@ -298,7 +296,7 @@ class CompressedSnapshots(Snapshots):
             return
         if self._wires.up is None:
             return
-        up, trained = self._life(assignment).up, update.tensors
+        (_, up), trained = self._both(assignment), update.tensors
         part = self._travelling(assignment, trained, "trained")
         received = self._travelling(assignment, received, "sent")
         try:
@@ -314,21 +312,4 @@ class CompressedSnapshots(Snapshots):
 
     def refused(self, assignment: Assignment) -> None:
         """Note that a task with an exchange was refused, in the middle or at its end: the client forgets its residual."""
-        self._life(assignment).up.residual = None
-
-    # ---- interrupted and resumed ----
-
-    def save(self) -> list[Any]:
-        """Save the memory of each client as plain data and tensors."""
-        return [
-            [client, life.incarnation, to_plain(life.down.copy), to_plain(life.up.residual), life.down_bytes]
-            for client, life in self._lives.items()
-            if self.remembers
-        ]
-
-    def restore(self, data: list[Any]) -> None:
-        """Go on from what `save` returned."""
-        for client, incarnation, copy, residual, down_bytes in data:
-            down, up = Down(self._wires, self._scratch), Up(self._wires, self._scratch)
-            down.copy, up.residual = from_plain(copy), from_plain(residual)
-            self._lives[client] = _Life(incarnation, down, up, down_bytes)
+        self._both(assignment)[1].forget()

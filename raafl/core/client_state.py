@@ -31,7 +31,7 @@ class ClientState:
         self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
         fill: float = 0.0,
     ) -> FlatTensors:  # fmt: skip
-        """Look up a client's tensors under ``name``, to be changed in place: all ``fill`` in ``layout`` at first.
+        """Look up a client's tensors under ``name``, to be changed in place: in ``layout``, all ``fill`` (integers 0) at first.
 
         With a ``folder`` it lies in files there (`raafl.core.client_files`), with the same bits.
         """
@@ -39,8 +39,13 @@ class ClientState:
         if client not in kept:
             kept[client] = FlatTensors.zeros(layout, device) if folder is None else zeros_in(folder, layout)
             for buffer in kept[client].buffers.values() if fill != 0 else ():
-                buffer.fill_(fill)
+                if buffer.is_floating_point() or buffer.is_complex():
+                    buffer.fill_(fill)
         return kept[client]
+
+    def forget(self, name: str, client: int) -> None:
+        """Keep nothing for a client under ``name`` any more."""
+        self.kept.get(name, {}).pop(client, None)
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
         """Look up all tensors under ``name`` by client; with a ``folder`` those from a checkpoint are put there first."""

@@ -121,7 +121,7 @@ class Client:
                     self._side.hear(message.tensors)
                     wait_s += self._waits.task_s
                 if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
-                    self._up.residual = None
+                    self._up.forget()
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
                     reason = foreign(message.meta.get("reason", ""))
                     warnings.warn(f"client {self._info.id}: the server refuses a task: {reason}", stacklevel=1)

@@ -96,7 +96,6 @@ class Simulation(Driver):
             "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
             "out": [[client, number, id(snapshot)] for client, (number, snapshot) in self._out.items()],
             "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
-            "wires": self._snapshots.save(),
         }
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -109,7 +108,6 @@ class Simulation(Driver):
             if limit is not None and self.coordinator.started:
                 self._push(limit, TIMER, Timer(TIME_UP))
         heapq.heapify(self._heap)
-        self._snapshots.restore(data.get("wires", []))
         snapshots = {key: self._snapshots.adopt(from_plain(plain)) for key, plain in data["snapshots"]}
         due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
         for client, number, key in data["out"]:

@@ -16,10 +16,11 @@ from raafl.algorithms import fed_avg, fed_buff
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress, TopK, Unsound
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.streams import Down, Up
+from raafl.compression.streams import COPY, LIVES, RESIDUAL, CompressedSnapshots, Down, Up
 from raafl.config.options import Waits
+from raafl.core import saving
 from raafl.core.local import Local
-from raafl.core.types import Assignment, ClientInfo, Joined, client_to_json
+from raafl.core.types import Assignment, ClientInfo, Joined, Update, client_to_json
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.protect.privacy import Privacy
@@ -31,6 +32,7 @@ from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.crashed import crashed, simulated
 from tests.federation import SPEEDS, experiment, finish, unequal
+from tests.tools import coordinator_for
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -250,6 +252,29 @@ def held_by(end):
             one.pack(task(number), values, FlatTensors.zeros(values.layout))
     scratch = sum(flat.num_bytes for kept in one._scratch._kept.values() for flat in kept.values())
     return scratch + (one.copy if end is Down else one.residual).num_bytes
+
+
+def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_it_comes_back():
+    coordinator = coordinator_for(fed_avg())
+    plan = CompressionPlan.of(coordinator.state.submodels, Compress("top_k", "top_k"), "values", Local())
+    coordinator.fleet = replace(coordinator.fleet, wires=plan)
+    carried, kept = CompressedSnapshots(coordinator), coordinator.state.clients
+    layout = coordinator.payload.layout(FULL, "trained")
+
+    def answered(one: Assignment) -> None:
+        received = carried.cut(one)
+        carried.returned(one, Update(one.id, 1, one.incarnation, drawn(layout, one.id), 1), received)
+
+    answered(task(1))
+    sent, left = kept.find(COPY, 1), kept.find(RESIDUAL, 1)
+    assert sent is not None and left is not None and coordinator.state.memory[LIVES][1][0] == 0
+    again = saving.from_plain(saving.to_plain(kept.kept))
+    assert again[COPY][1].fingerprint() == sent.fingerprint() and again[RESIDUAL][1].fingerprint() == left.fingerprint()
+    carried.cut(task(2, incarnation=1))
+    assert kept.find(COPY, 1) is not sent and kept.find(RESIDUAL, 1) is None
+    assert (
+        carried.more_bytes(task(2, incarnation=1)) == layout.num_bytes - carried._wires.layout(FULL, "sent").num_bytes
+    )
 
 
 def test_nothing_is_made_of_no_compressor():

@@ -79,14 +79,14 @@ def _timed() -> Any:
     """Return a mode that times every operation, and notes what raafl counts for it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from raafl.submodel.ledger import Counted, counted, tensors_in
+    from raafl.submodel.ledger import OperationCost, counted, tensors_in
 
     class Timed(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self._num: Counter[Any] = Counter()
             self._best_s: dict[Any, float] = {}
-            self._counted: dict[Any, Counted] = {}
+            self._counted: dict[Any, OperationCost] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}

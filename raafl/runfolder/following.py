@@ -24,7 +24,7 @@ class _WrittenAnew(Exception):
     """What has been read no longer counts."""
 
 
-class Tail:
+class NewLines:
     """The whole lines that a growing file has got since the last look."""
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class Following(Generic[R]):
         self.num_damaged = 0
         self.begun = self._resumed = self._has_ended = False
         self._header: dict[str, list[str]] = {}
-        self._tails = {name: Tail(self.path / name) for name in GROWING}
+        self._new_lines = {name: NewLines(self.path / name) for name in GROWING}
 
     @property
     def silent_s(self) -> float:
@@ -121,7 +121,7 @@ class Following(Generic[R]):
         return self._take_summary() or news
 
     def _new(self, name: str) -> Iterator[str]:
-        while (lines := self._tails[name].lines()) != []:
+        while (lines := self._new_lines[name].lines()) != []:
             if lines is None:
                 raise _WrittenAnew
             yield from lines
@@ -184,8 +184,8 @@ def _may_go_on(summary: Summary) -> bool:
 
 def _undone(journal: Path) -> Undone:
     """Find which lines of a journal no longer count, without reading most of them as JSON."""
-    tail, undone = Tail(journal), Undone()
-    while lines := tail.lines():
+    new_lines, undone = NewLines(journal), Undone()
+    while lines := new_lines.lines():
         for line in lines:
             found, kept = _KIND.search(line), None
             if found is not None and found[1] == "resumed":

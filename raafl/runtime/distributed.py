@@ -79,11 +79,15 @@ class Server(Driver):
         self.sessions: dict[int, Session] = {}
         self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
         self._snapshots = Snapshots(coordinator)
-        self._sent: dict[_Life, tuple[int, FlatTensors]] = {}  # the assignment and values that each was last sent
+        # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
+        # session has ended; only then are they given back, to be overwritten.
+        self._sent: dict[_Life, tuple[int, FlatTensors]] = {}
+        # The lock guards the next two, which the transport's threads write in `enter`. All else, global state, coordinator
+        # and record included, is the loop's alone.
         self._entering: dict[_Life, Session] = {}  # not yet joined
-        self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._lives: Counter[int] = Counter()
-        self._door = threading.Lock()
+        self._enter_lock = threading.Lock()
+        self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
         self._clock, self._start, self._resumed_at = clock, 0.0, 0.0
         self._interrupt = Interrupt()
@@ -118,7 +122,7 @@ class Server(Driver):
         if self._patience_s is None:
             self.sessions[client] = make(self.coordinator.roster.joins[client])
             return
-        with self._door:
+        with self._enter_lock:
             entering = sum(client == other for other, _ in self._entering)
             lives = entering + sum(client == session.client for _, session in list(self._leaving)) + 1
             if entering >= _MAX_ENTERING or lives >= _MAX_LIVES:
@@ -126,7 +130,7 @@ class Server(Driver):
             incarnation = max(self._lives[client], self.coordinator.roster.joins[client])
             self._lives[client] = incarnation + 1
             session = self._entering[client, incarnation] = make(incarnation)
-        session.start()
+            session.start()  # under the lock: `close`, which takes it, finds a thread to end, or none that will begin
 
     def run(self) -> str:
         """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
@@ -258,7 +262,9 @@ class Server(Driver):
 
     def _end(self) -> None:
         """Let the clients go, then take in the last evaluation."""
-        self._announce(None, self.reason or "failed")
+        self._announce(
+            None, self.reason or "failed"
+        )  # before any pair is closed: a client that finds it so looks there
         for session in self.sessions.values():
             session.stop(self.reason or "failed")
         if self._evaluator is not None and self._evaluator.is_alive():
@@ -272,7 +278,7 @@ class Server(Driver):
 
     def close(self) -> None:
         """Break with the clients that have not let go by now; harmless when there are none."""
-        with self._door:
+        with self._enter_lock:
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:
             if session.is_alive():
@@ -284,7 +290,7 @@ class Server(Driver):
     def _take_in(self, event: Joined) -> None:
         """Give a client that has joined its place; the session it replaces is told and, if need be, broken with."""
         client = event.client.id
-        with self._door:
+        with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
         if session is None:  # one that was there from the start
             return
@@ -297,7 +303,7 @@ class Server(Driver):
         """Forget a session that has ended; return whether its client had joined."""
         client, incarnation = event.client, event.incarnation or 0
         self._sent_no_more(client, incarnation)
-        with self._door:
+        with self._enter_lock:
             entering = self._entering.pop((client, incarnation), None)
         if entering is not None:
             kind, _, detail = event.reason.partition(": ")

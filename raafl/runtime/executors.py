@@ -205,6 +205,7 @@ class Pool(Executor):
         self._tasks: dict[int, _Task] = {}
         self._waiting: list[tuple[float, int]] = []
         self._free = list(range(len(self._slots)))
+        # The slot of the last result is lent until the next is asked for: the merge reads it, so nothing may be put there.
         self._queued, self._room, self._lent = 0, num_processes * AHEAD, -1
         context = mp.get_context("fork")
         self._queue = _TaskQueue(context)

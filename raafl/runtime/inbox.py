@@ -8,7 +8,11 @@ from raafl.core.types import Event
 
 
 class Inbox:
-    """A queue of events with a deadline on every wait."""
+    """A queue of events with a deadline on every wait.
+
+    The one way from the threads of sessions to the loop: the order in which they put is the order of the run, which the
+    journal keeps and a replay repeats.
+    """
 
     def __init__(self) -> None:
         """Start empty."""

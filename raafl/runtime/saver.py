@@ -63,6 +63,7 @@ class Saver(Hooks):
         """Copy the state and write it; waits for the one before, so that at most one copy is held."""
         self.wait()
         self._saved_s = self._clock()
+        # All is copied here, in the thread that changes it in place: what the writer's thread gets, nobody changes any more.
         values = coordinator.state.values.clone()
         section = {
             "runtime": self._runtime,

@@ -29,6 +29,7 @@ class SnapshotEvaluator(threading.Thread):
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
         """Copy ``values`` for measuring; returns once they are copied."""
         with self._changed:
+            # One that nobody has begun to measure is overwritten. One that is being measured is in neither place.
             snapshot = self._next[2] if self._next is not None else self._spare
             self._spare = None
             if snapshot is None:
@@ -69,6 +70,6 @@ class SnapshotEvaluator(threading.Thread):
                 with self._changed:
                     self.failure = failed
                 return
-            with self._changed:
+            with self._changed:  # not while it measures: the loop that offers the next must never wait for that
                 self._done.append((version, at_s, metrics))
                 self._spare = snapshot

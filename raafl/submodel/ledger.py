@@ -78,8 +78,8 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-class Counted(NamedTuple):
-    """What an operation does.
+class OperationCost(NamedTuple):
+    """What one operation does and moves.
 
     Attributes:
         flops: multiplications and additions.
@@ -94,16 +94,16 @@ class Counted(NamedTuple):
     moved_bytes: int = 0
 
 
-def counted(func: Any, args: Any, kwargs: Any, result: Any) -> Counted:
+def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
     """Look up the ledger entry of an operation; none where it is not one of torch's own."""
     if not isinstance(func, torch._ops.OpOverload):
-        return Counted()
+        return OperationCost()
     packet, made = func._overloadpacket, tensors_in(result)
     formula = _formulas().get(packet)
     flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
     num_bytes = _moved_bytes(func, args, kwargs, made)
     moved_bytes, padding_flops = traffic(packet, args, made, num_bytes)
-    return Counted(flops, padding_flops, num_bytes, moved_bytes)
+    return OperationCost(flops, padding_flops, num_bytes, moved_bytes)
 
 
 @cache

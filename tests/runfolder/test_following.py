@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from raafl.runfolder.events import that_count
-from raafl.runfolder.following import Following, Tail
+from raafl.runfolder.following import Following, NewLines
 
 
 class Heard:
@@ -28,7 +28,7 @@ class Heard:
 
 def test_a_tail_gives_whole_lines_and_notices_another_file(tmp_path):
     path = tmp_path / "file"
-    tail = Tail(path)
+    tail = NewLines(path)
     assert tail.lines() == []
     path.write_bytes(b"one\ntw")
     assert tail.lines() == ["one"]
@@ -39,7 +39,7 @@ def test_a_tail_gives_whole_lines_and_notices_another_file(tmp_path):
     (tmp_path / "new").write_text("one\ntwo\nthree\nfour\n")
     (tmp_path / "new").replace(path)
     assert tail.lines() is None
-    shorter = Tail(path)
+    shorter = NewLines(path)
     assert len(shorter.lines()) == 4
     path.write_text("one\n")
     assert shorter.lines() is None
@@ -50,7 +50,7 @@ def test_a_tail_gives_whole_lines_and_notices_another_file(tmp_path):
 def test_a_long_file_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("raafl.runfolder.following._READ_BYTES", 8)
     (tmp_path / "file").write_bytes(b"a\nbc\nlonger than a piece\nd\x0ce\r\nhal")
-    tail = Tail(tmp_path / "file")
+    tail = NewLines(tmp_path / "file")
     found = list(iter(tail.lines, []))
     assert [line for piece in found for line in piece] == ["a", "bc", "longer than a piece", "d\x0ce\r"]
     assert len(found) > 1 and tail.lines() == []

@@ -79,9 +79,14 @@ def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replay
     assert whole.summary["updates_refused"] == {"bad-scores": 4} and whole.summary["clients_kept_out"] == {"2": 2}
     assert whole.summary["participation"]["2"] > 0
     broken = [4]
-    made = experiment(tmp_path / "cut", fed_async(), **fields)
+    # one checkpoint after the other is being written while the run goes on: what is saved must not change under the writer
+    made = experiment(tmp_path / "cut", fed_async(), checkpoint_s=1e-9, **fields)
     _, folder = simulate(made, watcher=Stopping(12, "failed: of something"))
     resumed = finish(replace(made, resume=str(folder)))
+    trained, again = (
+        [(row["assignment"], row["fingerprint"]) for row in run.events("arrived")] for run in (whole, resumed)
+    )
+    assert again == trained  # the first task that came out otherwise, if any
     assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
     broken = [0]
     parts = build(made, pace=False)

@@ -136,8 +136,8 @@ class GlooPair(Pair):
 
     def close(self) -> None:
         """End the session; see `Pair.close`."""
-        with self._closing:
-            self.closed = True
+        with self._closing:  # two threads may close; one of them gets the group, and ends it
+            self.closed = True  # first: a waiter that the end of the group wakes looks here to tell whose doing it was
             group, self._group, self._posted = self._group, None, None
         if group is None:
             return
@@ -155,7 +155,7 @@ class GlooPair(Pair):
             raise
 
     def _start(self, what: str, tensor: Tensor, tag: int) -> Any:
-        group = self._group
+        group = self._group  # taken once: `close`, in another thread, may put None in its place at any time
         if group is None:
             raise PeerLost("closed-here")
         try:
@@ -202,6 +202,7 @@ class GlooPair(Pair):
         self._wait(self._start("send", self._out[:length], _FIRST), timeout_s)
 
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
+        # No more in flight than there are slots: `staging.put` takes the oldest slot again, which must have gone by then.
         staging, limit = self._stage("send", tensors)
         checksum, in_flight = Checksum(), deque[tuple[Any, Tensor]]()
         for chunk in chunks(tensors):

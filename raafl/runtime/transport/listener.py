@@ -34,7 +34,7 @@ _LINGER_S = 1.0
 _JOIN_S = 10.0
 _RETRY_S = 0.1
 _DRAIN_BYTES = 64 << 10
-_BREATH_S = 0.04  # from a caller that comes too often to the next accept: who storms the door must not busy it
+_BREATH_S = 0.04  # from a caller that comes too often to the next accept: who storms the listener must not busy it
 _MAX_PRESSING = 1000
 
 _SPEECHLESS = ("bad-magic", "wrong-secret", "bad-share")  # after these the caller is told nothing
@@ -118,7 +118,7 @@ class Listener:
         """Listen; `start` begins to answer.
 
         Args:
-            address: ``HOST:PORT``, or a socket that listens already and belongs to the door from now on.
+            address: ``HOST:PORT``, or a socket that listens already and belongs to the listener from now on.
             secret: the run's.
             admit: called with the pair, the client's proven id and the caller's address, in a thread of its own, and
                 should return soon; it may raise `Refused` to turn the client away. The pair is its to close.
@@ -143,12 +143,13 @@ class Listener:
         self._listener = address if isinstance(address, socket.socket) else _bind(address)
         self._listener.setblocking(False)
         self.address = _text(self._listener.getsockname())
+        # The lock guards who holds a place, and for each caller which comes first: its admission or the reason to turn it out.
         self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
         self._told: Counter[str] = Counter()
         self._turns, self._stormed = turns, False
         self._pressing: set[tuple[str, int]] = set()  # host and proven id of those who came too often
         self._waker, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
 
     def start(self) -> Listener:
         """Begin to answer callers; until now the system has refused them. Returns the listener."""
@@ -250,6 +251,7 @@ class Listener:
             if caller.admitted:
                 return
             caller.reason = caller.reason or reason
+            # Only woken: the descriptor is its thread's to close. Closed here, its number might be another's when that reads.
             with suppress(OSError):
                 caller.sock.shutdown(socket.SHUT_RD)  # the peer hears nothing of it before the socket is reset
 

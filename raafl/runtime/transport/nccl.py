@@ -97,6 +97,7 @@ class NcclPair(GlooPair):
 
     def close(self) -> None:
         """End the session; see `Pair.close`."""
+        # NCCL first: a kernel that waits for the peer on the GPU ends only by abort, and Gloo's end would not wake it.
         nccl, self._nccl = getattr(self, "_nccl", None), None
         if nccl is not None:
             nccl.abort()
@@ -116,7 +117,9 @@ class NcclPair(GlooPair):
         pieces = [(chunk, self._on_device(chunk)) for chunk in chunks(target)]
         for _, there in pieces:
             self._nccl.recv([codec.byte_view(there)], self._peer, 0).wait()
-        expected = self._footer()
+        expected = (
+            self._footer()
+        )  # all pieces are there only now: NCCL's `wait` puts the wait into the stream, not here
         total, problem = 0, None
         for index, (chunk, there) in enumerate(pieces):
             total += (index + 1) * _sum(there)

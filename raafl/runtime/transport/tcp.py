@@ -51,6 +51,8 @@ class TcpPair(Pair):
         self._socket = SocketStream(sock, TimeBudget(timeout_s))
         self._stream: Stream = self._socket if seal is None else seal.stream(self._socket)
         self._frames = Frames(self._stream, drain_bytes)
+        # One thread sends while another receives: the frames' two halves share nothing. The lock is held for moments only, to
+        # count who is inside, so that a close never waits for the peer.
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:

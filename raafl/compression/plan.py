@@ -71,8 +71,8 @@ class CompressionPlan:
     @classmethod
     def on(cls, coordinator: Coordinator) -> CompressionPlan:
         """Return those of a coordinator's run."""
-        wires = coordinator.fleet.wires
-        return wires if isinstance(wires, cls) else cls(coordinator.payload)
+        plan = coordinator.fleet.plan
+        return plan if isinstance(plan, cls) else cls(coordinator.payload)
 
     @property
     def sender_unpacks(self) -> bool:

@@ -52,10 +52,10 @@ class _End:
     """One end of what travels one way to or from a client; ``scratch`` may be shared by those of one thread."""
 
     def __init__(
-        self, wires: CompressionPlan, scratch: _Scratch | None = None, kept: ClientState | None = None, client: int = 0
+        self, plan: CompressionPlan, scratch: _Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
         """Go on from what is ``kept`` for the client; None = begin with nothing."""
-        self._wires, self._scratch = wires, scratch or _Scratch()
+        self._plan, self._scratch = plan, scratch or _Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._next: tuple[Spec, FlatTensors | None] | None = None
 
@@ -71,12 +71,12 @@ class Down(_End):
     def layout(self, spec: Spec) -> Layout:
         """Return the layout of what travels for the next task, of ``spec``."""
         if self._is_whole(spec):
-            return self._wires.payload.layout(spec, "sent")
-        return self._wires.layout(spec, "sent")
+            return self._plan.payload.layout(spec, "sent")
+        return self._plan.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
         """Encode ``snapshot`` for the wire, good until the next call; nothing is noted before `unpack`."""
-        one, spec = self._wires.down, assignment.spec
+        one, spec = self._plan.down, assignment.spec
         if one is None or self._is_whole(spec):
             return snapshot
         known, values = self._known(spec), snapshot
@@ -94,7 +94,7 @@ class Down(_End):
         Raises:
             Unsound: it is none of `pack`'s.
         """
-        one, layout = self._wires.down, self._wires.payload.layout(spec, "sent")
+        one, layout = self._plan.down, self._plan.payload.layout(spec, "sent")
         if one is None:
             return wire
         known, is_whole = self._known(spec), self._is_whole(spec)
@@ -107,23 +107,23 @@ class Down(_End):
             for entry in one.taken(layout):
                 out.view(entry).add_(known.view(entry))
         if one.feeds_back:
-            whole = self._wires.payload.layout(way="sent")
+            whole = self._plan.payload.layout(way="sent")
             copy = self._kept.of(COPY, self._client, whole, wire.device, fill=math.nan)
-            self._wires.plan(spec, "sent").scatter_(copy, out)
+            self._plan.plan(spec, "sent").scatter_(copy, out)
         self._next = None
         return out
 
     def _is_whole(self, spec: Spec) -> bool:
-        one = self._wires.down
+        one = self._plan.down
         return one is not None and one.feeds_back and self._known(spec) is None
 
     def _known(self, spec: Spec) -> FlatTensors | None:
         """Find the client's own copy of ``spec`` where it has all of it and it matters."""
-        one, copy = self._wires.down, self.copy
+        one, copy = self._plan.down, self.copy
         if one is None or not one.feeds_back or copy is None:
             return None
         if self._next is None or self._next[0] != spec:
-            plan = self._wires.plan(spec, "sent")
+            plan = self._plan.plan(spec, "sent")
             known = plan.gather(copy, self._scratch("known", plan.layout, copy.device))
             has = all(not bool(known.view(entry).isnan().any()) for entry in one.taken(known.layout))
             self._next = (spec, known if has else None)
@@ -144,16 +144,16 @@ class Up(_End):
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
         """Encode the trainer's result for the wire, good until the next call; keep what is left out of it."""
-        one = self._wires.up
+        one = self._plan.up
         if one is None:
             return trained
         change, taken = trained, one.taken(trained.layout)
-        if self._wires.adds_back or one.feeds_back:
+        if self._plan.adds_back or one.feeds_back:
             change = self._scratch("difference", trained.layout, trained.device).copy_(trained)
-        for entry in self._wires.added_back(trained.layout):
+        for entry in self._plan.added_back(trained.layout):
             change.view(entry).sub_(received[entry.name].to(change.device))
         if self.residual is not None:
-            plan = self._wires.plan(assignment.spec, "trained")
+            plan = self._plan.plan(assignment.spec, "trained")
             held = plan.gather(self.residual, self._scratch("held", plan.layout, change.device))
             for entry in taken:
                 change.view(entry).add_(held.view(entry))
@@ -165,7 +165,7 @@ class Up(_End):
 
     def _leave(self, spec: Spec, change: FlatTensors, wire: FlatTensors) -> None:
         """Keep what ``wire`` does not have of ``change``, which is overwritten; start anew where that would be nonsense."""
-        one, plan = self._wires.up, self._wires.plan(spec, "trained")
+        one, plan = self._plan.up, self._plan.plan(spec, "trained")
         if one is None or not wire.is_finite():  # it will be refused
             self.forget()
             return
@@ -189,13 +189,13 @@ class Up(_End):
         Raises:
             Unsound: the update may not be merged.
         """
-        one = self._wires.up
+        one = self._plan.up
         if one is None:
             return wire
-        out = self._scratch("update", self._wires.payload.layout(spec, "trained"), wire.device)
+        out = self._scratch("update", self._plan.payload.layout(spec, "trained"), wire.device)
         one.decode(wire, out)
         if received is not None:
-            for entry in self._wires.added_back(out.layout):
+            for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
         if not out.is_finite():
             raise Unsound("non-finite")
@@ -203,7 +203,7 @@ class Up(_End):
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
         """Return zeros in the place of an update that is refused for what it is."""
-        out = self._scratch("update", self._wires.payload.layout(spec, "trained"), device)
+        out = self._scratch("update", self._plan.payload.layout(spec, "trained"), device)
         return out.zero_()
 
 
@@ -217,15 +217,15 @@ class CompressedSnapshots(Snapshots):
     def __init__(self, coordinator: Coordinator) -> None:
         """Cut from the coordinator's state as it goes on."""
         super().__init__(coordinator)
-        self._wires = CompressionPlan.on(coordinator)
-        self._part = self._wires.submodels if self._wires.submodels.whole is not None else None
+        self._plan = CompressionPlan.on(coordinator)
+        self._part = self._plan.submodels if self._plan.submodels.whole is not None else None
         self._scratch = _Scratch()
         self._ends: dict[int, tuple[Down, Up]] = {}
 
     @property
     def remembers(self) -> bool:
         """Whether every update that a client has sent matters to its next."""
-        return self._wires.remembers
+        return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[Down, Up]:
         """Return both ends of a client's wire; in a new life they know nothing."""
@@ -236,7 +236,7 @@ class CompressedSnapshots(Snapshots):
             self._state.clients.forget(RESIDUAL, client)
             self._ends.pop(client, None)
         if client not in self._ends:
-            where = self._wires, self._scratch, self._state.clients, client
+            where = self._plan, self._scratch, self._state.clients, client
             self._ends[client] = Down(*where), Up(*where)
         return self._ends[client]
 
@@ -246,7 +246,7 @@ class CompressedSnapshots(Snapshots):
 
     def cut(self, assignment: Assignment) -> FlatTensors:
         """Return the values that the client receives; they stay as they are, however the state goes on, until given back."""
-        one = self._wires.down
+        one = self._plan.down
         if one is None:
             return super().cut(assignment)
         is_new = assignment.version != self._version or assignment.spec not in self._current
@@ -284,9 +284,9 @@ class CompressedSnapshots(Snapshots):
 
     def more_bytes(self, assignment: Assignment) -> int:
         """Count the bytes beyond those predicted that went down for a client's newest task: whole tensors, at first."""
-        if self._wires.down is None or not self._wires.down.feeds_back:
+        if self._plan.down is None or not self._plan.down.feeds_back:
             return 0
-        return self._life(assignment)[1] - self._wires.layout(assignment.spec, "sent").num_bytes
+        return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent").num_bytes
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Turn what the trainer returned into what the server receives, in place."""
@@ -294,7 +294,7 @@ class CompressedSnapshots(Snapshots):
             if self._part is not None:
                 self.refused(assignment)
             return
-        if self._wires.up is None:
+        if self._plan.up is None:
             return
         (_, up), trained = self._both(assignment), update.tensors
         part = self._travelling(assignment, trained, "trained")

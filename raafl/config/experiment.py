@@ -307,7 +307,7 @@ class Experiment:
     def _protected(self, key: bytes) -> Algorithm:
         return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
 
-    def wires(self, submodels: Submodels) -> CompressionPlan | None:
+    def compression_plan(self, submodels: Submodels) -> CompressionPlan | None:
         """Plan the compression of what travels of ``submodels``, alike on server and clients; None = there is none."""
         return CompressionPlan.of(submodels, self.compress, self.algorithm.merge.sends, self.algorithm.local)
 

@@ -93,7 +93,7 @@ class Fleet:
         cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
         seed: the run's, for draws that must not depend on those before them.
         local: what clients do with their submodels, for what it costs.
-        wires: how what travels does so; None = as it is.
+        plan: how what travels does so; None = as it is.
         own_tests: what clients measure by themselves.
         drop_last: whether an epoch leaves out its last batch where that is smaller than the others.
     """
@@ -106,7 +106,7 @@ class Fleet:
     cache: MutableMapping[Any, Any] = field(default_factory=dict)
     seed: int = 0
     local: Local = field(default_factory=Local)
-    wires: Wire | None = None
+    plan: Wire | None = None
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
 
@@ -117,7 +117,7 @@ class Fleet:
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Predict the cost of a task of ``spec`` for a client; ``extra`` is the work's."""
         cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
-        return cost if self.wires is None else self.wires.cost(cost, spec)
+        return cost if self.plan is None else self.plan.cost(cost, spec)
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute (its own test part included) and upload."""
@@ -319,6 +319,6 @@ class Algorithm:
             self.select.notes(fleet)
             + self.local.notes(fleet.state.submodels)
             + self.merge.notes(fleet.state, num_clients)
-            + (fleet.wires.notes(num_clients) if fleet.wires is not None else [])
+            + (fleet.plan.notes(num_clients) if fleet.plan is not None else [])
             + ([] if stale is None else [Warn(stale)])
         )

@@ -52,7 +52,7 @@ class Coordinator:
 
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
-        seed: int = 0, pace: bool = False, wires: Wire | None = None, own_tests: OwnTests | None = None,
+        seed: int = 0, pace: bool = False, plan: Wire | None = None, own_tests: OwnTests | None = None,
         drop_last: bool = False,
     ) -> None:  # fmt: skip
         """Start with nobody there; what decides the cost of tasks is told to the parts as `Fleet` says.
@@ -73,7 +73,7 @@ class Coordinator:
         state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))
         self.fleet = Fleet(
-            state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, wires=wires,
+            state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, plan=plan,
             own_tests=own_tests or OwnTests(), drop_last=drop_last,
         )  # fmt: skip
         self.absent: set[int] = set()  # lost before the start, and not waited for

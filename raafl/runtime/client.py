@@ -42,7 +42,7 @@ class Client:
     def __init__(
         self, info: ClientInfo, pair: Pair, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Waits,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
-        on_welcome: Callable[[], None] = lambda: None, wires: CompressionPlan | None = None,
+        on_welcome: Callable[[], None] = lambda: None, plan: CompressionPlan | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `run` greets the server.
 
@@ -56,10 +56,10 @@ class Client:
             config: digest of each section of the config that the server is to compare with its own.
             unsent: an answer from an earlier connection, for the server to count.
             on_welcome: called once the server has taken the client in.
-            wires: how what travels is compressed; None = it is not.
+            plan: how what travels is compressed; None = it is not.
         """
-        self._wires = wires
-        travels = wires or CompressionPlan(Payload(submodels))
+        self._plan = plan
+        travels = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(travels), Up(travels)
         self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
@@ -181,9 +181,9 @@ class Client:
         exchange = self._side.exchange(assignment)
         if exchange is not None:
             plain = exchange.client.layout(assignment.spec, "sent")
-            if self._wires is None:
+            if self._plan is None:
                 return plain
-            if plain != self._wires.submodels.layout(assignment.spec, "sent"):
+            if plain != self._plan.submodels.layout(assignment.spec, "sent"):
                 raise SpecError("it is of another part of the model than by this client's own config")
         return self._down.layout(assignment.spec)
 

@@ -97,7 +97,8 @@ class ClientSetup:
         """Let the client work over a connection; see `Client`."""
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
-            config=self.sections or None, unsent=unsent, on_welcome=on_welcome, wires=self.experiment.wires(self.submodels),
+            config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
+            plan=self.experiment.compression_plan(self.submodels),
         )  # fmt: skip
 
 

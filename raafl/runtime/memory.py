@@ -86,7 +86,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
             batch_size,
             seed=experiment.seed,
             local=algorithm.local,
-            wires=experiment.wires(submodels),
+            plan=experiment.compression_plan(submodels),
             own_tests=own_tests(experiment, data),
         )
         problems = algorithm.select.check(fleet)

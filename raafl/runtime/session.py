@@ -85,7 +85,7 @@ class Session(threading.Thread):
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
         waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
-        wires: CompressionPlan | None = None, share: int | None = None, local: Local | None = None,
+        plan: CompressionPlan | None = None, share: int | None = None, local: Local | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
@@ -99,7 +99,7 @@ class Session(threading.Thread):
             moved: told of bytes over the link, (down, up).
             device: where received tensors are to lie.
             terms: what the client must agree on beside raafl's version and the model.
-            wires: how what travels is compressed; None = it is not.
+            plan: how what travels is compressed; None = it is not.
             share: samples that the client was dealt of the run's data; None = not known.
             local: the method's, which says what is exchanged in the middle of a task; None = nothing.
         """
@@ -112,8 +112,8 @@ class Session(threading.Thread):
         self._device = device
         self._pair: Pair | None = None
         self._terms = terms or Terms()
-        self._wires = wires or CompressionPlan(Payload(submodels))
-        self._down, self._up = Down(self._wires), Up(self._wires)
+        self._plan = plan or CompressionPlan(Payload(submodels))
+        self._down, self._up = Down(self._plan), Up(self._plan)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
         self._sending = threading.Lock()
         self._stopping: str | None = None
@@ -261,7 +261,7 @@ class Session(threading.Thread):
         self._out = assignment
         packed = self._down.pack(assignment, values)
         talk.send(Kind.ASSIGN, assignment_to_json(assignment), packed)
-        if self._wires.sender_unpacks:
+        if self._plan.sender_unpacks:
             self._received = self._down.unpack(spec, packed)
         told = ""
         try:
@@ -281,8 +281,8 @@ class Session(threading.Thread):
         """Return the client's update, joined with that of the server's side where there is one."""
         assignment, spec = task.assignment, task.assignment.spec
         own = None if exchange is None else self._side.run(exchange, assignment, task.snapshot, talk)
-        travels = self._wires.payload if exchange is None else exchange.client
-        plain, up = travels.layout(spec, "trained"), self._wires.up
+        travels = self._plan.payload if exchange is None else exchange.client
+        plain, up = travels.layout(spec, "trained"), self._plan.up
         layout = plain if up is None else up.layout(plain)
         update = self._update(talk.recv(Kind.UPDATE, lambda meta: self._buffer(layout)), spec)
         if own is not None:
@@ -326,9 +326,9 @@ class Session(threading.Thread):
 
     def _nothing(self, spec: Spec) -> FlatTensors:
         """Make the tensors of a refused update: as received, or zeros where they travel compressed."""
-        if self._wires.up is not None:
+        if self._plan.up is not None:
             return self._up.nothing(spec, torch.device(self._device))
-        return self._buffer(self._wires.payload.layout(spec, "trained"))
+        return self._buffer(self._plan.payload.layout(spec, "trained"))
 
     def _update(self, answer: Message, spec: Spec) -> Update:
         meta = answer.meta

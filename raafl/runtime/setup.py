@@ -134,7 +134,7 @@ def coordinator_of(
     """Make the coordinator of a run, which knows of its config and data what decides what tasks cost."""
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
-        seed=experiment.seed, pace=pace, wires=experiment.wires(state.submodels), own_tests=own_tests(experiment, data),
+        seed=experiment.seed, pace=pace, plan=experiment.compression_plan(state.submodels), own_tests=own_tests(experiment, data),
         drop_last=data.drop_last,
     )  # fmt: skip
 

@@ -46,10 +46,10 @@ def shares_of(algorithm, run):
         yield client, found
 
 
-@pytest.mark.parametrize("wires", WIRES)
+@pytest.mark.parametrize("plan", WIRES)
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "split_fed"])
-def test_fewer_bytes_travel_and_all_that_arrives_is_merged(tmp_path, name, wires):
-    algorithm, compress = ALGORITHMS[name](), WIRES[wires]
+def test_fewer_bytes_travel_and_all_that_arrives_is_merged(tmp_path, name, plan):
+    algorithm, compress = ALGORITHMS[name](), WIRES[plan]
     settings = experiment(tmp_path / "run", algorithm, clients=2, max_updates=4, compress=compress)
     if name in FIXED_UP and compress.up != "none":
         reason = (

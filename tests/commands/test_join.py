@@ -29,15 +29,15 @@ WAIT_S = 20.0
 
 
 class Relay:
-    """Stands between one client and a door; a context manager.
+    """Stands between one client and a listener; a context manager.
 
     Attributes:
         address: where the client is to call.
         asked: what the client has said after each handshake, as far as it can be read.
     """
 
-    def __init__(self, door, config_yaml):
-        self._door, self._config_yaml = door, config_yaml
+    def __init__(self, listener, config_yaml):
+        self._behind, self._config_yaml = listener, config_yaml
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.asked = queue.Queue()
@@ -56,7 +56,7 @@ class Relay:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                with client, socket.create_connection(parse_address(self._door.address), WAIT_S) as server:
+                with client, socket.create_connection(parse_address(self._behind.address), WAIT_S) as server:
                     client.settimeout(WAIT_S)
                     with suppress(PeerLost, PeerTimeout, Refused, OSError):
                         self._between({"client": client, "server": server})
@@ -90,8 +90,8 @@ def _relayed(config, *, encrypt):
         raise AssertionError(f"the client has taken {config_yaml}")
 
     with (
-        Listener("127.0.0.1:0", SECRET, lambda *_: None, lambda reason: None, encrypt=encrypt) as door,
-        Relay(door, yaml.safe_dump({**CONFIG, **config})) as relay,
+        Listener("127.0.0.1:0", SECRET, lambda *_: None, lambda reason: None, encrypt=encrypt) as listener,
+        Relay(listener, yaml.safe_dump({**CONFIG, **config})) as relay,
         pytest.raises(RunFailed) as failed,
     ):
         join(relay.address, 1, SECRET, make_site, needs_config=True, encrypt=encrypt, alone_s=0.1)
@@ -143,10 +143,10 @@ def test_a_server_that_others_can_reach_encrypts(tmp_path, monkeypatch, address,
     class ItsDoor(Exception):
         pass
 
-    def door(*_, encrypt, **__):
+    def listener(*_, encrypt, **__):
         raise ItsDoor(encrypt)
 
-    monkeypatch.setattr(sockets, "Listener", door)
+    monkeypatch.setattr(sockets, "Listener", listener)
     with pytest.raises(ItsDoor) as opened:
         serve(experiment(tmp_path / "run"), "", address, SECRET, encrypt=wanted)
     assert opened.value.args == (used,)

@@ -41,7 +41,7 @@ def model() -> Submodels:
     return Submodels(MLP(3, (4,), 2))
 
 
-def wires(down="none", up="none", top_k=0.25, merge=None) -> CompressionPlan:
+def plan_of(down="none", up="none", top_k=0.25, merge=None) -> CompressionPlan:
     made = CompressionPlan.of(model(), Compress(down, up, top_k), (merge or Mean()).sends, Local())
     assert made is not None
     return made
@@ -82,7 +82,7 @@ def whole_of(spec, flat, submodels) -> dict[str, torch.Tensor]:
 def test_what_top_k_leaves_out_comes_later(merge, spec):
     """At any time the updates as received and the residual make the updates as they were."""
     spec = cut() if spec == "cut" else FULL
-    made = wires(up="top_k", merge=merge)
+    made = plan_of(up="top_k", merge=merge)
     client, server = Up(made), Up(made)
     layout = made.submodels.layout(spec, "trained")
     total, arrived = torch.zeros(sum(layout.numel.values())), torch.zeros(sum(layout.numel.values()))
@@ -107,7 +107,7 @@ def test_what_top_k_leaves_out_comes_later(merge, spec):
 
 
 def test_residuals_of_different_submodels_share_what_they_share():
-    made = wires(up="top_k", top_k=0.01, merge=Deltas())  # one element travels
+    made = plan_of(up="top_k", top_k=0.01, merge=Deltas())  # one element travels
     client = Up(made)
     small, full = made.submodels.layout(cut(), "trained"), made.submodels.layout(FULL, "trained")
     ones = FlatTensors.zeros(small)
@@ -123,7 +123,7 @@ def test_residuals_of_different_submodels_share_what_they_share():
 
 
 def test_all_of_top_k_leaves_no_residual_and_changes_no_bit():
-    made = wires(up="top_k", top_k=1.0, merge=Deltas())
+    made = plan_of(up="top_k", top_k=1.0, merge=Deltas())
     client = Up(made)
     change = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     wire = client.pack(task(), change, change)
@@ -132,7 +132,7 @@ def test_all_of_top_k_leaves_no_residual_and_changes_no_bit():
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "top_k"])
 def test_an_update_that_is_not_finite_is_refused_and_forgotten(name):
-    made = wires(up=name)
+    made = plan_of(up=name)
     client = Up(made)
     received = drawn(made.submodels.layout(FULL, "sent"), seed=1)
     for number, bad in enumerate([0.0, math.nan, 0.0], start=1):
@@ -148,7 +148,7 @@ def test_an_update_that_is_not_finite_is_refused_and_forgotten(name):
 
 
 def test_values_that_overflow_are_refused():
-    made = wires(up="bf16")
+    made = plan_of(up="bf16")
     received, trained = (FlatTensors.zeros(made.submodels.layout(FULL, part)) for part in ("sent", "trained"))
     received.buffers[torch.float32].fill_(3e38)
     trained.buffers[torch.float32].fill_(-3e38)
@@ -160,7 +160,7 @@ def test_values_that_overflow_are_refused():
 
 
 def test_bf16_down_by_hand():
-    made = wires(down="bf16")
+    made = plan_of(down="bf16")
     values = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     values.buffers[torch.float32].fill_(1 + 2**-9)
     end = Down(made)
@@ -168,7 +168,7 @@ def test_bf16_down_by_hand():
 
 
 def test_top_k_down_is_whole_at_first_and_then_what_has_changed():
-    made = wires(down="top_k", top_k=0.1)
+    made = plan_of(down="top_k", top_k=0.1)
     server, client = Down(made), Down(made)
     values = drawn(made.submodels.layout(FULL, "sent"), seed=1)
     flat = values.buffers[torch.float32]
@@ -197,7 +197,7 @@ def test_top_k_down_is_whole_at_first_and_then_what_has_changed():
 
 
 def test_a_client_that_has_a_part_is_sent_the_rest_whole():
-    made = wires(down="top_k")
+    made = plan_of(down="top_k")
     end = Down(made)
     values = drawn(made.submodels.layout(FULL, "sent"), seed=1)
     for spec, is_whole in [(cut(), True), (cut(), False), (FULL, True), (FULL, False)]:
@@ -215,15 +215,15 @@ def test_predicted_bytes_are_those_that_travel():
     for spec in (FULL, cut()):
         cost = plain.cost(spec)
         params = cost.up_bytes // 4
-        found = wires("bf16", "int8").cost(cost, spec)
+        found = plan_of("bf16", "int8").cost(cost, spec)
         assert (found.down_bytes, found.up_bytes) == (2 * params, params + 4 * 4)  # a scale to each of four tensors
         assert found.peak_bytes == cost.peak_bytes + 2 * params + (params + 16) + 4 * params
         count = max(1, round(0.25 * params))
-        assert wires(up="top_k").cost(cost, spec).up_bytes == 8 * count
+        assert plan_of(up="top_k").cost(cost, spec).up_bytes == 8 * count
 
 
 def test_what_the_user_is_told():
-    (note,) = wires("bf16", "top_k").notes(num_clients=10)
+    (note,) = plan_of("bf16", "top_k").notes(num_clients=10)
     # what is sent (52), the decoded model for the sum, and the decoded update: 26 elements each
     assert note == (
         "compress: down BFloat16, 52 bytes in the place of 104; up TopK, 48 bytes in the place of 104 for the whole model; "
@@ -234,15 +234,15 @@ def test_what_the_user_is_told():
 def test_what_top_k_holds_at_either_end_is_predicted():
     """Every element of 26 is 4 bytes; of a quarter, 6, go elements and places: 48 bytes."""
     plain, full = model().cost(FULL), 4 * 26
-    assert wires(up="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == held_by(Up) == 48 + 4 * full
-    assert wires(down="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == 48 + 2 * full
-    (note,) = wires(down="top_k").notes(num_clients=1)
+    assert plan_of(up="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == held_by(Up) == 48 + 4 * full
+    assert plan_of(down="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == 48 + 2 * full
+    (note,) = plan_of(down="top_k").notes(num_clients=1)
     assert note.endswith(f"up to {held_by(Down):,} bytes more, for 1 clients at work")
 
 
 def held_by(end):
     """What one end holds after a few tasks, beside what it is given."""
-    made = wires(**{end.__name__.lower(): "top_k"})
+    made = plan_of(**{end.__name__.lower(): "top_k"})
     one, values = end(made), drawn(made.submodels.layout(FULL, "sent"), seed=1)
     for number in range(1, 4):
         values.buffers[torch.float32].add_(1.0)
@@ -296,11 +296,11 @@ def test_statistics_travel_as_they_are():
 
 
 def test_a_session_refuses_places_that_cannot_be_and_goes_on():
-    made = wires(up="top_k", merge=Deltas())
+    made = plan_of(up="top_k", merge=Deltas())
     submodels, inbox = made.submodels, Inbox()
     ours, theirs = socket.socketpair()
     times = Waits(join_s=5.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
-    session = Session(4, 0, lambda: TcpPair(ours, 20.0), submodels, inbox, times, lambda d, u: None, wires=made)
+    session = Session(4, 0, lambda: TcpPair(ours, 20.0), submodels, inbox, times, lambda d, u: None, plan=made)
     session.start()
     pair = TcpPair(theirs, 20.0)
     try:

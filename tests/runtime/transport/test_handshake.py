@@ -123,7 +123,7 @@ def stream(sock, timeout_s=10.0):
 
 
 def outcome(call, sock):
-    """What a side of the handshake returned or raised; it hangs up after an error, as the door does."""
+    """What a side of the handshake returned or raised; it hangs up after an error, as the listener does."""
     try:
         return call()
     except (Refused, PeerLost, PeerTimeout) as error:

@@ -39,7 +39,7 @@ class Server(threading.Thread):
         super().__init__(daemon=True)
         self.refused, self.turned_away, self.lost = queue.Queue(), queue.Queue(), queue.Queue()
         self.sessions = []
-        self.door = Listener(
+        self.listener = Listener(
             "127.0.0.1:0", SECRET, self.admit, self.turned_away.put, encrypt=encrypt, timeout_s=PIECE_S, **more
         )
 
@@ -68,17 +68,17 @@ class Server(threading.Thread):
                     self.lost.put((client, getattr(error, "reason", "timeout")))
 
     def call(self, client):
-        return call(self.door.address, SECRET.for_client(client), timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
+        return call(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
 
     def raw(self):
-        return socket.create_connection(parse_address(self.door.address), WAIT_S)
+        return socket.create_connection(parse_address(self.listener.address), WAIT_S)
 
     def __enter__(self):
-        self.door.start()
+        self.listener.start()
         return self
 
     def __exit__(self, *error):
-        self.door.close()
+        self.listener.close()
         for session, pair in self.sessions:
             pair.close()
             session.join(WAIT_S)
@@ -310,7 +310,7 @@ def tls(server):
 
 
 def web(server):
-    connection = http.client.HTTPConnection(*parse_address(server.door.address), timeout=WAIT_S)
+    connection = http.client.HTTPConnection(*parse_address(server.listener.address), timeout=WAIT_S)
     with suppress(OSError, http.client.HTTPException):
         connection.request("POST", "/", body=b"x" * 10_000)
         raise AssertionError(f"an answer: {connection.getresponse().status}")
@@ -320,14 +320,14 @@ def web(server):
 
 def claims_another_id(server):
     with suppress(Refused):
-        call(server.door.address, ClientKey(1, SECRET.for_client(2).key), timeout_s=WAIT_S)
+        call(server.listener.address, ClientKey(1, SECRET.for_client(2).key), timeout_s=WAIT_S)
         raise AssertionError("client 2 passed for client 1")
     return "wrong-secret"
 
 
 def knows_no_secret(server):
     with suppress(Refused):
-        call(server.door.address, Secret(os.urandom(16)).for_client(1), timeout_s=WAIT_S)
+        call(server.listener.address, Secret(os.urandom(16)).for_client(1), timeout_s=WAIT_S)
         raise AssertionError("let in without the secret")
     return "wrong-secret"
 

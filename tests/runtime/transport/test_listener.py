@@ -15,7 +15,7 @@ import torch
 
 from raafl.errors import BadInput
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, handshake
-from raafl.runtime.transport import listener as door
+from raafl.runtime.transport import listener as module
 from raafl.runtime.transport.handshake import ClientKey, Secret
 from raafl.runtime.transport.listener import Listener, call, parse_address
 from raafl.runtime.transport.stream import SocketStream, TimeBudget
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.timeout(90)
 
 
 class House:
-    """A door, what it admits and whom it turns away."""
+    """A listener, what it admits and whom it turns away."""
 
     def __init__(self, address="127.0.0.1:0", admit=None, **more):
         self.admitted, self.refused = queue.Queue(), queue.Queue()
-        self.door = Listener(address, SECRET, admit or self.admit, self.refused.put, **more)
+        self.listener = Listener(address, SECRET, admit or self.admit, self.refused.put, **more)
         self.pairs = []
 
     def admit(self, pair, client, address):
@@ -40,17 +40,17 @@ class House:
         self.admitted.put((pair, client, address))
 
     def call(self, client=1, **more):
-        return call(self.door.address, SECRET.for_client(client), timeout_s=WAIT_S, **more)
+        return call(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, **more)
 
     def reason(self):
         return self.refused.get(timeout=WAIT_S)
 
     def __enter__(self):
-        self.door.start()
+        self.listener.start()
         return self
 
     def __exit__(self, *error):
-        self.door.close()
+        self.listener.close()
         for pair in self.pairs:
             pair.close()
 
@@ -109,18 +109,18 @@ def test_bad_addresses_name_the_remedy(text, remedy):
     ],
 )  # fmt: skip
 def test_whoever_is_not_alone_encrypts(host, expected):
-    assert door.encrypts(f"{host}:29500", None) is expected
-    assert door.encrypts(f"{host}:29500", False) is False and door.encrypts(f"{host}:29500", True) is True
+    assert module.encrypts(f"{host}:29500", None) is expected
+    assert module.encrypts(f"{host}:29500", False) is False and module.encrypts(f"{host}:29500", True) is True
 
 
 def test_a_socket_that_listens_says_itself_who_can_reach_it():
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        assert door.encrypts(sock, None) is False and door.encrypts(sock, True) is True
+        assert module.encrypts(sock, None) is False and module.encrypts(sock, True) is True
 
 
 def test_where_nothing_can_listen_is_bad_input():
     with House() as house:
-        for address in (house.door.address, "192.0.2.1:0", "no.such.host.invalid:1"):
+        for address in (house.listener.address, "192.0.2.1:0", "no.such.host.invalid:1"):
             with pytest.raises(BadInput, match="where nothing can listen"):
                 Listener(address, SECRET, print, print)
 
@@ -150,7 +150,10 @@ def test_a_client_with_its_own_key_only(tmp_path):
     path = tmp_path / "key"
     path.write_text(SECRET.for_client(3).text())
     path.chmod(0o600)
-    with House() as house, call(house.door.address, handshake.load_secret(str(path)).for_client(3), timeout_s=WAIT_S):
+    with (
+        House() as house,
+        call(house.listener.address, handshake.load_secret(str(path)).for_client(3), timeout_s=WAIT_S),
+    ):
         assert house.admitted.get(timeout=WAIT_S)[1] == 3
 
 
@@ -158,8 +161,8 @@ def test_a_client_with_its_own_key_only(tmp_path):
 def test_a_wrong_key_is_refused_on_both_sides(key):
     with House() as house:
         with pytest.raises(Refused) as caught:
-            call(house.door.address, key, timeout_s=WAIT_S)
-        assert caught.value.reason == "wrong-secret" and house.door.address in str(caught.value)
+            call(house.listener.address, key, timeout_s=WAIT_S)
+        assert caught.value.reason == "wrong-secret" and house.listener.address in str(caught.value)
         assert house.reason() == "wrong-secret"
         with house.call(3):
             assert house.admitted.get(timeout=WAIT_S)[1] == 3
@@ -177,7 +180,7 @@ def test_demanded_encryption():
 
 def test_another_version(monkeypatch, caplog):
     with House() as house:
-        with raw(house.door.address) as sock:
+        with raw(house.listener.address) as sock:
             sock.sendall(b"RAHS" + struct.pack("<HH", 9, 0) + b"more than is read of an unknown version" * 10)
             data, orderly = all_bytes(sock)
             assert data[:8] == b"RAHS\x01\x00\x00\x00" and len(data) == 40 and orderly
@@ -208,7 +211,7 @@ def test_an_unauthenticated_peer_gets_a_challenge_and_not_a_byte_more():
     for house in (House(), House(encrypt=True, timeout_s=1.0)):
         with house:
             for name, said in tries.items():
-                with raw(house.door.address) as sock:
+                with raw(house.listener.address) as sock:
                     with contextlib.suppress(OSError):  # it may have hung up before all was said
                         sock.sendall(said)
                         sock.shutdown(socket.SHUT_WR)
@@ -224,15 +227,15 @@ def test_an_unauthenticated_peer_gets_a_challenge_and_not_a_byte_more():
 
 
 def test_a_silent_caller_is_a_timeout(monkeypatch):
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
-    with House() as house, raw(house.door.address) as sock:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.3)
+    with House() as house, raw(house.listener.address) as sock:
         assert house.reason() == "timeout"
         assert all_bytes(sock) == (b"", False)
 
 
 def test_a_caller_that_drips_is_a_timeout(monkeypatch):
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
-    with House() as house, raw(house.door.address) as sock:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    with House() as house, raw(house.listener.address) as sock:
         with pytest.raises(OSError):
             for byte in b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(500):
                 sock.send(bytes([byte]))
@@ -242,13 +245,13 @@ def test_a_caller_that_drips_is_a_timeout(monkeypatch):
 
 def test_a_caller_that_goes_is_closed():
     with House() as house:
-        raw(house.door.address).close()
+        raw(house.listener.address).close()
         assert house.reason() == "closed"
 
 
 def test_the_longest_waiting_gives_up_its_place():
     with House(max_callers=3) as house:
-        silent = [raw(house.door.address) for _ in range(3)]
+        silent = [raw(house.listener.address) for _ in range(3)]
         with house.call(1):
             assert house.admitted.get(timeout=WAIT_S)[1] == 1
         assert house.reason() == "busy" and house.refused.empty()
@@ -260,9 +263,9 @@ def test_the_longest_waiting_gives_up_its_place():
 
 def test_a_place_is_taken_from_the_host_that_holds_most():
     with House(max_callers=4) as house:
-        address = parse_address(house.door.address)
+        address = parse_address(house.listener.address)
         lonely = socket.create_connection(address, WAIT_S, source_address=("127.0.0.2", 0))
-        crowd = [raw(house.door.address) for _ in range(20)]
+        crowd = [raw(house.listener.address) for _ in range(20)]
         for _ in range(17):
             assert house.reason() == "busy"
         handshake.introduce(SocketStream(lonely, TimeBudget(WAIT_S), 0), SECRET.for_client(2), False)
@@ -273,7 +276,7 @@ def test_a_place_is_taken_from_the_host_that_holds_most():
 
 def test_a_host_may_hold_only_so_many_places():
     with House(max_callers=10, max_per_host=2) as house:
-        crowd = [raw(house.door.address) for _ in range(5)]
+        crowd = [raw(house.listener.address) for _ in range(5)]
         assert [house.reason() for _ in range(3)] == ["busy"] * 3
         assert all_bytes(crowd[0])[0] == b""
         for sock in crowd:
@@ -311,7 +314,7 @@ def test_admit_may_refuse():
             pair.recv(nothing, WAIT_S)
 
 
-def test_an_admit_that_fails_is_counted_and_the_door_stays_open(caplog):
+def test_an_admit_that_fails_is_counted_and_the_listener_goes_on(caplog):
     with House(admit=lambda *args: 1 // 0) as house:
         for client in (1, 2):
             with house.call(client):
@@ -319,16 +322,16 @@ def test_an_admit_that_fails_is_counted_and_the_door_stays_open(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_report_that_fails_does_not_shut_the_door(caplog):
+def test_a_report_that_fails_does_not_end_the_listener(caplog):
     house = House()
 
     def report(reason):
         house.refused.put(reason)
         raise OSError("the disk is full")
 
-    house.door._refused = report
+    house.listener._refused = report
     with house:
-        raw(house.door.address).close()
+        raw(house.listener.address).close()
         assert house.reason() == "closed"
         with house.call(1):
             house.admitted.get(timeout=WAIT_S)
@@ -337,7 +340,7 @@ def test_a_report_that_fails_does_not_shut_the_door(caplog):
 def test_an_inherited_listening_socket():
     listener = socket.create_server(("127.0.0.1", 0))
     with House(listener) as house, house.call(1):
-        assert house.door.address == f"127.0.0.1:{parse_address(house.door.address)[1]}"
+        assert house.listener.address == f"127.0.0.1:{parse_address(house.listener.address)[1]}"
         assert house.admitted.get(timeout=WAIT_S)[1] == 1
     assert listener.fileno() == -1
 
@@ -349,7 +352,7 @@ def test_ipv6():
     except BadInput:
         pytest.skip("the loopback interface has no IPv6 address")
     with house, house.call(1):
-        assert house.door.address.startswith("[::1]:")
+        assert house.listener.address.startswith("[::1]:")
         assert house.admitted.get(timeout=WAIT_S)[2].startswith("[::1]:")
 
 
@@ -359,11 +362,11 @@ def test_close_ends_threads_frees_the_port_and_leaves_admitted_pairs():
     with house:
         client = house.call(1)
         pair, *_ = house.admitted.get(timeout=WAIT_S)
-        waiting = [raw(house.door.address) for _ in range(3)]
+        waiting = [raw(house.listener.address) for _ in range(3)]
         for sock in waiting:
             sock.sendall(b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(32))
             assert len(sock.recv(40, socket.MSG_WAITALL)) == 40
-        house.door.close()
+        house.listener.close()
         assert [house.reason() for _ in waiting] == ["stopped"] * 3
         for sock in waiting:
             assert all_bytes(sock) == (b"", False), "an end that is no judgement on a proof is a reset"
@@ -372,16 +375,16 @@ def test_close_ends_threads_frees_the_port_and_leaves_admitted_pairs():
             house.call(1)
         client.send(Message(Kind.KEEPALIVE))
         assert pair.recv(nothing, WAIT_S).kind is Kind.KEEPALIVE
-        with House(house.door.address):
+        with House(house.listener.address):
             pass
         client.close()
-    house.door.close()
+    house.listener.close()
     # no more than before: what a test before this one left may have ended meanwhile
     assert threading.active_count() <= before[0] and len(os.listdir("/proc/self/fd")) <= before[1]
 
 
-def test_a_door_that_was_never_opened_can_be_closed():
-    House().door.close()
+def test_a_listener_that_was_never_started_can_be_closed():
+    House().listener.close()
 
 
 def test_call_where_something_else_listens():

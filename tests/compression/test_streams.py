@@ -257,7 +257,7 @@ def held_by(end):
 def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_it_comes_back():
     coordinator = coordinator_for(fed_avg())
     plan = CompressionPlan.of(coordinator.state.submodels, Compress("top_k", "top_k"), "values", Local())
-    coordinator.fleet = replace(coordinator.fleet, wires=plan)
+    coordinator.fleet = replace(coordinator.fleet, plan=plan)
     carried, kept = CompressedSnapshots(coordinator), coordinator.state.clients
     layout = coordinator.payload.layout(FULL, "trained")
 
@@ -273,7 +273,7 @@ def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_
     carried.cut(task(2, incarnation=1))
     assert kept.find(COPY, 1) is not sent and kept.find(RESIDUAL, 1) is None
     assert (
-        carried.more_bytes(task(2, incarnation=1)) == layout.num_bytes - carried._wires.layout(FULL, "sent").num_bytes
+        carried.more_bytes(task(2, incarnation=1)) == layout.num_bytes - carried._plan.layout(FULL, "sent").num_bytes
     )
 
 

@@ -272,9 +272,7 @@ def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_
     assert again[COPY][1].fingerprint() == sent.fingerprint() and again[RESIDUAL][1].fingerprint() == left.fingerprint()
     carried.cut(task(2, incarnation=1))
     assert kept.find(COPY, 1) is not sent and kept.find(RESIDUAL, 1) is None
-    assert (
-        carried.more_bytes(task(2, incarnation=1)) == layout.num_bytes - carried._plan.layout(FULL, "sent").num_bytes
-    )
+    assert carried.more_bytes(task(2, incarnation=1)) == layout.num_bytes - carried._plan.layout(FULL, "sent").num_bytes
 
 
 def test_nothing_is_made_of_no_compressor():

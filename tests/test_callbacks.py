@@ -281,7 +281,7 @@ def test_modules_that_are_given_back_can_be_saved_whole(tmp_path):
         assert type(torch.load(tmp_path / f"{name}.pt", weights_only=False)) is Steps
 
 
-# ---- what is handed over, in shapes that people have it ----
+# ---- what is given, in shapes that people have it ----
 
 
 def rows(num=40):

@@ -176,9 +176,7 @@ def test_a_compiled_module_is_trained_as_the_one_that_was_compiled(tmp_path):
     result = compiled.simulate(torch.compile(steps, backend="eager"), digits())
     assert result.summary["model_digest"] == plain.summary["model_digest"]
     assert type(result.module) is Steps and type(result.module.net) is nn.Sequential
-    assert "_orig_mod.0" not in str(steps.net) and hasattr(steps.net, "_orig_mod"), (
-        "what was handed over stays as it is"
-    )
+    assert "_orig_mod.0" not in str(steps.net) and hasattr(steps.net, "_orig_mod"), "what was given stays as it is"
     assert compiled.replay(result.folder, steps, digits())["equal"]
 
 
@@ -285,7 +283,7 @@ def test_on_the_command_line_such_a_run_gets_one_clear_line(tmp_path, capsys):
     for command in (["replay", str(folder)], again):
         assert main(command) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "this run was started in Python, which handed over its data, raafl.data.sources.Digits" in line
+        assert "this run was started in Python, which gave its data, raafl.data.sources.Digits" in line
         assert "raafl.Federation(...).replay(RUN, module, data)" in line
 
 

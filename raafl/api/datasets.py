@@ -1,4 +1,4 @@
-"""Data as it is handed over, made a LightningDataModule: one of those, plain data sets, or a name."""
+"""Data as it is given, made a LightningDataModule: one of those, plain data sets, or a name."""
 
 from __future__ import annotations
 

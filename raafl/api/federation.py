@@ -23,7 +23,7 @@ from torch import nn
 
 from raafl.api.callbacks import Callback, callbacks_of
 from raafl.api.datasets import as_datamodule
-from raafl.api.handed import handed
+from raafl.api.handed import objects
 from raafl.api.local import local_ranks
 from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec
 from raafl.api.settings import (
@@ -52,7 +52,7 @@ class Result:
     Attributes:
         summary: what summary.json holds.
         folder: the run's.
-        module: a copy of the module that was handed over, in eval mode, with the final values.
+        module: a copy of the module that was given, in eval mode, with the final values.
     """
 
     summary: dict[str, Any]
@@ -260,7 +260,7 @@ class Federation:
             module: the one that the run was given, with the weights that it began with.
             data: the run's.
             until: stop after so many events.
-            trust_config: import what the folder's config names beside what was handed over, though it is not raafl's own.
+            trust_config: import what the folder's config names beside what was given, though it is not raafl's own.
             how: loss, optimizer, metrics, batch_size and collate_fn, as they were.
 
         Returns:
@@ -275,7 +275,7 @@ class Federation:
         if "partition" in self._fields:
             given["partition"] = self._fields["partition"]
         given |= {"module": lambda: spec.make(source), "data": lambda: source, "unwrap": spec.unwrap}
-        with _left_as_it_was(), handed(**given):
+        with _left_as_it_was(), objects(**given):
             return replay(Path(folder), until=until, trust_config=trust_config)
 
     def _run(
@@ -309,7 +309,7 @@ class Federation:
         callbacks = without_addresses(", ".join(map(repr, self.callbacks)))
         script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "an interactive session"
         return [
-            f"Started in Python, by {script}. Objects that were handed over are named under `given` and `shown`;",
+            f"Started in Python, by {script}. Objects that were given are named under `given` and `shown`;",
             "raafl.Federation(...).replay(RUN, module, data) repeats the run.",
             *([f"callbacks: {callbacks}"] if callbacks else []),
         ]
@@ -356,7 +356,7 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
 
 
 def _with_workers(experiment: Experiment) -> Experiment:
-    """Return the experiment with one worker where processes cannot be forked, which is how workers get what was handed over."""
+    """Return the experiment with one worker where processes cannot be forked, which is how workers get what was given."""
     if experiment.workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
         warnings.warn("workers need fork, which this system has not: one process trains", stacklevel=4)
         return dataclasses.replace(experiment, workers=1)

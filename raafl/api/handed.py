@@ -1,7 +1,7 @@
-"""What a run that was started in Python has in its config.yaml for the objects that were handed over to it.
+"""What a run that was started in Python has in its config.yaml for the objects that were given to it.
 
 The config is one of the ordinary kind. Its class paths lead here, to stand-ins that say what the object was, and give
-the object itself where it has been handed over again; on the command line it has not, which is said in a line.
+the object itself where it has been given again; on the command line it has not, which is said in a line.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _here: dict[str, Any] = {}
 
 
 @contextmanager
-def handed(**objects: Any) -> Iterator[None]:
+def objects(**given: Any) -> Iterator[None]:
     """Within this context the stand-ins stand for these.
 
     Args:
-        objects: ``module`` and ``data``, which are makers; ``unwrap``, which undoes what the first has added; ``algorithm``
+        given: ``module`` and ``data``, which are makers; ``unwrap``, which undoes what the first has added; ``algorithm``
             and ``partition``.
     """
     before = dict(_here)
-    _here.update(objects)
+    _here.update(given)
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def _take(what: str, given: str) -> Any:
 
 def _missing(what: str, given: str) -> NoReturn:
     raise BadInput(
-        f"this run was started in Python, which handed over its {what}, {given}: go on with it there, by "
+        f"this run was started in Python, which gave its {what}, {given}: go on with it there, by "
         "raafl.Federation(...).replay(RUN, module, data), or .simulate(module, data, resume=RUN)"
     )
 
@@ -59,7 +59,7 @@ class Module(LightningModule):
     def __new__(
         cls, given: str, settings: dict[str, Any] | None = None, weights: str | None = None, shown: str = ""
     ) -> Any:
-        """Return the model that was handed over; arguments as in `__init__`.
+        """Return the model that was given; arguments as in `__init__`.
 
         Raises:
             BadInput: none was, or it has other weights to begin with.
@@ -67,8 +67,8 @@ class Module(LightningModule):
         module = _take("module", given)()
         if weights is not None and (found := digest(_here["unwrap"](module))) != weights:
             raise BadInput(
-                f"the module's initial weights have digest {found}, those of the run had {weights}: hand over the same, by "
-                "torch.manual_seed before it is made, or hand over a function that makes it, which the run's seed decides"
+                f"the module's initial weights have digest {found}, those of the run had {weights}: give the same, by "
+                "torch.manual_seed before it is made, or give a function that makes it, which the run's seed decides"
             )
         return module
 
@@ -89,7 +89,7 @@ class Data(LightningDataModule):
     """Stands for the data."""
 
     def __new__(cls, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> Any:
-        """Return the data module that was handed over, or raise `BadInput`."""
+        """Return the data module that was given, or raise `BadInput`."""
         return _take("data", given)()
 
     def __init__(self, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> None:
@@ -97,13 +97,13 @@ class Data(LightningDataModule):
 
 
 def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") -> Algorithm:
-    """Return the algorithm that was handed over, or raise `BadInput`."""
+    """Return the algorithm that was given, or raise `BadInput`."""
     found: Algorithm = _take("algorithm", given)
     return found
 
 
 def partition(given: str, shown: str = "") -> Partition:
-    """Return the partition that was handed over, or raise `BadInput`."""
+    """Return the partition that was given, or raise `BadInput`."""
     found: Partition = _take("partition", given)
     return found
 

@@ -1,4 +1,4 @@
-"""Models as they are handed over, made LightningModules: one of those, a plain module with a loss, or a name."""
+"""Models as they are given, made LightningModules: one of those, a plain module with a loss, or a name."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _are_logits(output: Any, target: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A model as it was handed over.
+    """A model as it was given.
 
     Attributes:
         given: a LightningModule; an nn.Module; a function (a class) that makes one of them; or the name of a transformers
@@ -182,7 +182,7 @@ class ModuleSpec:
 
     @property
     def is_made(self) -> bool:
-        """Whether a module was handed over that is there already, with weights of its own."""
+        """Whether a module was given that is there already, with weights of its own."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
@@ -232,7 +232,7 @@ class ModuleSpec:
         return cls(net, self.loss, self.optimizer, self.metrics, names)  # type: ignore[arg-type]
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the module that was handed over, of the one that `make` has made of it."""
+        """Return the module that was given, of the one that `make` has made of it."""
         return module.net if isinstance(module, Plain) else module
 
     def given_back(self, module: nn.Module) -> nn.Module:

@@ -65,7 +65,7 @@ class RunView:
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
-        """Show ``run``; ``unwrap`` makes of raafl's module the one that was handed over, ``ask`` takes a reason to end."""
+        """Show ``run``; ``unwrap`` makes of raafl's module the one that was given, ``ask`` takes a reason to end."""
         self._run, self._unwrap, self._ask = run, unwrap, ask
         self.experiment: Experiment = run.parts.experiment
         self.version, self.time_s = run.parts.coordinator.state.version, 0.0
@@ -115,7 +115,7 @@ class CallbackWatcher(Watcher):
     Attributes:
         run: that is watched, once it has begun.
         error: what a callback has raised.
-        unwrap: makes of raafl's module the one that was handed over.
+        unwrap: makes of raafl's module the one that was given.
     """
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -184,7 +184,7 @@ class _Check(Check):
     """Raises `Foreign` for what is neither plain nor raafl's own."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
-        """Begin; ``on_this_machine``: the config may name files and folders, and what Python handed over."""
+        """Begin; ``on_this_machine``: the config may name files and folders, and what Python gave."""
         super().__init__()
         self._local = on_this_machine
 

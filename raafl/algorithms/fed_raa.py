@@ -29,13 +29,11 @@ from typing import Literal
 
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.errors import BadInput, refuse_unused
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.submodels import Choice, Fragments, fragment_ratios
-from raafl.parts.trigger import AllReported, EachArrival
-
-TRIGGERS = {"each": EachArrival, "all": AllReported}
+from raafl.parts.trigger import all_or_each
 
 
 def fed_raa(
@@ -73,8 +71,6 @@ def fed_raa(
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")
-    if trigger not in TRIGGERS:
-        raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
     if submodel is not None:
         refuse_unused(
             "submodel says what each client trains", fragments=(fragments, 3), select=(select, "gre_raa"), K=(K, None)
@@ -85,6 +81,6 @@ def fed_raa(
         sample=Sample(cohort, concurrency),
         select=submodel or Fragments(fragment_ratios(fragments), select, K),
         local=Local(prox=prox, rescale=rescale),
-        trigger=TRIGGERS[trigger](),
+        trigger=all_or_each(trigger),
         merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),
     )

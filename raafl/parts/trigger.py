@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raafl.core.algorithm import Restart, Trigger, Waiting
-from raafl.errors import fraction, positive
+from raafl.errors import BadInput, fraction, nearest, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +128,13 @@ class MinRatio(Trigger):
     def __str__(self) -> str:
         """Return the answer in words."""
         return f"{self.min_ratio:.0%} reported, then {self.wait_s:g} s"
+
+
+def all_or_each(name: str, staleness: str = "constant") -> Trigger:
+    """Make the trigger called "all" (rounds) or "each" (arrival); raise `BadInput` for another, and for late updates in rounds."""
+    triggers = {"all": AllReported, "each": EachArrival}
+    if name not in triggers:
+        raise BadInput(f"trigger is '{name}': {nearest(name, triggers)}")
+    if name == "all" and staleness != "constant":
+        raise BadInput(f"staleness is '{staleness}', but in a round nothing is late: leave it out, or use trigger each")
+    return triggers[name]()

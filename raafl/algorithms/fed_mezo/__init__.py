@@ -37,12 +37,9 @@ from typing import Literal
 from raafl.algorithms.fed_mezo.zeroth_order import ForwardOnly, Rebuilt, ZerothOrder
 from raafl.core.algorithm import Algorithm, Select
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, nearest
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, EachArrival
-
-TRIGGERS = {"each": EachArrival, "all": AllReported}
+from raafl.parts.trigger import all_or_each
 
 
 def fed_mezo(
@@ -73,16 +70,12 @@ def fed_mezo(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains instead of the whole model, such as `raafl.parts.Rated`.
     """
-    if trigger not in TRIGGERS:
-        raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
-    if trigger == "all" and staleness != "constant":
-        raise BadInput(f"staleness is '{staleness}', but in a round nothing is late: leave it out, or use trigger each")
     return Algorithm(
         name="fed_mezo",
         paper="Ling et al. 2024",
         sample=Sample(cohort, concurrency),
         select=ForwardOnly(submodel or Full()),
         local=ZerothOrder(lr=lr, epsilon=epsilon),
-        trigger=TRIGGERS[trigger](),
+        trigger=all_or_each(trigger, staleness),
         merge=Rebuilt(lr, epsilon, server_lr, Staleness(staleness, staleness_a, staleness_b), by_samples),
     )

@@ -35,12 +35,10 @@ from raafl.algorithms.hetero_fl import LEVELS
 from raafl.algorithms.platon.scores import BestUnits, ScoredMean, Sensitivity
 from raafl.core.algorithm import Algorithm
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.errors import refuse_unused
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.rated import Rates
-from raafl.parts.trigger import AllReported, EachArrival
-
-TRIGGERS = {"all": AllReported, "each": EachArrival}
+from raafl.parts.trigger import all_or_each
 
 
 def platon(
@@ -76,8 +74,7 @@ def platon(
         cohort: clients in a round (or kept at work), drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
     """
-    if trigger not in TRIGGERS:
-        raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
+    when = all_or_each(trigger)
     if trigger == "all":
         refuse_unused("trigger all waits for everyone", alpha=(alpha, None), staleness=(staleness, "constant"))
         merge = ScoredMean(groups=groups)
@@ -90,6 +87,6 @@ def platon(
         sample=Sample(cohort, concurrency),
         select=BestUnits(list(LEVELS) if rates is None else rates, warm_up, rounds, groups),
         local=Sensitivity(beta1, beta2, groups),
-        trigger=TRIGGERS[trigger](),
+        trigger=when,
         merge=merge,
     )

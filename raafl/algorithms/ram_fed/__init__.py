@@ -41,10 +41,9 @@ from raafl.core.sample import Sample
 from raafl.errors import BadInput, nearest, refuse_unused
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.coverage import Level
-from raafl.parts.trigger import AllReported, EachArrival
+from raafl.parts.trigger import all_or_each
 
 MEMORIES = ("ram", "disk")
-TRIGGERS = {"each": EachArrival, "all": AllReported}
 
 
 def ram_fed(
@@ -93,7 +92,7 @@ def ram_fed(
         submodel: what each client trains instead of regions, such as `raafl.parts.Rated`; mask to full_first must be left as
             they are then. None = regions.
     """
-    server_lr = _server_lr(trigger, staleness, server_lr)
+    server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr
     folder = _folder(memory, memory_folder)
     rounds: Literal["client", "server"] = "server" if trigger == "all" else "client"
     wanted = Regions(mask, regions, trained, every, coverage, rest, full_first, rounds)
@@ -103,19 +102,9 @@ def ram_fed(
         sample=Sample(cohort, concurrency),
         select=regions_of(wanted, cohort, submodel),
         local=Local(rescale=rescale),
-        trigger=TRIGGERS[trigger](),
+        trigger=all_or_each(trigger, staleness),
         merge=Remembered(server_lr, Staleness(staleness, staleness_a, staleness_b), max_age, folder),
     )
-
-
-def _server_lr(trigger: str, staleness: Kind, server_lr: float | None) -> float | None:
-    if trigger not in TRIGGERS:
-        raise BadInput(f"trigger is '{trigger}': {nearest(trigger, TRIGGERS)}")
-    if trigger == "each":
-        return server_lr
-    if staleness != "constant":
-        raise BadInput(f"staleness is '{staleness}', but in a round nothing is late: leave it out, or use trigger each")
-    return 1.0 if server_lr is None else server_lr
 
 
 def _folder(memory: str, folder: str | None) -> str | None:

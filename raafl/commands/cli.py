@@ -28,7 +28,7 @@ raafl trains one model over many unequal machines.
 
 usage: raafl COMMAND [options]
 
-  simulate     train on a virtual clock, in this process:
+  simulate     train on a virtual clock, in this process, in several (--workers N), or on the ranks that torchrun starts:
                  raafl simulate --config configs/quickstart.yaml
   fit          train on real ranks: a server and N clients on this machine, or what torchrun starts:
                  raafl fit --config configs/quickstart.yaml --local 4
@@ -119,10 +119,7 @@ def _fit(argv: list[str]) -> int:
         from raafl.commands.fit import fit
         from raafl.config.parse import parse
 
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # before libraries read them too
-        value = os.environ.get(name, "0")
-        if not value.isdecimal() or int(value) > 65535:
-            raise BadInput(f"{name} is '{value}': give a whole number up to 65535, or let torchrun set it")
+    _num_ranks()
     with _json_alone(argv) as progress:
         with quick_imports():
             parsed = parse("fit", argv)
@@ -135,14 +132,27 @@ def _simulate(argv: list[str]) -> int:
 
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
-        from raafl.commands.run import simulate
         from raafl.config.parse import parse
 
+    over_ranks = _num_ranks() > 1
     with _json_alone(argv) as progress:
         with quick_imports():
             parsed = parse("simulate", argv)
+            if over_ranks:
+                from raafl.commands.over_ranks import simulate_over_ranks as simulate
+            else:
+                from raafl.commands.run import simulate
         result = simulate(parsed.experiment, parsed.config_yaml, progress)
-    return _report(*result, as_json=parsed.as_json)
+    return 0 if result is None else _report(*result, as_json=parsed.as_json)
+
+
+def _num_ranks() -> int:
+    """Count the ranks that torchrun started, 1 where it did not; before libraries read its variables too."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not value.isdecimal() or int(value) > 65535:
+            raise BadInput(f"{name} is '{value}': give a whole number up to 65535, or let torchrun set it")
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _serve(argv: list[str]) -> int:

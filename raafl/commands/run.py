@@ -29,6 +29,7 @@ from raafl.runtime.export import save_model
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.saver import Saver
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
+from raafl.runtime.transport import Transport
 from raafl.submodel import FULL
 from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
@@ -234,19 +235,24 @@ class Run:
 
 
 def simulate(
-    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None
-) -> tuple[dict[str, Any], Path]:
-    """Run on a virtual clock; return the summary and the run folder."""
+    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None,
+    transport: Transport | None = None,
+) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    """Run on a virtual clock; return the summary and the run folder. OverRanks that ``transport`` brings train, too."""
+    from raafl.runtime.executors import OverRanks
     from raafl.runtime.simulated import Simulation
 
     experiment.check()
     saved = resume.load(Path(experiment.resume), "simulated") if experiment.resume else None
     parts = build(experiment, pace=False)
     with ExitStack() as stack:
-        executor = make_executor(parts, experiment.workers)
+        executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
         run = Run(parts, config_yaml, "simulated", progress_file, saved, watcher)
         stack.callback(run.close)
+        if transport is not None and isinstance(executor, OverRanks):
+            take_on, warn = executor.take_on, run.progress.warn
+            transport.listen(lambda client, peer, connect: take_on(peer, connect, warn), warn)
         run.start()
         simulation = Simulation(
             parts.coordinator, parts.clients, executor, run.record, run.evaluator,

@@ -164,28 +164,38 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
         ) from error
 
 
-def client_parts(experiment: Experiment, data: FederatedData, options: FabricOptions) -> tuple[Submodels, LocalTrainer]:
+def client_parts(
+    experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
+) -> tuple[Submodels, LocalTrainer]:
     """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen."""
     with skeleton():
         module = _prepared(experiment)
     submodels = experiment.submodels.of(module, data.example_batch(2))
     if submodels.frozen:
         submodels.hold(make_model(experiment))
-    return submodels, make_trainer(experiment, submodels, options, max_built=1)
+    return submodels, make_trainer(experiment, submodels, options, max_built)
 
 
-def make_executor(parts: ServerSetup, workers: int, own: Mapping[int, ClientData] | None = None) -> Executor:
+MAX_BUILT = 16
+"""Small modules that a process which trains many clients' tasks holds on to."""
+
+
+def make_executor(
+    parts: ServerSetup, workers: int, own: Mapping[int, ClientData] | None = None, *, ranks: bool = False
+) -> Executor:
     """Make the executor of a simulated run or a replay, in so many processes.
 
     Args:
         parts: the run's.
         workers: number of processes.
         own: data of clients that do not train on their share of the run's.
+        ranks: other ranks will train, too (`OverRanks.take_on`).
     """
-    from raafl.runtime.executors import Inline, Pool
+    from raafl.runtime.executors import Inline, OverRanks, Pool
 
-    own, max_built = own or {}, min(16, 2 * len(parts.clients))
-    trainer = make_trainer(parts.experiment, parts.submodels, parts.experiment.fabric, max_built)
+    own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
+    options = parts.experiment.fabric.on_this_machine() if ranks else parts.experiment.fabric
+    trainer = make_trainer(parts.experiment, parts.submodels, options, max_built)
 
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)
@@ -194,4 +204,4 @@ def make_executor(parts: ServerSetup, workers: int, own: Mapping[int, ClientData
         data_of(client.id)
     if workers > 1:
         return Pool(trainer, data_of, workers)
-    return Inline(trainer, data_of)
+    return OverRanks(trainer, data_of) if ranks else Inline(trainer, data_of)

@@ -13,6 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raafl.commands.over_ranks import simulate_over_ranks
+from raafl.commands.run import simulate
+from raafl.config.parse import load_experiment
+from raafl.errors import BadInput
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
 TORCHRUN = [
@@ -29,10 +34,10 @@ TORCHRUN = [
 OPTIONS = ["--config", "configs/quickstart.yaml", "--clients", "2", "--progress", "quiet"]
 
 
-def start(*options):
+def start(*options, command="fit"):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*TORCHRUN, *OPTIONS, *options], cwd=ROOT, env=environment, text=True,
+        [*TORCHRUN[:-1], command, *OPTIONS, *options], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
@@ -87,3 +92,24 @@ def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path)
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
     assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+@pytest.mark.slow("torchrun and three ranks start from nothing")
+def test_three_ranks_simulate_what_one_process_does(tmp_path):
+    options = ("--max_updates", "40", "--clients", "4", "--output")
+    code, out, err = end(start(*options, str(tmp_path / "three"), "--json", command="simulate"))
+    assert code == 0, err
+    three = json.loads(out)
+    one, _ = simulate(
+        load_experiment("configs/quickstart.yaml", *options, str(tmp_path / "one"), "--progress", "quiet")
+    )
+    alike = ("model_digest", "runtime", "finished", "participation", "final", "time_s", "bytes_up", "staleness")
+    assert [three[name] for name in alike] == [one[name] for name in alike]
+    assert three["warnings"] == one["warnings"]
+
+
+def test_ranks_take_the_place_of_workers(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    experiment = load_experiment("configs/quickstart.yaml", "--workers", "2")
+    with pytest.raises(BadInput, match="workers is 2, but torchrun started 3 ranks, which train: leave it out"):
+        simulate_over_ranks(experiment)

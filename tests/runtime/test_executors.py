@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing as mp
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -20,7 +24,11 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg
 from raafl.core.types import derive_seed
 from raafl.data.federated import ClientData
-from raafl.runtime.executors import Inline, Pool
+from raafl.errors import TaskFailed
+from raafl.runtime.executors import Executor, Inline, OverRanks, Pool, work
+from raafl.runtime.executors import ranks as ranks_module
+from raafl.runtime.transport import PeerLost
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import Spec
 from tests.federation import experiment, finish
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
@@ -32,6 +40,12 @@ pytestmark = pytest.mark.timeout(120)
 
 class Dropping(Net):
     dropout = 0.3
+
+
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(3, 3)
 
 
 class Slow(Net):
@@ -92,37 +106,164 @@ def clients():
     return [ClientData(samples(seed), torch.arange(4 + 6 * seed), BATCH_SIZE) for seed in range(3)]
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-@pytest.mark.parametrize("make", [Dropping, Slow])
-def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(make, num_processes):
-    data = clients()
-    bench = Bench.of(make, max_built=2)
-    inline = Inline(bench.trainer, data.__getitem__)
-    todo = tasks_of(bench, 90)  # more than there is shared memory for
-    expected = {}
+class Failing(Net):
+    """Fails everywhere but in the test's own process."""
+
+    def training_step(self, batch, index):
+        if os.getpid() != HERE:
+            raise ZeroDivisionError("in the user's code")
+        return super().training_step(batch, index)
+
+
+@contextmanager
+def pool(bench: Bench, data: list[ClientData], num_processes: int) -> Iterator[Pool]:
+    with closing(Pool(bench.trainer, data.__getitem__, num_processes)) as executor:
+        yield executor
+
+
+@contextmanager
+def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Bench | None = None) -> Iterator[OverRanks]:
+    """An executor over forked processes that stand for ranks; its ``processes`` and ``warnings`` are for the test."""
+    pairs = [socket.socketpair() for _ in range(num_processes - 1)]  # all forks before any thread
+    processes = [
+        mp.get_context("fork").Process(target=_rank, args=(end, theirs or bench, data), daemon=True) for _, end in pairs
+    ]
+    for process, (_, end) in zip(processes, pairs, strict=True):
+        process.start()
+        end.close()
+    executor, warnings = OverRanks(bench.trainer, data.__getitem__), []
+    executor.processes, executor.warnings = processes, warnings
+    for number, (end, _) in enumerate(pairs, start=1):
+        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, 30.0), warnings.append)
+    try:
+        yield executor
+    finally:
+        executor.close()
+        executor.close()
+        for process in processes:
+            process.join(10)
+            process.close()  # raises where it has not ended
+
+
+def _rank(end: socket.socket, bench: Bench, data: list[ClientData]) -> None:
+    try:
+        with TcpPair(end, 30.0) as pair, suppress(PeerLost):
+            work(pair, bench.trainer, data.__getitem__)
+    finally:
+        os._exit(0)
+
+
+def told(update):
+    return update.tensors.fingerprint(), update.num_samples, update.num_steps, update.metrics
+
+
+def one_by_one(bench: Bench, data: list[ClientData], todo) -> dict[int, tuple]:
+    inline, expected = Inline(bench.trainer, data.__getitem__), {}
     for task, values in todo:
         inline.submit(task, values, 0.0)
-        update = inline.result(task.id)
-        expected[task.id] = (update.tensors.fingerprint(), update.num_samples, update.num_steps, update.metrics)
-    draw = random.Random(2)
-    pool = Pool(bench.trainer, data.__getitem__, num_processes)
-    try:
-        for task, values in todo:
-            pool.submit(task, values, draw.random())
-        order = [task for task, _ in todo]
-        draw.shuffle(order)
-        found = {}
-        for task in order:
-            if draw.random() < 0.3:
-                pool.cancel(task.id)
-                continue
-            update = pool.result(task.id)
-            assert (update.assignment, update.client) == (task.id, task.client)
-            found[task.id] = (update.tensors.fingerprint(), update.num_samples, update.num_steps, update.metrics)
-    finally:
-        pool.close()
+        expected[task.id] = told(inline.result(task.id))
+    return expected
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("make", [Dropping, Slow])
+@pytest.mark.parametrize("made", [pool, ranks])
+def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(made, make, num_processes):
+    data = clients()
+    bench = Bench.of(make, max_built=2)
+    todo = tasks_of(bench, 90)  # more than there is shared memory for
+    expected, draw = one_by_one(bench, data, todo), random.Random(2)
+    with made(bench, data, num_processes) as executor:
+        found = in_any_order(executor, todo, draw)
     assert 40 < len(found) < 80
     assert found == {number: expected[number] for number in found}
+
+
+def in_any_order(executor: Executor, todo, draw: random.Random) -> dict[int, tuple]:
+    """Hand in all tasks, drop some, and ask for the others."""
+    for task, values in todo:
+        executor.submit(task, values, draw.random())
+    order = [task for task, _ in todo]
+    draw.shuffle(order)
+    found = {}
+    for task in order:
+        if draw.random() < 0.3:
+            executor.cancel(task.id)
+            continue
+        update = executor.result(task.id)
+        assert (update.assignment, update.client) == (task.id, task.client)
+        found[task.id] = told(update)
+    return found
+
+
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_a_rank_that_is_killed_gives_its_task_back_and_the_run_goes_on(num_killed):
+    data, bench = clients(), Bench.of(Slow, max_built=2)
+    todo = tasks_of(bench, 60)
+    expected = one_by_one(bench, data, todo)
+    with ranks(bench, data, 3) as executor:
+        for task, values in todo:
+            executor.submit(task, values, float(task.id))
+        found = {}
+        for task, _ in todo:
+            if task.id == 20:
+                for process in executor.processes[:num_killed]:
+                    process.kill()
+            found[task.id] = told(executor.result(task.id))
+        for process in executor.processes[:num_killed]:
+            process.join(10)
+        last = time.monotonic() + 10
+        while len(executor.warnings) < num_killed and time.monotonic() < last:
+            time.sleep(0.01)
+    assert found == expected
+    assert sorted(text.split(" is lost")[0] for text in executor.warnings) == ["rank 1", "rank 2"][:num_killed]
+    assert all(text.endswith("; the run goes on without it") for text in executor.warnings)
+
+
+def test_nothing_is_left_of_tasks_over_ranks_and_no_more_is_trained_ahead_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(ranks_module, "AHEAD_BYTES", 0)
+    data, bench = clients(), Bench.of(Net, max_built=2)
+    with ranks(bench, data, 3) as executor:
+        todo = tasks_of(bench, 60)
+        for task, values in todo:
+            executor.submit(task, values, float(task.id))
+        deadline = time.monotonic() + 0.2  # nobody asks for anything meanwhile
+        while time.monotonic() < deadline:
+            assert executor._num_ahead <= 2 * 3 + 2  # those that were begun together
+            time.sleep(0.005)
+        for task, _ in todo[::2]:
+            executor.cancel(task.id)
+        for task, _ in todo[1::2]:
+            executor.result(task.id)
+        last = time.monotonic() + 10
+        while executor._tasks and time.monotonic() < last:  # what had been begun when it was cancelled
+            time.sleep(0.01)
+        assert not executor._tasks and (executor._num_ahead, executor._ahead_bytes) == (0, 0)
+
+
+def test_a_failure_in_another_rank_is_told_with_its_own_words_when_its_turn_comes():
+    data, bench = clients(), Bench.of(Failing, max_built=2)
+    with ranks(bench, data, 2) as executor:
+        ((first, values),) = tasks_of(bench, 1)
+        executor.submit(first, values, 0.0)
+        while not executor._tasks[first.id].found:
+            time.sleep(0.005)
+        with pytest.raises(TaskFailed, match="ZeroDivisionError: in the user's code"):
+            executor.result(first.id)
+        assert not executor._tasks
+
+
+def test_a_rank_with_another_model_takes_no_part():
+    data, bench, other = clients(), Bench.of(Net, max_built=2), Bench.of(Wide, max_built=2)
+    todo = tasks_of(bench, 3)
+    expected = one_by_one(bench, data, todo)
+    with ranks(bench, data, 2, other) as executor:
+        while not executor.warnings:
+            time.sleep(0.005)
+        for task, values in todo:
+            executor.submit(task, values, 0.0)
+        assert {task.id: told(executor.result(task.id)) for task, _ in todo} == expected
+    assert executor.warnings[0].startswith("rank 1 is lost (incompatible: another model: ")
 
 
 def test_a_pool_can_be_used_again_and_again_without_running_out_of_slots():

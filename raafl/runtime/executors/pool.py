@@ -1,8 +1,4 @@
-"""Where a simulated run's tasks are trained: in this process, or in several that share memory.
-
-A task is a pure function of its assignment, its snapshot and the client's data, so where and in which order tasks are
-trained changes nothing but the time it takes. Every process computes with the same number of threads.
-"""
+"""Tasks trained by several processes of this machine, forked from this one, which share memory."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import signal
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -30,57 +25,12 @@ from raafl.errors import BadInput, RunFailed, TaskFailed
 from raafl.local.failure import attempt, out_of_memory
 from raafl.local.heap import give_back, keep_freed
 from raafl.local.train import LocalTrainer
+from raafl.runtime.executors.base import Executor, Inline
 from raafl.submodel import FlatTensors, Layout
 
 _ALIGN = 64
 AHEAD = 2  # tasks queued or begun for each process, so that none waits for the next
 SLOT_BYTES = 1 << 29  # shared memory to stay within, if the least number of slots allows it
-
-
-class Executor(ABC):
-    """Trains tasks; `submit` in any order, then `result` or `cancel` each once."""
-
-    @abstractmethod
-    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Take a task; ``snapshot`` must stay as it is until `result` or `cancel`. First needed, first trained."""
-
-    @abstractmethod
-    def result(self, assignment_id: int) -> Update:
-        """Return the update; its tensors are good until the next call of any method.
-
-        Raises:
-            TaskFailed: the user's code has failed in it.
-        """
-
-    @abstractmethod
-    def cancel(self, assignment_id: int) -> None:
-        """Drop a task whose result will not be asked for."""
-
-    def close(self) -> None:
-        """Release processes and memory; harmless when called twice."""
-        return
-
-
-class Inline(Executor):
-    """Trains each task in this process when its result is asked for."""
-
-    def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
-        """Train with ``trainer``; ``data(i)`` is client i's."""
-        self._trainer, self._data = trainer, data
-        self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
-
-    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Keep the task until its result is asked for."""
-        self._tasks[assignment.id] = (assignment, snapshot)
-
-    def result(self, assignment_id: int) -> Update:
-        """Train now."""
-        assignment, snapshot = self._tasks.pop(assignment_id)
-        return attempt(self._trainer, assignment, snapshot, self._data(assignment.client))
-
-    def cancel(self, assignment_id: int) -> None:
-        """Forget the task."""
-        self._tasks.pop(assignment_id, None)
 
 
 @dataclass(slots=True)

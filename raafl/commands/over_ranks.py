@@ -1,0 +1,49 @@
+"""`torchrun ... -m raafl simulate`: a virtual clock on rank 0, and every rank trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raafl.commands.run import simulate
+from raafl.config.experiment import Experiment
+from raafl.errors import BadInput, RunFailed
+from raafl.runtime.executors import work
+from raafl.runtime.setup import MAX_BUILT, client_parts, load_data
+from raafl.runtime.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
+
+
+def simulate_over_ranks(
+    experiment: Experiment, config_yaml: str = "", progress_file: Any = None
+) -> tuple[dict[str, Any], Path] | None:
+    """Run on a virtual clock over the ranks that torchrun started; rank 0 returns summary and run folder, the others None."""
+    num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
+    if experiment.workers > 1:
+        raise BadInput(
+            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: leave it out"
+        )
+    transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s))
+    if transport.client == 0:
+        with transport:
+            return simulate(experiment, config_yaml, progress_file, transport=transport)
+    _train(experiment, transport)
+    return None
+
+
+def _train(experiment: Experiment, transport: Transport) -> None:
+    """Train what rank 0 sends, until the run has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get them; rank 0 sees to the run's end, and this one's
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(experiment.threads)
+    data = load_data(experiment)
+    options, num_built = experiment.fabric.on_this_machine(), min(MAX_BUILT, 2 * experiment.clients)
+    _, trainer = client_parts(experiment, data, options, num_built)
+    try:
+        with transport.connect(trainer.fabric.device) as pair:
+            work(pair, trainer, data.client)
+    except (PeerLost, PeerTimeout, Refused) as error:
+        raise RunFailed(f"rank 0 is gone: {error}") from None

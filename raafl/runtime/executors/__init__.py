@@ -1,0 +1,7 @@
+"""Executors: where the tasks of a simulated run, or of a replay, are trained."""
+
+from raafl.runtime.executors.base import Executor, Inline
+from raafl.runtime.executors.pool import Pool
+from raafl.runtime.executors.ranks import OverRanks, work
+
+__all__ = ["Executor", "Inline", "OverRanks", "Pool", "work"]

@@ -1,0 +1,62 @@
+"""Where a simulated run's tasks are trained: in this process when they are asked for, or elsewhere and ahead of need.
+
+A task is a pure function of its assignment, its snapshot and the client's data, so where and in which order tasks are
+trained changes nothing but the time it takes. Every process computes with the same number of threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from raafl.core.types import Assignment, Update
+from raafl.data.federated import ClientData
+from raafl.local.failure import attempt
+from raafl.local.train import LocalTrainer
+from raafl.submodel import FlatTensors
+
+
+class Executor(ABC):
+    """Trains tasks; `submit` in any order, then `result` or `cancel` each once."""
+
+    @abstractmethod
+    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
+        """Take a task; ``snapshot`` must stay as it is until `result` or `cancel`. First needed, first trained."""
+
+    @abstractmethod
+    def result(self, assignment_id: int) -> Update:
+        """Return the update; its tensors are good until the next call of any method.
+
+        Raises:
+            TaskFailed: the user's code has failed in it.
+        """
+
+    @abstractmethod
+    def cancel(self, assignment_id: int) -> None:
+        """Drop a task whose result will not be asked for."""
+
+    def close(self) -> None:
+        """Release processes and memory; harmless when called twice."""
+        return
+
+
+class Inline(Executor):
+    """Trains each task in this process when its result is asked for."""
+
+    def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
+        """Train with ``trainer``; ``data(i)`` is client i's."""
+        self._trainer, self._data = trainer, data
+        self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
+
+    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
+        """Keep the task until its result is asked for."""
+        self._tasks[assignment.id] = (assignment, snapshot)
+
+    def result(self, assignment_id: int) -> Update:
+        """Train now."""
+        assignment, snapshot = self._tasks.pop(assignment_id)
+        return attempt(self._trainer, assignment, snapshot, self._data(assignment.client))
+
+    def cancel(self, assignment_id: int) -> None:
+        """Forget the task."""
+        self._tasks.pop(assignment_id, None)

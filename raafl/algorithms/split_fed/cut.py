@@ -274,6 +274,11 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
     raise ValueError(f"its training step cannot be followed without values: {' '.join(str(failure).split())[:200]}")
 
 
+def shapes_of(batch: Any) -> Shapes:
+    """Return the shapes of a batch's tensors."""
+    return tuple(tuple(item.shape) for item in tree_flatten(batch)[0])
+
+
 def cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
     """Return the places to cut a model, from the first layer to the last, and where there are none, why; remembered."""
     return submodels.cached("cuts", "all", lambda: _cuts_of(submodels))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed
+from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed, shapes_of
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
@@ -27,8 +27,6 @@ from raafl.submodel.shrink import Shrunk, Structure, build, copy_structure
 from raafl.submodel.submodels import Part
 
 Side = Literal["lower", "upper"]
-MAX_OUTLINES = 64
-"""Shapes of batches of which outlines are remembered."""
 
 
 class Reached(BaseException):
@@ -46,18 +44,19 @@ class Half(Submodels):
         whole: the model's submodels.
         cut: where it is cut.
         side: which half.
-        outlines: what stands for the client's half on the server.
     """
 
-    def __init__(self, whole: Submodels, cut: Cut, side: Side, outlines: Outlines) -> None:
+    whole: Submodels
+
+    def __init__(self, whole: Submodels, cut: Cut, side: Side) -> None:
         """Take what is known of the whole model."""
         self.__dict__.update(whole.__dict__)
         self._caches = Caches()
-        self.whole, self.cut, self.side, self.outlines = whole, cut, side, outlines
+        self.whole, self.cut, self.side = whole, cut, side
         memo: dict[int, Any] = {}
         for name, tensor in whole.module.named_buffers():
             if name in whole._buffers and not self.has(name):
-                memo[id(tensor)] = blank(tensor, "cpu")
+                memo[id(tensor)] = blank(tensor.shape, tensor.dtype, "cpu")
         self.module = copy_structure(whole.module, memo)
 
     def has(self, name: str) -> bool:
@@ -65,8 +64,8 @@ class Half(Submodels):
         return (name in self.cut.lower) == (self.side == "lower")
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
-        entries = super()._layout(spec, part).entries
-        return Layout.pack((entry.name, entry.shape, entry.dtype) for entry in entries if self.has(entry.name))
+        layout = super()._layout(spec, part)
+        return layout.only(frozenset(filter(self.has, layout.by_name)))
 
     def _trains(self, spec: Spec) -> frozenset[str]:
         return frozenset(filter(self.has, super()._trains(spec)))
@@ -84,7 +83,8 @@ class Half(Submodels):
             raise SpecError(f"spec is {spec}: a model that is cut in two is trained whole")
         present = present or FlatTensors.empty(self.layout(FULL, "present" if base is None else "sent"), device)
         device = torch.device(device)
-        frozen = {name: blank(tensor, device) for name, tensor in self._parameters.items() if not self.has(name)}
+        theirs = {name: tensor for name, tensor in self._parameters.items() if not self.has(name)}
+        frozen = {name: blank(tensor.shape, tensor.dtype, device) for name, tensor in theirs.items()}
         if base is not None:
             frozen |= base.selected(self.layout(FULL), {}, device)
         module = build(Structure(self.module, {}, self._trains(FULL), (), {}, {}, frozen), present, rescale=False)
@@ -98,20 +98,42 @@ class Half(Submodels):
         """Make a training step of this half without values; return something to go back from."""
         if self.side == "lower":
             return activation_in(run_to_cut(module, self.cut.path, lambda: step(batch, index))).sum()
-        outline = self.outlines.of(tuple(tuple(item.shape) for item in tree_flatten(batch)[0]))
+        outline = self.outline(shapes_of(batch))
         activation = torch.empty_like(outline.activation, requires_grad=True)
         with replaced(module, outline, activation):
             return step(batch, index)
 
     def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
-        batch = meta_batch(self.example_batch, batch_size)
-        self.outlines.of(tuple(tuple(item.shape) for item in tree_flatten(batch)[0]))  # not while a step is followed
+        self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))  # not while a step is followed
         return super()._cost(spec, batch_size, num_optimizer_slots)
 
+    # ---- what stands for the client's half on the server ----
 
-def blank(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return zeros of the shape of ``tensor`` in the memory of one element."""
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    def outline(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
+        """Return the outline for a batch of ``shapes``; following a step may draw, which within ``draws(0)`` nobody notices.
+
+        Raises:
+            ValueError: the step cannot be made with such a batch.
+        """
+
+        def follow() -> Outline:
+            with draws(0):
+                return followed(self.whole, shapes).outline(self.cut)
+
+        return self.whole.cached("outline", (self.cut.path, shapes), follow)
+
+    def received(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> Any:
+        """Return a batch of ``shapes`` with ``leaves`` where the server's half needs them, and blanks elsewhere."""
+        flat, structure = tree_flatten(self.example_batch)
+        flat = [blank(shape, item.dtype, device) for item, shape in zip(flat, shapes, strict=True)]
+        for place, leaf in zip(self.cut.leaves, leaves, strict=True):
+            flat[place] = leaf
+        return tree_unflatten(flat, structure)
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return zeros of a shape in the memory of one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 # ---- the client's half ----
@@ -143,48 +165,11 @@ def activation_in(output: Any) -> Tensor:
 # ---- the server's half ----
 
 
-class Outlines:
-    """What stands for the client's half, for batches of any shapes; any thread may ask."""
-
-    def __init__(self, submodels: Submodels, cut: Cut) -> None:
-        """Start with none."""
-        self._submodels, self._cut = submodels, cut
-        self._known: dict[Shapes, Outline] = {}
-        flat, self._structure = tree_flatten(submodels.example_batch)
-        self.dtypes = [item.dtype for item in flat]
-        self.shapes: Shapes = tuple(tuple(item.shape) for item in flat)
-
-    def of(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
-        """Return the outline for a batch of ``shapes``; following a step may draw, which within ``draws(0)`` nobody notices.
-
-        Raises:
-            ValueError: the step cannot be made with such a batch.
-        """
-        found = self._known.get(shapes)
-        if found is None:
-            with draws(0):
-                found = followed(self._submodels, shapes).outline(self._cut)
-            if len(self._known) >= MAX_OUTLINES:
-                self._known = {}  # not emptied: sessions share it, and another may be looking
-            self._known[shapes] = found
-        return found
-
-    def batch(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> Any:
-        """Return a batch of ``shapes`` with ``leaves`` where the server's half needs them, and blanks elsewhere."""
-        flat: list[Tensor] = [
-            torch.zeros((), dtype=dtype, device=device).expand(shape)
-            for dtype, shape in zip(self.dtypes, shapes, strict=True)
-        ]
-        for place, leaf in zip(self._cut.leaves, leaves, strict=True):
-            flat[place] = leaf
-        return tree_unflatten(flat, self._structure)
-
-
 def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
     """Within this context the modules below the cut compute nothing, and the one at the cut gives ``activation``."""
 
     def filled(item: Any) -> Any:
-        return blank(item, activation.device) if isinstance(item, Tensor) else item
+        return blank(item.shape, item.dtype, activation.device) if isinstance(item, Tensor) else item
 
     forwards = {path: _given(tree_map(filled, outputs)) for path, outputs in outline.calls.items()}
     forwards[outline.path] = lambda *args, **kwargs: outline.with_activation(activation, filled)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from raafl.algorithms.split_fed.cut import Outline, Shapes
+from raafl.algorithms.split_fed.cut import Outline, Shapes, shapes_of
 from raafl.algorithms.split_fed.half import Half, activation_in, replaced, run_to_cut
 from raafl.core.algorithm import Hook, Task
 from raafl.core.exchange import server_seed
@@ -58,9 +58,8 @@ def receive(
     draws: Callable[[int], AbstractContextManager[Any]],
 ) -> Received:  # fmt: skip
     """Return a batch as ``half``, the server's, gets it."""
-    outlines = half.outlines
-    batch = outlines.batch(shapes, leaves, activation.device)
-    return Received(outlines.of(shapes, draws), activation.detach().requires_grad_(), batch)
+    batch = half.received(shapes, leaves, activation.device)
+    return Received(half.outline(shapes, draws), activation.detach().requires_grad_(), batch)
 
 
 class LowerHook(Hook):
@@ -81,9 +80,10 @@ class LowerHook(Hook):
         flat, cut = tree_flatten(batch)[0], self._half.cut
         if not all(isinstance(item, Tensor) for item in flat):
             raise BadInput("a batch holds other things than tensors: a model in two halves needs batches of tensors")
-        shapes = tuple(tuple(item.shape) for item in flat)
         self._sent = activation_in(run_to_cut(self.task.module, cut.path, lambda: self.task.loss(batch, index)))
-        return self._rest(index, self._sent.detach().contiguous(), shapes, [flat[place] for place in cut.leaves])
+        return self._rest(
+            index, self._sent.detach().contiguous(), shapes_of(flat), [flat[place] for place in cut.leaves]
+        )
 
     def _rest(self, index: int, activation: Tensor, shapes: Shapes, leaves: list[Tensor]) -> Tensor:
         assert self.task.link is not None

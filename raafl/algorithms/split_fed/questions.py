@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
-from raafl.algorithms.split_fed.cut import Cut, Shapes, cuts_of
-from raafl.algorithms.split_fed.half import Half, Outlines
+from raafl.algorithms.split_fed.cut import Shapes, cuts_of, shapes_of
+from raafl.algorithms.split_fed.half import Half
 from raafl.algorithms.split_fed.hooks import NAMES, Received, receive
 from raafl.core.exchange import Exchange, ServerLink
 from raafl.core.types import Assignment
@@ -48,12 +49,9 @@ def halves(submodels: Submodels, path: str) -> Halves:
         raise SpecError(
             f"the model cannot be cut after '{path}': {reason or 'use one of ' + ', '.join(c.path for c in found)}"
         )
-    return submodels.cached("halves", path, lambda: _halves(submodels, cut))
-
-
-def _halves(submodels: Submodels, cut: Cut) -> Halves:
-    outlines = Outlines(submodels, cut)
-    return Halves(Half(submodels, cut, "lower", outlines), Half(submodels, cut, "upper", outlines))
+    return submodels.cached(
+        "halves", path, lambda: Halves(Half(submodels, cut, "lower"), Half(submodels, cut, "upper"))
+    )
 
 
 class Batches:
@@ -72,7 +70,7 @@ class Batches:
         self._per_epoch: int = terms["per_epoch"]
         self._total: int = terms["batches"]
         self._sends: str = terms.get("sends", "values")
-        self._half, self._outlines, self._link = half, half.outlines, link
+        self._half, self._link = half, link
         self._index = 0
         self._shapes: Shapes = ()
         self._received = self._receive()
@@ -104,7 +102,7 @@ class Batches:
             raise Unsound("bad-json", f"sends {meta['sends']}: the merge takes {self._sends}")
         shapes = self._checked_shapes(meta.get("shapes"))
         try:
-            outline = self._outlines.of(shapes, self._link.draws).activation
+            outline = self._half.outline(shapes, self._link.draws).activation
         except ValueError as error:
             raise Unsound("wrong-shape", str(error)) from None
         allowed = {NAMES[outline.dtype]: outline.dtype}
@@ -115,12 +113,13 @@ class Batches:
             found = str(meta.get("dtype"))[:40]
             raise Unsound("wrong-shape", f"the activation has dtype {found}: expected {', '.join(allowed)}")
         self._shapes = shapes
-        sent = [(f"batch.{place}", shapes[place], self._outlines.dtypes[place]) for place in self._half.cut.leaves]
+        flat = tree_flatten(self._half.example_batch)[0]
+        sent = [(f"batch.{place}", shapes[place], flat[place].dtype) for place in self._half.cut.leaves]
         return Layout.pack([("activation", outline.shape, dtype), *sent])
 
     def _checked_shapes(self, given: Any) -> Shapes:
         """Return the shapes of the batch's tensors, if they may be those of the batch that is due."""
-        examples = self._outlines.shapes
+        examples = shapes_of(self._half.example_batch)
         place, samples = self._index % self._per_epoch, examples[0][0] if examples[0] else 1
         due = min(self._batch_size, self.num_samples - place * self._batch_size)
         if not isinstance(given, list) or len(given) != len(examples):

@@ -164,7 +164,7 @@ class ServerSide:
             Stopped: the run has ended.
         """
         torch.set_num_threads(self._num_threads)  # of this thread
-        link = _Link(talk, self._device)
+        link = _SessionLink(talk, self._device)
         questions = exchange.questions(assignment, link)
         assert link.terms is not None
         trainer = self._trainer(exchange, link.terms)
@@ -187,7 +187,7 @@ class ServerSide:
         return self._built[2]
 
 
-class _Link:
+class _SessionLink:
     """A `ServerLink`.
 
     Attributes:

@@ -66,6 +66,8 @@ class Client:
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self._on_welcome = unsent, on_welcome
         self.num_answered = 0
+        # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `_assignment` is cleared
+        # before the answer goes out, not after: the next may be here while that send has not returned yet.
         self._storage: tuple[Layout, FlatTensors] | None = None
         self._assignment: Assignment | None = None
         self._since = 0.0

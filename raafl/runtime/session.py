@@ -115,14 +115,14 @@ class Session(threading.Thread):
         self._plan = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(self._plan), Up(self._plan)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
+        # While a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time. `_stopping` is set
+        # before the lock is tried, and looked at after it is given back, so that one of the two tells the client, once.
         self._sending = threading.Lock()
         self._stopping: str | None = None
         self._told = False
         self._share, self._num_samples, self._num_damaged = share, 0, 0
         self._local = local or Local()
-        self._side = ServerSide(
-            self._local, device, torch.get_num_threads()
-        )  # those of the thread that has set up the run
+        self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
         """Send work; returns at once."""

@@ -146,10 +146,7 @@ def staging(pair: Pair):
 
 def limit_drained(pair: Pair, num_bytes: int) -> None:
     """Have a pair read no refused payload longer than this to its end."""
-    if isinstance(pair, GlooPair):
-        pair.drain_bytes = num_bytes
-    else:
-        pair._frames._drain_bytes = num_bytes
+    (pair if isinstance(pair, GlooPair) else pair._frames).drain_bytes = num_bytes
 
 
 def write_raw(pair: Pair, data: bytes) -> None:

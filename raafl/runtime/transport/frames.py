@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, HEADER_BYTES, Checksum, Expect, Header, Message, Refused
+from raafl.runtime.transport.pair import DRAIN_BYTES
 from raafl.runtime.transport.payload import StagingRings, problem_of
 from raafl.runtime.transport.stream import Stream
 from raafl.submodel.flat import FlatTensors
@@ -27,10 +28,10 @@ class Frames:
         staging: what tensors on another device pass through.
     """
 
-    def __init__(self, stream: Stream, drain_bytes: int) -> None:
-        """Start at the beginning of a message; a refused payload of more than ``drain_bytes`` is not read."""
+    def __init__(self, stream: Stream) -> None:
+        """Start at the beginning of a message."""
         self.in_step = True
-        self._stream, self._drain_bytes = stream, drain_bytes
+        self._stream, self.drain_bytes = stream, DRAIN_BYTES
         self._header = memoryview(bytearray(HEADER_BYTES))
         self.staging = StagingRings()
 
@@ -92,7 +93,7 @@ class Frames:
     def _drain(self, header: Header) -> None:
         """Read a refused payload to its end, unless that is too far away."""
         left = header.payload_bytes + FOOTER_BYTES if header.payload_bytes else 0
-        if header.payload_bytes > self._drain_bytes:
+        if header.payload_bytes > self.drain_bytes:
             return
         scratch = memoryview(bytearray(min(left, _SCRATCH_BYTES)))
         while left:

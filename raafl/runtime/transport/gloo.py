@@ -23,7 +23,7 @@ from torch import distributed as _distributed
 
 from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, HEADER_BYTES, Body, Checksum, Expect, Header, Message, Refused
-from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
+from raafl.runtime.transport.pair import DRAIN_BYTES, Pair, PeerLost, PeerTimeout
 from raafl.runtime.transport.payload import (
     CHUNK_BYTES,
     NUM_POSTED,
@@ -49,9 +49,9 @@ _POKE_S = 0.001
 class GlooPair(Pair):
     """Messages over Gloo; CUDA tensors pass through one pinned buffer of 16 MiB per direction in use."""
 
-    def __init__(self, group: Any, rank: int, timeout_s: float, drain_bytes: int) -> None:
+    def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
         """Take over a two-rank ProcessGroupGloo; use `connect`."""
-        self.timeout_s, self.drain_bytes = timeout_s, drain_bytes
+        self.timeout_s, self.drain_bytes = timeout_s, DRAIN_BYTES
         self._group: Any = group
         self._peer = 1 - rank
         self._closing = threading.Lock()
@@ -64,9 +64,8 @@ class GlooPair(Pair):
 
     @classmethod
     def connect(
-        cls, store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
-        *, drain_bytes: int = 1 << 30,
-    ) -> GlooPair:  # fmt: skip
+        cls, store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None
+    ) -> GlooPair:
         """Meet the peer that calls this with the same ``prefix``, once per prefix, and the other value of ``server``.
 
         Args:
@@ -75,7 +74,6 @@ class GlooPair(Pair):
             server: whether this end is rank 0.
             timeout_s: for the peer to be there; afterwards for each piece of a long message.
             hostname: the address to listen on; None = ``GLOO_SOCKET_IFNAME`` or Gloo's default interface.
-            drain_bytes: longest refused payload to read to its end; a longer one closes the pair.
 
         Raises:
             PeerTimeout: the peer did not come. PeerLost: it came and went.
@@ -88,7 +86,7 @@ class GlooPair(Pair):
         rank = 0 if server else 1
         try:
             group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, 2, options)
-            return cls(group, rank, timeout_s, drain_bytes)
+            return cls(group, rank, timeout_s)
         except RuntimeError as error:
             raise _translate(error, f"no peer at '{prefix}' within {timeout_s:g} s") from None
 

@@ -46,13 +46,13 @@ def nccl_problem(server: str, client: str) -> str | None:
 
 def connect(
     store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
-    *, device: torch.device | str = "cpu", drain_bytes: int = 1 << 30,
+    *, device: torch.device | str = "cpu",
 ) -> Pair:  # fmt: skip
     """Meet the peer as `GlooPair.connect` does, over NCCL where both ends have a GPU of their own, else over Gloo.
 
     Both ends must call this function; ``device`` is where this end's tensors lie.
     """
-    pair = GlooPair.connect(store, prefix, server, timeout_s, hostname, drain_bytes=drain_bytes)
+    pair = GlooPair.connect(store, prefix, server, timeout_s, hostname)
     device = torch.device(device)
     mine = identity(device) if dist.is_nccl_available() else "a torch without NCCL"
     try:

@@ -8,6 +8,9 @@ from typing import Self
 
 from raafl.runtime.transport.codec import Expect, Message
 
+DRAIN_BYTES = 1 << 30
+"""Longest refused payload that is read to its end; a longer one closes the pair."""
+
 
 class PeerLost(ConnectionError):
     """The other end is gone, or this end was closed; the pair is closed now.

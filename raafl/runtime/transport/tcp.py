@@ -34,7 +34,7 @@ class TcpPair(Pair):
     """
 
     def __init__(
-        self, sock: socket.socket, timeout_s: float, *, seal: RecordCipher | None = None, drain_bytes: int = 1 << 30,
+        self, sock: socket.socket, timeout_s: float, *, seal: RecordCipher | None = None,
         min_bytes_per_s: float = MIN_BYTES_PER_S,
     ) -> None:  # fmt: skip
         """Take over a connected socket.
@@ -43,14 +43,13 @@ class TcpPair(Pair):
             sock: connected, nothing of the peer's messages read yet.
             timeout_s: for the peer to send or accept each piece of a message.
             seal: keys of the session, for encryption; None = in the clear.
-            drain_bytes: longest refused payload to read to its end; a longer one closes the pair.
             min_bytes_per_s: least average rate, in bytes on the wire.
         """
         self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
         self.sealed = seal is not None
         self._socket = SocketStream(sock, TimeBudget(timeout_s))
         self._stream: Stream = self._socket if seal is None else seal.stream(self._socket)
-        self._frames = Frames(self._stream, drain_bytes)
+        self._frames = Frames(self._stream)
         # One thread sends while another receives: the frames' two halves share nothing. The lock is held for moments only, to
         # count who is inside, so that a close never waits for the peer.
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True

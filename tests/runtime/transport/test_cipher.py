@@ -149,12 +149,12 @@ def test_keys_are_not_shown():
 def test_a_message_is_sealed_where_it_lies():
     tensors = FlatTensors.from_named({"w": torch.randn(1_000_000)})
     memory = Memory()
-    frames = Frames(CLIENT.stream(memory), 0)
+    frames = Frames(CLIENT.stream(memory))
     num_bytes = frames.send(codec.encode_head(Message(Kind.ASSIGN, 1, 0, {}, tensors)), tensors)
     assert num_bytes == sum(map(len, memory.writes))
     assert max(map(len, memory.writes)) <= 4 + RECORD_BYTES + TAG_BYTES, "sealed record by record, not as a whole"
     wire = b"".join(memory.writes)
     assert b"RAFL" not in wire and b"buffers" not in wire
     target = FlatTensors.empty(tensors.layout)
-    Frames(SERVER.stream(Memory(wire)), 0).receive(lambda *args: target, True)
+    Frames(SERVER.stream(Memory(wire))).receive(lambda *args: target, True)
     assert target.fingerprint() == tensors.fingerprint()

@@ -206,7 +206,8 @@ def refuse(kind, assignment, meta):
 def receive(data, expect, finite=True):
     """Receive all messages in ``data`` as a pair would; count messages, refusals by reason, and the end."""
     stream = Memory(data)
-    reader, seen = Frames(stream, DRAIN_BYTES), Counter()
+    reader, seen = Frames(stream), Counter()
+    reader.drain_bytes = DRAIN_BYTES
     while reader.in_step:
         try:
             message = reader.receive(expect, finite)
@@ -295,7 +296,8 @@ def test_a_real_pair_over_a_socket(sealed):
     keys = (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32)) if sealed else (None, None)
     for _ in range(1_500):
         ours, theirs = socket.socketpair()
-        pair = TcpPair(ours, 60, seal=keys[0], drain_bytes=DRAIN_BYTES)
+        pair = TcpPair(ours, 60, seal=keys[0])
+        pair._frames.drain_bytes = DRAIN_BYTES
         with TcpPair(theirs, 60, seal=keys[1]) as sender:
             sender._stream.write([rng.choice(MUTATIONS)(rng, rng.choice(VALID))])
         expect = expectation(rng)

@@ -21,9 +21,11 @@ from tests.guards import (  # noqa: F401  fixtures and hooks, which pytest finds
     raafl_data,
     unnamed,
 )
+from tests.remembered import remember
 
 with quick_imports():  # what stays is looked through for garbage neither here nor in the processes that tests fork
     import_lightning()
+    remember()
 
 # A shell ignores SIGINT for what it starts with &, nohup SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,8 +35,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 PROCESSES = (
     *("benchmarks", "chaos", "conformance", "distributed", "launch", "loggers"),
-    *(f"commands/test_{name}" for name in ("cli", "completion", "fit_local", "supervise")),
-    *("docs/test_site", "report/test_browser", "test_ends", "test_federation_api", "test_wheel"),
+    *(f"commands/test_{name}" for name in ("bad_options", "cli", "completion", "fit_local", "supervise")),
+    *("docs/test_site", "report/test_browser", "test_ends", "test_federation_scripts", "test_wheel"),
     *(f"runtime/test_{name}" for name in ("exchange", "interrupt", "executors", "saver", "session")),
     *(f"runtime/transport/test_{name}" for name in ("listener", "hostile", "gloo", "nccl", "ranks", "tcp")),
 )

@@ -9,6 +9,7 @@ import pytest
 from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.runtime.saver import Saver
+from tests import remembered
 
 
 class Crash(Exception):
@@ -18,7 +19,8 @@ class Crash(Exception):
 def simulated(*options: str) -> dict[str, Any]:
     """Run it to its end; return the summary."""
     parsed = parse("simulate", ["--progress=quiet", *options])
-    return simulate(parsed.experiment, parsed.config_yaml)[0]
+    with remembered.costs():
+        return simulate(parsed.experiment, parsed.config_yaml)[0]
 
 
 def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:

@@ -18,6 +18,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Digits, Iid
 from raafl.devices.profiles import Device
+from tests import remembered
 
 SPEEDS = (8e7, 5e7, 3e7, 2e7)
 """FLOP/s of four clients, none a multiple of another: no two tasks end at the same instant."""
@@ -80,4 +81,5 @@ class Finished:
 
 def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, Any], Path]] = simulate) -> Finished:
     """Run it to its end."""
-    return Finished(*run(experiment))
+    with remembered.costs():
+        return Finished(*run(experiment))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -27,8 +24,6 @@ from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from tests.federation import digits, experiment, small_mlp, unequal
 from tests.habits.source import ROOT
-
-EXAMPLES = ROOT / "docs" / "examples"
 
 
 def federation(folder=None, algorithm="fed_avg", **settings):
@@ -421,88 +416,3 @@ def test_fit_without_ranks_says_how_to_get_them(tmp_path):
         federation().fit(small_mlp, digits())
     with pytest.raises(BadInput, match="no run is under way"):
         federation().stop()
-
-
-def run_script(*command, output, **environment):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OUTPUT": str(output), "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(command, env=env, cwd=output.parent, capture_output=True, text=True, timeout=580)
-    return done.returncode, done.stdout, done.stderr
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-@pytest.mark.slow("scripts start from nothing, as a user starts them")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("example", ["lightning_digits", "plain_module", "hugging_face"])
-def test_an_example_is_short_and_runs(tmp_path, request, example):
-    path, output = EXAMPLES / f"{example}.py", tmp_path / "run"
-    assert len(path.read_text().splitlines()) < 40
-    if example == "hugging_face":
-        request.getfixturevalue("raafl_data")
-    code, out, err = run_script(sys.executable, str(path), output=output)
-    if err.startswith("skipped: the package"):
-        pytest.skip(err)
-    assert code == 0, err
-    assert str(output) in out
-    assert summary_of(output)["runtime"] == "simulated"
-
-
-@pytest.mark.slow("a script starts from nothing, as a user starts it")
-@pytest.mark.timeout(600)
-def test_the_example_for_hugging_face_says_why_it_skips(tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "RAAFL_DATA"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "hugging_face.py")], env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=580, cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "skipped: RAAFL_DATA is not set, the folder that has SST-2\n")
-
-
-@pytest.mark.slow("scripts start from nothing, as a user starts them")
-@pytest.mark.timeout(600)
-def test_an_example_runs_under_torchrun(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    output = tmp_path / "run"
-    code, out, err = run_script(*torchrun, str(EXAMPLES / "lightning_digits.py"), output=output)
-    assert code == 0, err
-    assert out.count("accuracy") > 1
-    found = summary_of(output)
-    assert (found["runtime"], found["updates_merged"]) == ("distributed", 60)
-    assert set(found["participation"]) == {"1", "2", "3"}
-
-
-LOCAL = """
-import sys, torch, raafl
-from torch import nn
-from raafl.data import Digits
-
-fed = raafl.Federation("fed_async", max_updates=300, num_steps=2, progress="quiet", output=sys.argv[1], eval_every=4,
-    callbacks=raafl.LambdaCallback(on_version=lambda run, version: run.stop("enough") if version == 7 else None))
-make = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
-result = fed.fit(make, Digits(), loss=nn.CrossEntropyLoss(), local=2)
-print("after", result.summary["finished"])
-print("equal", fed.replay(sys.argv[1], make, Digits(), loss=nn.CrossEntropyLoss())["equal"])
-try:
-    fed.fit(make, Digits(), loss=nn.CrossEntropyLoss(), local=2)
-except raafl.BadInput as error:
-    print(str(error)[:48])
-"""
-
-
-@pytest.mark.slow("scripts start from nothing, as a user starts them")
-@pytest.mark.timeout(600)
-def test_a_script_starts_its_own_ranks_and_a_callback_ends_them(tmp_path):
-    script, output = tmp_path / "script.py", tmp_path / "run"
-    script.write_text(LOCAL)
-    code, out, err = run_script(sys.executable, str(script), str(output), output=output)
-    assert code == 0, err
-    # clients end within fit
-    assert out.splitlines() == [
-        "after stopped: enough",
-        "equal True",
-        "local is 2, but this script has started clients ",
-    ]
-    found = summary_of(output)
-    assert (found["runtime"], found["versions"], len(found["participation"])) == ("distributed", 7, 2)

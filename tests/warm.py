@@ -1,4 +1,4 @@
-"""`python -m raafl` without its start: processes forked from one that has imported everything, for commands that start some.
+"""`python -m raafl`, or a script, without its start: processes forked from one that has imported everything.
 
 `start` is called in a process of the test's own, before that has threads: `tests.forked.command(..., before=warm.start)`. It forks
 one process that does nothing but fork, so that threads and locks of whoever asks later do not come along. Its children are the
@@ -14,6 +14,7 @@ import gc
 import inspect
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -44,7 +45,7 @@ _LARGEST = 1 << 17
 
 @dataclass(frozen=True)
 class Started:
-    """A process that stands for `python -m raafl ARGV`."""
+    """A process that stands for `python -m raafl ...` or `python SCRIPT.py ...`; ``argv`` begins with `raafl` or the script."""
 
     process: psutil.Process
     argv: tuple[str, ...]
@@ -66,7 +67,7 @@ def started(folder: Path, *words: str) -> list[Started]:
 
 
 def start() -> None:
-    """From now on have each `python -m raafl ...` of `subprocess` forked, whichever thread of this process asks for it."""
+    """From now on have each `python -m raafl ...` and `python SCRIPT.py ...` of `subprocess` forked, whichever thread asks."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_SUBREAPER, 1, 0, 0, 0) == 0
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,20 +102,34 @@ def start() -> None:
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 
-def torchrun(argv: list[str]) -> None:
+def script(argv: list[str]) -> int:
+    """Run `python SCRIPT.py ...` in this process: an entry for `tests.forked.command`."""
+    sys.argv = argv
+    return _run(argv)
+
+
+def torchrun(argv: list[str]) -> int:
     """Run `torchrun ARGV` in this process: an entry for `tests.forked.command`."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    run(argv)
+    try:
+        run(argv)
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _argv(args: Any) -> list[str] | None:
-    """What follows `python [-u] -m raafl`; None of any other command."""
+    """The words of `raafl ...` or `SCRIPT.py ...` of the command that starts it; None of any other command."""
     words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
     if words[:1] != [sys.executable]:
         return None
     words = [word for word in words[1:2] if word != "-u"] + words[2:]
-    return words[2:] if words[:2] == ["-m", "raafl"] else None
+    if words[:2] == ["-m", "raafl"]:
+        return words[1:]
+    return words if words[:1] and words[0].endswith(".py") else None
 
 
 def _serve(theirs: socket.socket, asker: int, libc: Any) -> None:
@@ -161,10 +176,10 @@ def _be(request: dict[str, Any], fds: list[int], libc: Any) -> None:
             note = {"argv": request["argv"], "rank": os.environ.get("RANK")}
             (Path(folder) / f"{os.getpid()}.new").write_text(json.dumps(note))
             os.rename(f"{folder}/{os.getpid()}.new", f"{folder}/{os.getpid()}.json")
-        sys.argv = ["raafl", *request["argv"]]
+        sys.argv = request["argv"]
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False, buffering=1)
-        code = main(request["argv"])
+        code = _run(request["argv"])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 98
     except BaseException:
@@ -176,6 +191,14 @@ def _be(request: dict[str, Any], fds: list[int], libc: Any) -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    if argv[0] == "raafl":
+        return main(argv[1:])
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+    return 0
 
 
 def _take(fds: list[int], numbers: list[int]) -> None:

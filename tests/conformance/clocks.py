@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from raafl.config.experiment import Experiment
-from raafl.submodel import cost
-from raafl.submodel.cost import Cost
-from raafl.submodel.spec import Spec
-from raafl.submodel.submodels import Submodels
+from tests import remembered
 from tests.federation import Finished, finish
 from tests.ranks import ranks
 from tests.scripted_inbox import ScriptedInbox
@@ -48,31 +43,9 @@ def fingerprints(run):
     ]
 
 
-@contextmanager
-def predicted_once() -> Iterator[None]:
-    """What a submodel costs is predicted once for all runs within, the forked ones' too: half of a short run's CPU time.
-
-    It depends on nothing but the model's shape, the submodel and the batch; tests/submodel/test_cost.py has it.
-    """
-    predict, known = cost.predict, {}
-
-    def remembered(submodels: Submodels, spec: Spec, *sizes: int) -> Cost:
-        shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in submodels.module.named_parameters())
-        key = (type(submodels.module), shapes, tuple(submodels.axes), spec, *sizes)
-        if key not in known:
-            known[key] = predict(submodels, spec, *sizes)
-        return known[key]
-
-    cost.predict = remembered
-    try:
-        yield
-    finally:
-        cost.predict = predict
-
-
 def on_both_clocks(experiment: Experiment, output: Path) -> tuple[Finished, Finished]:
     """Run it simulated, then on real ranks in that order with its folder at ``output``; they are equal in all but times."""
-    with predicted_once():
+    with remembered.costs():
         simulated, real = _both(experiment, output)
     assert order_of(real) == order_of(simulated)
     assert fingerprints(real) == fingerprints(simulated)

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from raafl.algorithms import ALGORITHMS, co_s2p, fed_async, fed_raa, fed_rolex, hetero_fl, oap, platon, prune_fl
 from raafl.core.algorithm import Training
-from tests.conformance.clocks import on_both_clocks, predicted_once
+from tests import remembered
+from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_transformers_two_clocks import MODELS
 from tests.conformance.test_two_clocks import DEVICES
 from tests.conformance.test_two_clocks import VARIANTS as USUAL
@@ -49,7 +50,7 @@ def test_ten_updates_repeat_and_are_the_same_on_real_ranks(tmp_path, name):
             train=Training(num_epochs=None, num_steps=2), devices=DEVICES.get(name, unequal()),
         )  # fmt: skip
 
-    with predicted_once():
+    with remembered.costs():
         simulated, real = on_both_clocks(again("simulated"), tmp_path / "real")
         assert simulated.summary["updates_merged"] >= 10
         assert finish(again("again")).digest == simulated.digest

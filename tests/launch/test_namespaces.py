@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import ctypes
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import command
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
 RATE_MBIT, DELAY_MS, BURST_BYTES = 2, 20, 16384
@@ -25,7 +28,17 @@ BYTES_PER_S = RATE_MBIT * 1e6 / 8
 WAIT_S = 400
 MODEL = ["--model.hidden", "[1000]"]  # 75010 parameters, 300 kB: 1.2 s each way
 RUN = [
-    *("--config", "configs/quickstart.yaml", *MODEL, "--devices", "null", "--clients", "2", "--algorithm", "fed_avg"),
+    *(
+        "--config",
+        str(ROOT / "configs" / "quickstart.yaml"),
+        *MODEL,
+        "--devices",
+        "null",
+        "--clients",
+        "2",
+        "--algorithm",
+        "fed_avg",
+    ),
     *("--train.num_epochs=null", "--train.num_steps", "2", "--max_updates", "4", "--progress", "quiet"),
 ]
 
@@ -52,6 +65,11 @@ class Node:
             ["ip", "netns", "exec", self.name, *command], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+    def enter(self):
+        """Move this process here."""
+        with open(f"/var/run/netns/{self.name}") as namespace:
+            assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000) == 0, "CLONE_NEWNET"
 
     def close(self):
         """End what runs here, and remove it; its end of the link goes with it."""
@@ -156,19 +174,19 @@ def test_torchrun_meets_and_trains_across_two_nodes(link, tmp_path):
     check(tmp_path / "run", link, far_client=2)
 
 
-@pytest.mark.slow("a server and two clients start from nothing")
 def test_clients_join_across_the_link(link, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a secret for tests only")
     secret.chmod(0o600)
     address = ("--address", f"{link.near.address}:29500", "--secret_file", str(secret))
-    raafl = (sys.executable, "-m", "raafl")
-    server = link.near.start(*raafl, "serve", *RUN, *address, "--progress", "plain", "--output", str(tmp_path / "run"))
-    clients = [
-        node.start(*raafl, "join", *address, "--client", str(number))
-        for number, node in ((1, link.near), (2, link.far))
-    ]
-    words = end({"server": server, "client 1": clients[0], "client 2": clients[1]})
-    assert all("the run has ended: " in said for said in words[1:])
-    assert ", encrypted" in words[0]  # without being asked for
+    serve = ("serve", *RUN, *address, "--progress", "plain", "--output", str(tmp_path / "run"))
+    with (
+        command(tmp_path / "server", *serve, before=link.near.enter) as server,
+        command(tmp_path / "near", "join", *address, "--client", "1", before=link.near.enter) as near,
+        command(tmp_path / "far", "join", *address, "--client", "2", before=link.far.enter) as far,
+    ):
+        everyone = (server, near, far)
+        assert [one.end() for one in everyone] == [0, 0, 0], [one.err for one in everyone]
+    assert all("the run has ended: " in one.out + one.err for one in (near, far))
+    assert ", encrypted" in server.out + server.err  # without being asked for
     check(tmp_path / "run", link, far_client=2)

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.spanning import Span, _hello, processes, refuse
+from tests import warm
+from tests.forked import command, wait_for
+from tests.habits.source import ROOT
 from tests.launch.one_task import site, tasks
-from tests.launch.processes import WAIT_S, started, until
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ("--standalone", "--nproc-per-node=2")
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.timeout(480)
 
 
-@pytest.mark.slow("two processes start from nothing under torchrun")
 def test_two_processes_come_to_the_update_of_one(tmp_path):
     """Batches of 64 in float32: 32 and 32 rows summed apart; the last batch is of another size, whose halves may differ."""
-    with started(*TORCHRUN, "tests/launch/one_task.py", str(tmp_path)) as process:
-        _, err = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0, err
+    argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "one_task.py"), str(tmp_path))
+    with command(tmp_path / "c", *argv, before=warm.start, entry=warm.torchrun) as started:
+        assert started.end() == 0, started.err
     found, expected = torch.load(tmp_path / "found.pt"), tasks(site(tmp_path))
     assert found.keys() == expected.keys()
     for name, one in expected.items():
@@ -38,14 +38,13 @@ def test_two_processes_come_to_the_update_of_one(tmp_path):
             torch.testing.assert_close(found[name]["tensors"][key], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow("a server, torchrun and two processes start from nothing")
 def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, free_port):
-    secret, folder = tmp_path / "secret", tmp_path / "run"
+    secret, folder, notes = tmp_path / "secret", tmp_path / "run", tmp_path / "started"
+    notes.mkdir()
     secret.write_text("a secret for tests only")
     secret.chmod(0o600)
     address = ("--address", f"127.0.0.1:{free_port}", "--secret_file", str(secret))
-    options = ("--config", "configs/quickstart.yaml", "--clients", "1", "--max_updates", "1000000")
-    raafl = (sys.executable, "-m", "raafl")
+    options = ("--config", QUICKSTART, "--clients", "1", "--max_updates", "1000000", "--progress", "quiet")
 
     def events(kind):
         journal = folder / "events.jsonl"
@@ -53,37 +52,31 @@ def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, f
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row for row in rows if row["event"] == kind]
 
+    join = (*TORCHRUN, "-m", "raafl", "join", *address, "--client", "1")
     with (
-        started(*raafl, "serve", *options, *address, "--progress", "quiet", "--output", str(folder)) as server,
-        started(*TORCHRUN, "-m", "raafl", "join", *address, "--client", "1") as client,
+        command(tmp_path / "server", "serve", *options, *address, "--output", str(folder)) as server,
+        command(tmp_path / "c", *join, before=warm.start, entry=warm.torchrun, **{warm.STARTED: str(notes)}) as client,
     ):
-        until(lambda: len(events("arrived")) > 2, server, client)
-        ranks = {
-            one.environ().get("RANK"): one
-            for one in psutil.Process(client.pid).children(recursive=True)
-            if "raafl" in one.cmdline()
-        }
+        wait_for(lambda: len(events("arrived")) > 2, "updates")
+        ranks = {one.rank: one.process for one in warm.started(notes)}
         ranks["1"].send_signal(signal.SIGKILL)
-        _, said = client.communicate(timeout=WAIT_S)
-        assert client.returncode == 1
-        assert "raafl, client 1: process 1 of this client is gone: the client ends" in said.splitlines()
+        assert client.end() == 1
+        assert "raafl, client 1: process 1 of this client is gone: the client ends" in client.err.splitlines()
         assert not ranks["0"].is_running()
-        until(lambda: events("lost"), server)
-        server.send_signal(signal.SIGINT)
-        _, told = server.communicate(timeout=WAIT_S)
-        assert server.returncode == 130, told
+        wait_for(lambda: events("lost"), "the loss of the client")
+        server.send(signal.SIGINT)
+        assert server.end() == 130, server.err
     assert [row["client"] for row in events("lost")] == [1]
     assert events("lost")[0]["reason"].startswith("disconnected")
 
 
-@pytest.mark.long
 def test_when_processes_are_unlike_none_waits_for_the_others(tmp_path):
     """A follower that waited to be joined would have to be killed by torchrun, half a minute later."""
-    with started(*TORCHRUN, "tests/launch/unlike.py", str(tmp_path)) as process:
-        out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 1
-    assert "client 1: its processes differ in config" in out
-    assert "SIGKILL" not in err
+    argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "unlike.py"), str(tmp_path))
+    with command(tmp_path / "c", *argv, before=warm.start, entry=warm.torchrun) as started:
+        assert started.end() == 1
+    assert "client 1: its processes differ in config" in started.out
+    assert "SIGKILL" not in started.err
 
 
 @pytest.mark.parametrize("missing", [None, "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"])

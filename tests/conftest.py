@@ -21,10 +21,11 @@ from tests.guards import (  # noqa: F401  fixtures and hooks, which pytest finds
     raafl_data,
     unnamed,
 )
-from tests.remembered import remember
 
 with quick_imports():  # what stays is looked through for garbage neither here nor in the processes that tests fork
     import_lightning()
+    from tests.remembered import remember
+
     remember()
 
 # A shell ignores SIGINT for what it starts with &, nohup SIGHUP; tests send both.

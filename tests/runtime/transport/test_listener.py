@@ -125,6 +125,14 @@ def test_where_nothing_can_listen_is_bad_input():
                 Listener(address, SECRET, print, print)
 
 
+def test_of_two_that_have_bound_a_port_the_second_to_listen_is_told():
+    first = House()
+    second = House(first.listener.address)  # while neither listens the system lets both
+    with first, pytest.raises(BadInput, match=r"where nothing can listen \(Address already in use\)"):
+        second.listener.start()
+    second.listener.close()
+
+
 def test_a_clients_key_is_not_enough_for_a_server():
     with pytest.raises(BadInput, match="client 3 alone: a server needs the run's whole secret"):
         Listener("127.0.0.1:0", Secret(b"k" * 32, client=3), print, print)

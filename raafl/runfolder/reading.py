@@ -19,6 +19,7 @@ from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
     CLIENTS,
     CONFIG,
+    EXCHANGES,
     JOURNAL,
     KINDS,
     LOST,
@@ -317,7 +318,7 @@ def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
         if event.get("id") not in settled:
             run.open_tasks.append((client, at))
         extra = event.get("extra")
-        terms = extra.get("split") if isinstance(extra, dict) else None
-        batches = number(terms.get("batches")) if isinstance(terms, dict) else math.nan
-        if isinstance(event.get("id"), int) and batches > 0:
-            run.num_exchanges[event["id"]] = int(batches)
+        terms = extra.get(EXCHANGES[0]) if isinstance(extra, dict) else None
+        exchanges = number(terms.get(EXCHANGES[1])) if isinstance(terms, dict) else math.nan
+        if isinstance(event.get("id"), int) and exchanges > 0:
+            run.num_exchanges[event["id"]] = int(exchanges)

@@ -23,6 +23,9 @@ Kind = Literal["run", "assigned", "gap", "resumed", "joined", "arrived", "lost",
 EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "lost", "timer", "stop")
 """What the coordinator is told of. The other rows say what it decided, or how the run began and went on."""
 
+EXCHANGES: Final = ("split", "batches")
+"""Where the `extra` of a task with an exchange says how many round trips it has in its middle."""
+
 
 class JournalRow(TypedDict, total=False):
     """A row of events.jsonl.

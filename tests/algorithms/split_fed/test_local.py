@@ -11,6 +11,7 @@ from raafl.core.algorithm import Fleet, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
+from raafl.runfolder.schema import EXCHANGES
 from raafl.submodel import FULL, SpecError, Submodels
 from tests.algorithms.split_fed.models import Tied, mlp, submodels_of
 
@@ -62,6 +63,7 @@ def test_the_cost_is_that_of_the_clients_layers_and_of_every_samples_activation_
     terms = {"cut": "layers.2", "batch_size": 32, "num_samples": 70, "per_epoch": 3, "batches": 9, "samples": 210}
     terms["sends"] = "values"
     assert work == Work(num_epochs=3, extra={"split": terms})
+    assert work.extra[EXCHANGES[0]][EXCHANGES[1]] == 9  # where reports look for it
     cost = fleet.cost(FULL, work.extra)
     assert cost.params == 1560
     assert cost.down_bytes == 1560 * 4 + 210 * 24 * 4  # its layers' values; 24 gradients for each sample

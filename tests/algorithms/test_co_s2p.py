@@ -329,18 +329,15 @@ def test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends(tm
 
 
 @pytest.mark.slow("a transformer learns, twice")
-@pytest.mark.parametrize(
-    ("arguments", "trigger"),
-    [({"min_ratio": 1.0, "wait_s": 3.0}, "sync"), ({"min_ratio": 0.0, "wait_s": 0.0}, "async")],
-)
-def test_so_it_has_with_windows_of_a_transformer_trained_masks_and_distillation(tmp_path, arguments, trigger):
+def test_so_it_has_with_windows_of_a_transformer_trained_masks_and_distillation(tmp_path):
+    """The asynchronous end; of the other one the windows are as those of the test above."""
     pytest.importorskip("transformers")
     more = {"model": eyes, "max_updates": 12, "eval_every": 12, "train": Training(num_epochs=None, num_steps=2)}
     settings = {"rates": [1.0, 0.25, 0.0625, 0.25], "mask_rounds": 1, "mask_steps": 1}
-    one = finish(experiment(tmp_path / "one", co_s2p(**settings, **arguments), **more))
-    other = finish(experiment(tmp_path / "other", co_s2p(**settings, trigger=trigger), **more))
+    one = finish(experiment(tmp_path / "one", co_s2p(**settings, min_ratio=0.0, wait_s=0.0), **more))
+    other = finish(experiment(tmp_path / "other", co_s2p(**settings, trigger="async"), **more))
     assert one.digest == other.digest and one.text("clients.csv") == other.text("clients.csv")
-    assert (one.summary["staleness"]["max"] == 0) == (trigger == "sync")
+    assert one.summary["staleness"]["max"] > 0
     specs = [Spec.from_json(row["spec"]) for row in one.events("assigned")]
     assert any(spec.trained == () for spec in specs), "masks"
     assert any(spec.kept and blocks(spec) == [0] for spec in specs), "a window below the top, cut in width"

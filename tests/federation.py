@@ -82,4 +82,15 @@ class Finished:
 def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, Any], Path]] = simulate) -> Finished:
     """Run it to its end."""
     with remembered.costs():
-        return Finished(*run(experiment))
+        return Finished(*whole(run(experiment)))
+
+
+def whole(run: tuple[dict[str, Any], Path]) -> tuple[dict[str, Any], Path]:
+    """Pass on a run's summary and folder; end the tests where a signal has cut it short.
+
+    A run takes SIGTERM and Ctrl-C as a request to end early. One that the tests' own process gets, as from `timeout` when the
+    time for all of them is up, is not meant for the run at hand, which would be found to give another model.
+    """
+    if run[0]["finished"] == "interrupted":
+        raise KeyboardInterrupt(f"a signal to the tests has ended the run in {run[1]}")
+    return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import closing
 from dataclasses import replace
 
@@ -46,6 +48,20 @@ class Stopping(Watcher):
 
     def stop_asked(self):
         return self.why if self.seen >= self.num else None
+
+
+class Killing(Watcher):
+    """Sends this process the signal of a time limit, once its first update has settled."""
+
+    def on_settled(self, settled, now):
+        if settled.assignment.id == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_the_tests_does_not_pass_for_another_end_of_a_run(tmp_path):
+    made = experiment(tmp_path / "run", fed_async())
+    with pytest.raises(KeyboardInterrupt, match="a signal to the tests has ended the run in"):
+        finish(made, lambda made: simulate(made, watcher=Killing()))
 
 
 @pytest.mark.parametrize("why", ["failed: of something", "stopped"])

@@ -1,0 +1,80 @@
+"""How many more trainings a second a simulated run does over ranks (`torchrun ... -m raafl simulate`) than in one process.
+
+Each case is the same run with the same seed in one process, by forked workers and over ranks, one after the other, each on
+one thread a process; it is repeated, and a row has the median. `ratio` is trainings per second over those of one process; `equal`
+is whether the model's digest is that of one process. Seconds are the run's own, from its first to its last event:
+what processes need to start is not in it.
+
+    python -m benchmarks.scaling [--json] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import Row, main
+
+ROOT = Path(__file__).parents[1]
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload: a config, options of it, and how many trainings."""
+
+    name: str
+    options: tuple[str, ...]
+    updates: int
+
+
+CASES = (
+    Case("CNN, CIFAR-10", ("--config", "configs/cifar10-cnn.yaml"), 60),
+    Case("ViT micro, CIFAR-10", ("--config", "configs/cifar10-vit.yaml"), 40),
+    Case("MLP, digits", ("--config", "configs/quickstart.yaml"), 400),
+)
+WAYS = (("one process", 1, ()), ("workers", 2, ("--workers", "2")), ("ranks", 2, ()), ("ranks", 4, ()))
+
+
+def run(case: Case, way: str, num: int, options: tuple[str, ...]) -> Row:
+    """Run a case in one way, and return the summary."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num), "-m"] if way == "ranks" else []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", *torchrun, "raafl", "simulate", *case.options, *options, "--max_updates",
+                   str(case.updates), "--eval_every", str(case.updates), "--output", f"{folder}/run", "--json",
+                   "--progress", "quiet"]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, timeout=3600)
+    summary: Row = json.loads(done.stdout)
+    return summary
+
+
+def rows() -> list[Row]:
+    """Return a row for each case and way."""
+    found = []
+    for case in CASES:
+        taken: dict[tuple[str, int], list[Row]] = {(way, num): [] for way, num, _ in WAYS}
+        for _ in range(REPEATS):  # in turns, so that what else the machine does disturbs all alike
+            for way, num, options in WAYS:
+                taken[way, num].append(run(case, way, num, options))
+        per_s = {key: statistics.median(case.updates / one["wall_s"] for one in all) for key, all in taken.items()}
+        (digest,) = {one["model_digest"] for one in taken["one process", 1]}
+        for (way, num), summaries in taken.items():
+            found.append({
+                "workload": case.name, "way": way, "processes": num, "per_s": per_s[way, num],
+                "ratio": per_s[way, num] / per_s["one process", 1],
+                "bytes_per_task": (summaries[0]["bytes_up"] + summaries[0]["bytes_down"]) / case.updates,
+                "equal": all(one["model_digest"] == digest for one in summaries),
+            })  # fmt: skip
+            print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main("scaling", rows)

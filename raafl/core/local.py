@@ -125,6 +125,14 @@ class Local:
     rescale: bool = field(default=False, kw_only=True)
     masked: bool = field(default=False, kw_only=True)
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse a method with bundles and an exchange: in a task of two sides neither has a place for bundles."""
+        super().__init_subclass__(**more)
+        if cls.exchange is not Local.exchange and (cls.down or cls.up):
+            raise TypeError(
+                f"{cls.__name__} has an exchange and bundles ({', '.join((*cls.down, *cls.up))}): have one of them"
+            )
+
     @property
     def spans(self) -> bool:
         """Whether a client of several processes can train this way: by gradients of the module alone, which are averaged."""

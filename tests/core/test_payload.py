@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
 from tests.tools import line_state
@@ -64,3 +66,13 @@ def test_a_bundle_of_its_own_layout_is_as_the_task_says_and_not_compressed():
     whole = FlatTensors.zeros(payload.layout(way="sent"))
     payload.plan(frozen, "sent").scatter_(whole, flat)
     assert whole["s/hidden"].tolist() == [2.0] * 4
+
+
+def test_a_method_has_bundles_or_an_exchange():
+    with pytest.raises(TypeError, match=r"Both has an exchange and bundles \(scores\): have one of them"):
+
+        class Both(Local):
+            up = ("scores",)
+
+            def exchange(self, submodels, extra=None):
+                return None

@@ -17,6 +17,8 @@ from raafl.commands.over_ranks import simulate_over_ranks
 from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment
 from raafl.errors import BadInput
+from tests import warm
+from tests.forked import command
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
@@ -34,10 +36,10 @@ TORCHRUN = [
 OPTIONS = ["--config", "configs/quickstart.yaml", "--clients", "2", "--progress", "quiet"]
 
 
-def start(*options, command="fit"):
+def start(*options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*TORCHRUN[:-1], command, *OPTIONS, *options], cwd=ROOT, env=environment, text=True,
+        [*TORCHRUN, *OPTIONS, *options], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
@@ -94,15 +96,21 @@ def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path)
     assert all(json.loads(line) for line in journal.read_text().splitlines())
 
 
-@pytest.mark.slow("torchrun and three ranks start from nothing")
 def test_three_ranks_simulate_what_one_process_does(tmp_path):
-    options = ("--max_updates", "40", "--clients", "4", "--output")
-    code, out, err = end(start(*options, str(tmp_path / "three"), "--json", command="simulate"))
-    assert code == 0, err
-    three = json.loads(out)
-    one, _ = simulate(
-        load_experiment("configs/quickstart.yaml", *options, str(tmp_path / "one"), "--progress", "quiet")
+    options = ("--max_updates=40", "--clients=4", "--progress=quiet")
+    argv = (
+        "--standalone",
+        "--nproc-per-node=3",
+        "-m",
+        "raafl",
+        "simulate",
+        "--config=configs/quickstart.yaml",
+        *options,
     )
+    with command(tmp_path, *argv, f"--output={tmp_path / 'three'}", before=warm.start, entry=warm.torchrun) as started:
+        assert started.end() == 0, started.err
+    three = json.loads((tmp_path / "three" / "summary.json").read_text())
+    one, _ = simulate(load_experiment("configs/quickstart.yaml", *options, f"--output={tmp_path / 'one'}"))
     alike = ("model_digest", "runtime", "finished", "participation", "final", "time_s", "bytes_up", "staleness")
     assert [three[name] for name in alike] == [one[name] for name in alike]
     assert three["warnings"] == one["warnings"]

@@ -30,7 +30,7 @@ def server() -> Server:
     parts = {"state": None, "payload": None, "algorithm": SimpleNamespace(merge=None)}
     coordinator: Any = SimpleNamespace(roster=SimpleNamespace(joins=Counter()), **parts)
     unused: Any = SimpleNamespace()
-    return Server(coordinator, unused, unused, None)
+    return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go
 
 
 def test_a_client_may_have_four_connections_on_their_way_in_and_others_are_not_kept_out_by_them():

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -142,15 +144,19 @@ def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Benc
         executor.close()
         for process in processes:
             process.join(10)
-            process.close()  # raises where it has not ended
+        executor.codes = [process.exitcode for process in processes]  # None where it has not ended
+        for process in processes:
+            process.close()
 
 
 def _rank(end: socket.socket, bench: Bench, data: list[ClientData]) -> None:
+    code = 1
     try:
         with TcpPair(end, 30.0) as pair, suppress(PeerLost):
             work(pair, bench.trainer, data.__getitem__)
+            code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def told(update):
@@ -218,6 +224,7 @@ def test_a_rank_that_is_killed_gives_its_task_back_and_the_run_goes_on(num_kille
     assert found == expected
     assert sorted(text.split(" is lost")[0] for text in executor.warnings) == ["rank 1", "rank 2"][:num_killed]
     assert all(text.endswith("; the run goes on without it") for text in executor.warnings)
+    assert executor.codes == [-signal.SIGKILL] * num_killed + [0] * (2 - num_killed)
 
 
 def test_nothing_is_left_of_tasks_over_ranks_and_no_more_is_trained_ahead_than_there_is_room_for(monkeypatch):
@@ -239,6 +246,30 @@ def test_nothing_is_left_of_tasks_over_ranks_and_no_more_is_trained_ahead_than_t
         while executor._tasks and time.monotonic() < last:  # what had been begun when it was cancelled
             time.sleep(0.01)
         assert not executor._tasks and (executor._num_ahead, executor._ahead_bytes) == (0, 0)
+
+
+class Endless(Net):
+    """Is at work for ever in another process."""
+
+    def training_step(self, batch, index):
+        while os.getpid() != HERE:
+            time.sleep(0.02)
+            if self.told.is_set():
+                break
+        return super().training_step(batch, index)
+
+
+def test_ranks_in_the_middle_of_a_task_end_with_the_run_and_without_an_error():
+    Endless.told = mp.get_context("fork").Event()  # lets the batch at hand end, of many to come
+    data, bench = clients(), Bench.of(Endless, max_built=2)
+    with ranks(bench, data, 3) as executor:
+        for task, values in tasks_of(bench, 6):
+            executor.submit(replace(task, num_epochs=10**6), values, float(task.id))
+        while sum(task.begun for task in executor._tasks.values()) < 2:
+            time.sleep(0.005)
+        time.sleep(0.1)  # they are in their first batch, or about to
+        threading.Timer(0.2, Endless.told.set).start()
+    assert executor.codes == [0, 0] and executor.warnings == []
 
 
 def test_a_failure_in_another_rank_is_told_with_its_own_words_when_its_turn_comes():

@@ -8,8 +8,10 @@ travel as flat buffers, of submodels alone.
 from __future__ import annotations
 
 import heapq
+import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +22,16 @@ from raafl.errors import TaskFailed
 from raafl.foreign import foreign
 from raafl.local.failure import from_meta, out_of_memory, to_meta
 from raafl.local.heap import give_back
-from raafl.local.train import LocalTrainer
+from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor, Inline
-from raafl.runtime.transport import Kind, Message, Pair, Refused
+from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Submodels
 
 AHEAD_BYTES = 1 << 29
 """Results that wait to be asked for, beyond which nothing more is begun ahead of need."""
 _LEAST_AHEAD = 2  # tasks for each rank, however large their results are
 _FOR_EVER_S = 1e6  # the pair tells of a rank that is gone
+_PART_S = 10.0
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class OverRanks(Executor):
         self._waiting: list[tuple[float, int]] = []
         self._ahead_bytes = self._num_ahead = self._num_ranks = 0
         self._changed = threading.Condition()
+        self._stopping = threading.Lock()  # a rank is told to stop by whichever thread is first, and by one at a time
         self._threads: list[threading.Thread] = []
         self._pairs: list[Pair] = []
         self._closed = False
@@ -109,16 +113,20 @@ class OverRanks(Executor):
                 del self._tasks[assignment_id]
 
     def close(self) -> None:
-        """Let the ranks go; one that is in the middle of a task finds this one gone."""
+        """Let the ranks go, also in the middle of a task."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            while any(
+                task.sending for task in self._tasks.values()
+            ):  # one message at a time; no other is begun any more
+                self._changed.wait()
+        for pair in list(self._pairs):
+            self._stop(pair)
         for thread in self._threads:
-            thread.join(timeout=1.0)
-        for pair in self._pairs:
+            thread.join(timeout=_PART_S)
+        for pair in list(self._pairs):
             pair.close()
-        for thread in self._threads:
-            thread.join(timeout=10.0)
 
     # ---- in this process ----
 
@@ -177,7 +185,7 @@ class OverRanks(Executor):
                 while (task := self._next()) is not None:
                     self._keep(task, self._exchange(pair, task))
                     task = None
-                pair.send(Message(Kind.STOP, meta={"reason": "the run has ended"}), 1.0)
+                self._stop(pair)  # it may have come when the others had been told
         except Exception as error:  # whatever it is, the others can do what this one cannot
             if self._lose(task):
                 warn(f"{name} is lost ({foreign(error)}); the run goes on without it")
@@ -188,7 +196,13 @@ class OverRanks(Executor):
         for name, ours in _hello(self._submodels).items():
             if hello.meta.get(name) != ours:
                 raise Refused("incompatible", f"another {name}: {foreign(hello.meta.get(name))}, here it is {ours}")
-        pair.send(Message(Kind.WELCOME, meta={"kept_whole": sorted(self._submodels.refuted)}))
+        with self._stopping:
+            pair.send(Message(Kind.WELCOME, meta={"kept_whole": sorted(self._submodels.refuted)}))
+
+    def _stop(self, pair: Pair) -> None:
+        """Tell a rank that the run has ended; it is no error if it is gone."""
+        with self._stopping, suppress(PeerLost, PeerTimeout):
+            pair.send(Message(Kind.STOP, meta={"reason": "the run has ended"}), 1.0)
 
     def _next(self) -> _Task | None:
         """Wait for a task to begin; None = the run has ended."""
@@ -238,35 +252,54 @@ class OverRanks(Executor):
 def work(pair: Pair, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
     """Train what comes over ``pair`` until told that the run has ended.
 
+    One thread receives all the time, so that the end of the run interrupts a task that nobody needs any more.
+
     Raises:
         PeerLost: rank 0 is gone.
         Refused: it has sent what is not raafl's.
     """
-    inline, payload, submodels = Inline(trainer, data), trainer.payload, trainer.submodels
+    inline, stop = Inline(trainer, data), threading.Event()
+    inbox: queue.SimpleQueue[tuple[Assignment, FlatTensors] | Exception | None] = queue.SimpleQueue()
+    trainer.stop = stop
+    pair.send(Message(Kind.HELLO, meta=_hello(trainer.submodels)))
+    threading.Thread(target=_receive, args=(pair, trainer, inbox), name="reader", daemon=True).start()
+    while (item := inbox.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        assignment, values = item
+        inline.submit(assignment, values, 0.0)
+        try:
+            pair.send(_answer(inline.result(assignment.id)))
+        except TaskFailed as failed:
+            pair.send(Message(Kind.FAILED, assignment.id, meta=to_meta(failed, private=False)))
+        except Stopped:
+            continue  # the reader's last word comes next
+        give_back()  # the next task may be long in coming
+
+
+def _receive(pair: Pair, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -> None:
+    """Put tasks into ``inbox``, and at the end None, or what went wrong; then the task at hand is stopped, too."""
     out: list[Assignment] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
         if kind is not Kind.ASSIGN:
             return None
         out[:] = [assignment_from_json(meta)]
-        return FlatTensors.empty(payload.layout(out[0].spec, "sent"), trainer.fabric.device)
+        return FlatTensors.empty(trainer.payload.layout(out[0].spec, "sent"), trainer.fabric.device)
 
-    pair.send(Message(Kind.HELLO, meta=_hello(submodels)))
-    while True:
-        message = pair.recv(expect, _FOR_EVER_S)
-        if message.kind is Kind.STOP:
-            return
-        if message.kind is Kind.WELCOME:
-            submodels.keep_whole(dict.fromkeys(message.meta["kept_whole"], "not proven by rank 0"))
-        if message.tensors is None:
-            continue
-        (assignment,) = out
-        inline.submit(assignment, message.tensors, 0.0)
-        try:
-            pair.send(_answer(inline.result(assignment.id)))
-        except TaskFailed as failed:
-            pair.send(Message(Kind.FAILED, assignment.id, meta=to_meta(failed, private=False)))
-        give_back()  # the next task may be long in coming
+    last: Exception | None = None
+    try:
+        while (message := pair.recv(expect, _FOR_EVER_S)).kind is not Kind.STOP:
+            if message.kind is Kind.WELCOME:
+                names = message.meta["kept_whole"]
+                trainer.submodels.keep_whole(dict.fromkeys(names, "not proven by rank 0"))
+            elif message.tensors is not None:
+                inbox.put((out[0], message.tensors))
+    except Exception as error:
+        last = error
+    if trainer.stop is not None:
+        trainer.stop.set()
+    inbox.put(last)
 
 
 def _hello(submodels: Submodels) -> dict[str, str]:

@@ -130,9 +130,9 @@ class FaultProxy:
             while chunk:
                 rate = side.bytes_per_s
                 piece = chunk if rate is None else chunk[: max(1, int(rate / 20))]
+                side.num_bytes += len(piece)  # first: whoever has received a byte may ask at once
                 writer.write(piece)
                 await writer.drain()
-                side.num_bytes += len(piece)
                 chunk = chunk[len(piece) :]
                 if rate is not None:
                     await asyncio.sleep(len(piece) / rate)

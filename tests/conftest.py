@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many 
 
 import signal
 import socket
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -68,9 +69,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A TCP port that was free a moment ago; where the code under test can take port 0, give it that instead."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def free_port() -> Iterator[int]:
+    """A TCP port where nobody listens; where the code under test can take port 0, give it that instead.
+
+    It stays bound while the test lasts, so that no other process is given it. Who sets SO_REUSEADDR, as raafl and c10d do,
+    may listen there.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

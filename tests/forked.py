@@ -51,12 +51,12 @@ class Command:
         os.kill(self.process.pid, number)
         if number in (signal.SIGKILL, signal.SIGSTOP):
             return
-        wait_for(lambda: not _pending(self.process.pid, number), f"the taking of {number.name}")
+        wait_for(lambda: not pending(self.process.pid, number), f"the taking of {number.name}")
 
     def send_all(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the command, as a terminal or a cluster does."""
         os.killpg(self.process.pid, number)
-        wait_for(lambda: not _pending(self.process.pid, number), f"the taking of {number.name}")
+        wait_for(lambda: not pending(self.process.pid, number), f"the taking of {number.name}")
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -68,7 +68,7 @@ class Command:
         return int(self.process.exitcode)
 
 
-def _pending(pid: int, number: signal.Signals) -> bool:
+def pending(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has yet to take a signal; False where the system does not say."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

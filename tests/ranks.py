@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+import torch._dynamo  # noqa: F401  the first optimiser does: here it is done for all ranks
 import torch.distributed as dist
 
 from raafl.commands.fit import host, take_part

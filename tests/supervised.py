@@ -2,7 +2,8 @@
 
 The plan holds Python code for the server and for each client. Each runs with `note(text)`, which appends a line to its file in
 FOLDER; `until(condition)`, which waits for one; `lines(name)`, what a rank has noted so far; `gone(line)`, whether the process of a
-`pid N` line has ended and been reaped; and `signals(name)`, which notes each signal by its name and does nothing else about it.
+`pid N` line has ended and been reaped; `state(line)`, a letter for what that does now; and `signals(name)`, which notes each
+signal by its name and does nothing else about it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def until(condition):
         time.sleep(0.01)
 def gone(pid_line):
     return not pathlib.Path("/proc", pid_line.removeprefix("pid ")).exists()
+def state(pid_line):
+    return pathlib.Path("/proc", pid_line.removeprefix("pid "), "stat").read_text().rpartition(") ")[2][0]
 def signals(*names):
     for number in (getattr(signal, n) for n in names):
         signal.signal(number, lambda n, frame: note(signal.Signals(n).name))

@@ -200,8 +200,8 @@ def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
 
 
 def short_echo():
-    """Have ranks take what comes a second after the first signal for another."""
-    interrupt._ECHO_S = 1.0
+    """Have ranks take what comes two seconds after the first signal for another."""
+    interrupt._ECHO_S = 2.0
     warm.start()
 
 
@@ -220,7 +220,7 @@ def test_under_torchrun_once_and_twice(tmp_path):
         assert {one.rank for one in ranks} == {"0", "1", "2"}
         torchrun.send_all(signal.SIGINT)
         wait_for(lambda: "stop" in events(run), "the end of the loop")
-        time.sleep(1.5)  # what comes sooner may be torchrun's echo of the first
+        time.sleep(2.5)  # what comes sooner may be torchrun's echo of the first
         torchrun.send_all(signal.SIGINT)
         assert torchrun.end() != 0 and STOPPED in torchrun.err
         assert psutil.wait_procs([one.process for one in ranks], timeout=30)[1] == []

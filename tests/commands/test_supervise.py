@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="orphans are killed by Linux"),
 ]
 FOR_EVER = "until(lambda: False)"
+LOST = "until(lambda: 'ready' in lines('the-server')); sys.exit(2)"
 LEAVES = "signals('SIGTERM'); until(lambda: lines('the-server')[-1:] == ['end'])"
 
 
@@ -106,13 +107,18 @@ def test_the_servers_output_goes_where_the_supervisors_goes_and_a_clients_into_i
     assert (tmp_path / "log-1").read_text() == "of a client\n"
 
 
-@pytest.mark.parametrize("deaf", ["signals('SIGTERM'); ", "signals('SIGTERM'); os.kill(os.getpid(), signal.SIGSTOP); "])
-def test_a_client_that_does_not_leave_is_killed(deaf, run, tmp_path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_client_that_does_not_leave_is_killed(stopped, run, tmp_path):
     """It had SIGTERM before, unless it was stopped and could not take it."""
-    patience = {"leave_s": 0.1, "stop_s": 0.5}
-    code, _ = run("until(lambda: 'deaf' in lines('client-1'))", "note('deaf'); " + deaf + FOR_EVER, policy=patience)
+    patience = {"leave_s": 0.1, "stop_s": 0.5 if stopped else 1.5}
+    server = "until(lambda: 'deaf' in lines('client-1'))"
+    deaf = "signals('SIGTERM'); note('deaf'); "
+    if stopped:
+        server += "; until(lambda: state(lines('client-1')[0]) == 'T')"
+        deaf += "os.kill(os.getpid(), signal.SIGSTOP); "
+    code, _ = run(server, deaf + FOR_EVER, policy=patience)
     assert code == 0
-    assert noted(tmp_path, "client-1")[1:] == (["deaf"] if "STOP" in deaf else ["deaf", "SIGTERM"])
+    assert noted(tmp_path, "client-1")[1:] == (["deaf"] if stopped else ["deaf", "SIGTERM"])
 
 
 def test_what_a_rank_has_started_ends_with_it(run, tmp_path):
@@ -167,16 +173,14 @@ def test_bad_input_and_an_interrupt_are_not_mended_by_another_start(code, run, t
 
 
 def test_a_run_whose_clients_are_all_lost_fails(run, tmp_path):
-    server = "signals('SIGTERM'); until(lambda: 'SIGTERM' in lines('the-server')); sys.exit(130)"
-    code, said = run(server, "sys.exit(2)", "sys.exit(2)")
+    server = "signals('SIGTERM'); note('ready'); until(lambda: 'SIGTERM' in lines('the-server')); sys.exit(130)"
+    code, said = run(server, LOST, LOST)
     assert code == 1
     assert said[-1] == "every client is lost: the run ends"
 
 
 def test_a_server_that_does_not_end_when_all_clients_are_lost_is_killed(run, tmp_path):
-    code, said = run(
-        "signals('SIGTERM'); " + FOR_EVER, "until(lambda: lines('the-server')); sys.exit(2)", policy={"stop_s": 0.3}
-    )
+    code, said = run("signals('SIGTERM'); note('ready'); " + FOR_EVER, LOST, policy={"stop_s": 0.3})
     assert code == 1
     assert said[-1] == "every client is lost: the run ends"
     assert len(pids(tmp_path)) == 2

@@ -381,9 +381,9 @@ def test_batches_cost_little_more_than_bare_indexing():
     def best_s(run):
         times = []
         for _ in range(15):
-            start_s = time.perf_counter()
+            start_s = time.thread_time()
             run()
-            times.append(time.perf_counter() - start_s)
+            times.append(time.thread_time() - start_s)
         return min(times)
 
     assert best_s(ours) < best_s(bare) + 128 * 20e-6

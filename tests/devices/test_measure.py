@@ -22,7 +22,7 @@ def test_measured_speed_agrees_with_a_plain_timing_loop():
         torch.autograd.grad((x @ a).relu().mm(b).sum(), [x, a, b])
         best_s = min(best_s, time.perf_counter() - start_s)
     measured = measuring.measure_flops_per_s(duration_s=0.3)
-    assert 0.2 < measured / (flops / best_s) < 2.0  # loose: other processes share the machine
+    assert 0.1 < measured / (flops / best_s) < 2.0  # loose: other processes share the machine
 
 
 def test_measure_returns_a_profile():

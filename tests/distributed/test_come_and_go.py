@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ import yaml
 from raafl.commands.replay import replay
 from raafl.config.options import Waits
 from raafl.config.parse import parse
-from raafl.core.types import Arrived, Joined, Lost
+from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.runtime.transport.handshake import Secret
 from tests.ranks import Watched
 from tests.remote import SECRET, remote
@@ -24,6 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 WAITS = Waits(join_s=60.0, task_s=60.0, idle_s=60.0, stop_s=5.0, alone_s=60.0)
+SEEN = "stopped: seen"
 SLOW = 0.3  # seconds a task of the second client takes at least
 
 
@@ -39,19 +39,31 @@ def parsed(tmp_path, *options, waits=WAITS, second_s=SLOW):
     return replace(found.experiment, waits=waits), found.config_yaml
 
 
+ENDLESS = "--max_updates=100000"
+
+
 class On:
-    """Does something when the server takes an event that a test waits for; once each, in order."""
+    """Does something when the server takes an event that a test waits for; once each, in order. After the last the run ends."""
 
     def __init__(self, *steps):
-        self.steps, self.inbox = list(steps), Watched(self.look)
+        self.steps, self.inbox = [*steps[:-1], (steps[-1][0], steps[-1][1] or self.stop)], Watched(self.look)
 
     def look(self, event):
         while self.steps and self.steps[0][0](event):
             self.steps.pop(0)[1]()
 
+    def stop(self):
+        self.inbox.put(Stop(SEEN))
 
-def arrived(client):
-    return lambda event: isinstance(event, Arrived) and event.update.client == client
+
+def nothing():
+    pass
+
+
+def arrived(client, incarnation=0):
+    return lambda event: (
+        isinstance(event, Arrived) and (event.update.client, event.update.incarnation) == (client, incarnation)
+    )
 
 
 def joined(client, incarnation=0):
@@ -77,13 +89,15 @@ def settled(run):
 
 
 def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
-    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=60", "--logger=csv")
+    experiment, config = parsed(tmp_path, "--clients=3", ENDLESS, "--logger=csv")
     with remote(experiment, config, tmp_path, [1, 2, 3, 2], held_back=[3]) as fleet:
         first, second = fleet.joiners[1], fleet.joiners[3]
-        on = On((after(2, arrived(1)), lambda: first.send(signal.SIGKILL)), (lost(2), second.begin))
+        on = On(
+            (after(2, arrived(1)), lambda: first.send(signal.SIGKILL)), (lost(2), second.begin), (arrived(2, 1), None)
+        )  # fmt: skip
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, -signal.SIGKILL, 0, 0]
-    assert run.summary["finished"] == "max_updates"
+    assert run.summary["finished"] == SEEN
     (row,) = [row for row in run.rows() if row["outcome"].startswith("lost")]
     assert (row["client"], row["incarnation"]) == ("2", "0") and "connection" in row["outcome"]
     assert {row["incarnation"] for row in run.rows() if row["client"] == "2"} == {"0", "1"}
@@ -94,13 +108,13 @@ def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
 
 
 def test_a_client_that_hangs_is_lost_at_its_deadline_and_comes_back(tmp_path):
-    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=120", waits=replace(WAITS, task_s=2.0))
+    experiment, config = parsed(tmp_path, "--clients=3", ENDLESS, waits=replace(WAITS, task_s=2.0))
     with remote(experiment, config, tmp_path, [1, 2, 3]) as fleet:
         second = fleet.joiners[1]
         on = On(
             (arrived(2), lambda: second.send(signal.SIGSTOP)),
             (lost(2), lambda: second.send(signal.SIGCONT)),
-            (joined(2, 1), lambda: None),
+            (joined(2, 1), None),
         )
         run = fleet.serve(on.inbox)
         assert not on.steps
@@ -113,10 +127,10 @@ def test_a_client_that_hangs_is_lost_at_its_deadline_and_comes_back(tmp_path):
 
 
 def test_of_two_clients_with_one_id_the_newer_takes_part_and_the_older_is_told(tmp_path):
-    experiment, config = parsed(tmp_path, "--clients=2", "--max_updates=60")
+    experiment, config = parsed(tmp_path, "--clients=2", ENDLESS)
     with remote(experiment, config, tmp_path, [1, 2, 2], held_back=[2]) as fleet:
         older, newer = fleet.joiners[1:]
-        on = On((arrived(2), newer.begin), (joined(2, 1), lambda: None))
+        on = On((arrived(2), newer.begin), (joined(2, 1), nothing), (arrived(2, 1), None))
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 1, 0]
     assert older.words().splitlines()[-1] == "client 2: replaced: client 2 has joined from elsewhere"
@@ -126,10 +140,10 @@ def test_of_two_clients_with_one_id_the_newer_takes_part_and_the_older_is_told(t
 
 
 def test_work_starts_with_few_and_a_late_client_takes_part(tmp_path):
-    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=80")
+    experiment, config = parsed(tmp_path, "--clients=3", ENDLESS)
     with remote(experiment, config, tmp_path, [1, 3], held_back=[1]) as fleet:
         late = fleet.joiners[1]
-        on = On((after(5, arrived(1)), late.begin), (arrived(3), lambda: None))
+        on = On((after(5, arrived(1)), late.begin), (arrived(3), None))
         run = fleet.serve(on.inbox, min_clients=1)
         assert not on.steps
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
@@ -150,12 +164,11 @@ def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tm
     ]
     with remote(experiment, config, tmp_path, [1, *strangers], held_back=[1, 2, 3, 4, 5]) as fleet:
         begin = [joiner.begin for joiner in fleet.joiners[1:]]
-        on = On((arrived(1), lambda: [let() for let in begin]))
+        on = On((arrived(1), lambda: [let() for let in begin]), (lambda event: done.is_set(), stop_serving))
         waiting = threading.Thread(target=lambda: [j.exit_code() for j in fleet.joiners[1:]] and done.set())
         done = threading.Event()
         waiting.start()
         endless = replace(experiment, max_updates=None, max_time=3600.0)
-        on.steps.append((lambda event: done.is_set(), stop_serving))
         run = fleet.serve(on.inbox, experiment=endless, min_clients=1)
         waiting.join()
         codes = [joiner.exit_code() for joiner in fleet.joiners]
@@ -191,12 +204,10 @@ def test_a_client_may_train_on_data_that_only_it_has(tmp_path):
     assert replay(run.folder, client_data={2: file})["equal"] is True
 
 
-def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tmp_path):
+def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tmp_path, free_port):
     experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=150", "--checkpoint_every=5")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     resumed = replace(experiment, resume=str(tmp_path / "run"))
-    with remote(experiment, config, tmp_path, [1, 2, 3], servers=[experiment, resumed], port=port) as fleet:
+    with remote(experiment, config, tmp_path, [1, 2, 3], servers=[experiment, resumed], port=free_port) as fleet:
         first, second = fleet.servers
         first.begin()
         journal = tmp_path / "run" / "events.jsonl"
@@ -216,7 +227,7 @@ def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tm
     assert replay(run.folder)["equal"] is True
 
 
-def wait_for(condition, timeout_s=40.0):
+def wait_for(condition, timeout_s=80.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

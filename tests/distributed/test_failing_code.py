@@ -92,13 +92,13 @@ class SlowAtFirst(MLP):
     def validation_step(self, batch, batch_idx):
         type(self).seen += 1
         if self.seen == 1:
-            time.sleep(2.5)
+            time.sleep(4.0)
         return super().validation_step(batch, batch_idx)
 
 
 def test_clients_wait_for_a_first_evaluation_longer_than_join_s(tmp_path, monkeypatch):
     monkeypatch.setattr(SlowAtFirst, "seen", 0)
-    made = experiment(tmp_path / "run", model=lambda: SlowAtFirst(64, (8,), 10), clients=2, waits=Waits(join_s=1.0))
+    made = experiment(tmp_path / "run", model=lambda: SlowAtFirst(64, (8,), 10), clients=2, waits=Waits(join_s=3.0))
     with ranks(made) as started:
         run = started.serve()
         assert started.exit_codes() == {1: 0, 2: 0}

@@ -16,14 +16,16 @@ import torch
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.config.options import Waits
-from raafl.core.types import Arrived, Joined, Lost
+from raafl.core.algorithm import Training
+from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.parts.merge.mean import Mean
 from tests import ranks as here
 from tests.federation import experiment
 from tests.ranks import Watched, held, ranks
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]  # most look at the clock
-SHORT = Waits(join_s=40.0, task_s=20.0, idle_s=20.0, stop_s=5.0)
+SHORT = Waits(join_s=40.0, task_s=40.0, idle_s=40.0, stop_s=5.0)
+THIRTY_STEPS = Training(num_epochs=None, num_steps=30)
 
 
 class Dawdling(MLP):
@@ -82,31 +84,36 @@ def test_a_client_killed_in_a_task_is_lost_alone_and_at_once(tmp_path, algorithm
     assert run.summary["participation"]["2"] == 0
     assert min(run.summary["participation"]["1"], run.summary["participation"]["3"]) > 0
     (put_at,) = [at for at, event in inbox.put_at if isinstance(event, Lost) and event.client == 2]
-    assert put_at - killed_at[0] < 2.0
+    assert put_at - killed_at[0] < SHORT.task_s / 2  # not at its deadline
 
 
 def test_a_client_that_hangs_is_lost_at_its_deadline(tmp_path):
+    """The others go on meanwhile, and afterwards: the run ends at their sixth update from then on."""
     waits = replace(SHORT, task_s=1.5, stop_s=2.0)
-    more = {"model": lambda: Slowly(64, (24,), 10), "waits": waits, "max_updates": None, "max_time": 6.0}
+    more = {"model": lambda: Slowly(64, (24,), 10), "waits": waits, "max_updates": None, "max_time": 100.0}
     with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
-        stopped_at = []
+        stopped_at, later = [], []
 
-        def stop():
-            stopped_at.append(time.perf_counter())
-            fleet.send(2, signal.SIGSTOP)
+        def look(event):
+            if isinstance(event, Arrived) and event.update.client == 2 and not stopped_at:  # its next task is still to come
+                fleet.send(2, signal.SIGSTOP)
+                stopped_at.append(time.perf_counter())
+            if later or isinstance(event, Lost):
+                later.append(event)
+                if len(later) == 7:
+                    inbox.put(Stop("stopped: seen"))
 
-        inbox = after(8, Arrived, stop)
+        inbox = Watched(look)
         run = fleet.serve(inbox)
         fleet.send(2, signal.SIGCONT)
         codes = fleet.exit_codes()
-    assert run.summary["finished"] == "max_time"
+    assert run.summary["finished"] == "stopped: seen"
+    assert all(isinstance(event, Arrived) for event in later[1:7])
     (row,) = lost_rows(run)
     assert (row["client"], row["outcome"]) == ("2", "lost:timeout: nothing from the peer within 1.5 s")
     (put_at,) = [at for at, event in inbox.put_at if isinstance(event, Lost) and event.client == 2]
-    assert 1.0 < put_at - stopped_at[0] < 3.5
-    # the others went on meanwhile and afterwards
-    later = [at for at, event in inbox.put_at if isinstance(event, Arrived) and at > put_at]
-    assert len(later) > 5
+    assert 1.4 < put_at - stopped_at[0] < SHORT.task_s / 2
+    assert any(isinstance(event, Arrived) and stopped_at[0] < at < put_at for at, event in inbox.put_at)
     assert codes == {1: 0, 2: 0, 3: 0}  # by the time the second goes on, the run has ended
 
 
@@ -162,11 +169,11 @@ def test_when_every_client_dies_the_run_fails_by_name(tmp_path):
 
 
 def test_a_run_does_not_wait_for_a_task_that_nobody_needs_and_its_client_ends_well(tmp_path):
-    """The second client's task takes three seconds more than the run lets it."""
-    more = {"model": dawdling, "waits": replace(SHORT, stop_s=0.5), "max_updates": 10}
+    """The second client's task takes half a minute, which the run does not let it."""
+    more = {"model": dawdling, "waits": replace(SHORT, stop_s=0.5), "max_updates": 10, "train": THIRTY_STEPS}
     with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
         run = fleet.serve()
-        assert run.summary["wall_s"] < 2.5
+        assert run.summary["wall_s"] < 25.0
         assert fleet.exit_codes() == {1: 0, 2: 0, 3: 0}
     assert {row["client"] for row in run.rows() if row["outcome"] == "unused"} >= {"2"}
 
@@ -215,14 +222,14 @@ def test_a_slow_evaluation_delays_no_merge_and_measures_a_snapshot(tmp_path):
         run = fleet.serve(Watched(count))
     assert run.summary["finished"] == "max_updates"
     during = [end - start for start, end in Measured.spans if start and end < 120]
-    assert max(during) >= 10
+    assert max(during) >= 2  # within a sixth of an evaluation; none, or one, if merges waited for it
     # test data is six batches: no evaluation ends within 0.9 s, so most versions are passed over, in order
     versions = [int(row["version"]) for row in run.rows("metrics.csv")]
     assert versions == sorted(versions) and versions[0] == 0 and versions[-1] == 120
-    assert len(versions) < 20
+    assert len(versions) < 40
     merged_s = [float(row["arrived_s"]) for row in run.rows() if row["outcome"] == "merged"]
     gaps = [b - a for a, b in zip(sorted(merged_s), sorted(merged_s)[1:], strict=False)]
-    assert max(gaps) < 0.6  # of an evaluation's 0.9
+    assert sum(gap > 0.6 for gap in gaps) < len(versions) / 2  # of the 0.9 of each evaluation
 
 
 @dataclass(frozen=True)
@@ -248,7 +255,7 @@ def test_updates_are_received_while_others_are_merged(tmp_path):
         fleet.serve(inbox)
     arrivals = [at for at, event in inbox.put_at if isinstance(event, Arrived)]
     within = [at for at in arrivals if any(began < at < ended for began, ended in SPANS)]
-    assert len(within) >= 6
+    assert len(within) >= 2  # the others' of the first merge; none if merges held them up
 
 
 # ---- nothing is left ----
@@ -268,10 +275,16 @@ def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
     one("plain")
     one("killed", signal.SIGKILL)
     one("hung", signal.SIGSTOP)
-    deadline = time.monotonic() + 5
-    while held() > before and time.monotonic() < deadline:
+
+
+    def more():
+        now = held()
+        return now if now[0] > before[0] or now[2] > before[2] else None
+
+    deadline = time.monotonic() + 60
+    while more() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert held()[0] <= before[0] and held()[2] <= before[2], (before, held())
+    assert not more(), (before, more())
     assert [t.name for t in threading.enumerate() if t.name.startswith(("client-", "evaluator", "checkpoint"))] == []
     assert psutil.Process().children() == []
 

@@ -37,6 +37,7 @@ from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
 
 ROOT = Path(__file__).parents[2]
 HERE = os.getpid()
+WAIT_S = 60.0
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -136,14 +137,14 @@ def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Benc
     executor, warnings = OverRanks(bench.trainer, data.__getitem__), []
     executor.processes, executor.warnings = processes, warnings
     for number, (end, _) in enumerate(pairs, start=1):
-        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, 30.0), warnings.append)
+        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, WAIT_S), warnings.append)
     try:
         yield executor
     finally:
         executor.close()
         executor.close()
         for process in processes:
-            process.join(10)
+            process.join(WAIT_S)
         executor.codes = [process.exitcode for process in processes]  # None where it has not ended
         for process in processes:
             process.close()
@@ -152,7 +153,7 @@ def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Benc
 def _rank(end: socket.socket, bench: Bench, data: list[ClientData]) -> None:
     code = 1
     try:
-        with TcpPair(end, 30.0) as pair, suppress(PeerLost):
+        with TcpPair(end, WAIT_S) as pair, suppress(PeerLost):
             work(pair, bench.trainer, data.__getitem__)
             code = 0
     finally:
@@ -217,8 +218,8 @@ def test_a_rank_that_is_killed_gives_its_task_back_and_the_run_goes_on(num_kille
                     process.kill()
             found[task.id] = told(executor.result(task.id))
         for process in executor.processes[:num_killed]:
-            process.join(10)
-        last = time.monotonic() + 10
+            process.join(WAIT_S)
+        last = time.monotonic() + WAIT_S
         while len(executor.warnings) < num_killed and time.monotonic() < last:
             time.sleep(0.01)
     assert found == expected
@@ -242,7 +243,7 @@ def test_nothing_is_left_of_tasks_over_ranks_and_no_more_is_trained_ahead_than_t
             executor.cancel(task.id)
         for task, _ in todo[1::2]:
             executor.result(task.id)
-        last = time.monotonic() + 10
+        last = time.monotonic() + WAIT_S
         while executor._tasks and time.monotonic() < last:  # what had been begun when it was cancelled
             time.sleep(0.01)
         assert not executor._tasks and (executor._num_ahead, executor._ahead_bytes) == (0, 0)
@@ -309,7 +310,7 @@ def test_a_pool_can_be_used_again_and_again_without_running_out_of_slots():
                 pool.cancel(task.id)
             for task, _ in todo[1::2]:
                 pool.result(task.id)
-        last = time.monotonic() + 10
+        last = time.monotonic() + WAIT_S
         while pool._tasks and time.monotonic() < last:  # what had been begun when it was cancelled
             pool._collect(block=False)
         pool._release(pool._lent)
@@ -375,7 +376,7 @@ def test_workers_end_soon_after_their_parent(tmp_path):
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     workers = [int(pid) for pid in ended.stdout.split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while any(map(psutil.pid_exists, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, workers))

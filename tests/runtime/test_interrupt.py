@@ -14,6 +14,7 @@ import pytest
 
 from raafl.runtime import interrupt
 from raafl.runtime.interrupt import Interrupt
+from tests.forked import pending, wait_for
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
@@ -131,8 +132,9 @@ def test_the_second_ends_a_process_that_hangs_with_its_children_and_files(second
     try:
         child = psutil.Process(int(process.stdout.readline()))
         process.send_signal(signal.SIGINT)
+        wait_for(lambda: not pending(process.pid, signal.SIGINT), "the taking of the first")  # else two alike are one
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=0.5)  # it is asked, but cannot hear
+            process.wait(timeout=0.3)  # it is asked, but cannot hear
         process.send_signal(second)
         out, err = process.communicate(timeout=90)
     finally:
@@ -190,4 +192,4 @@ def test_nothing_is_left_of_it():
         while not interrupted.asked and time.monotonic() < deadline:
             pass
         assert interrupted.asked
-    assert (threading.active_count(), psutil.Process().num_fds()) == (threads, files)
+    assert threading.active_count() <= threads and psutil.Process().num_fds() <= files

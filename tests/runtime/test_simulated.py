@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -210,7 +211,10 @@ def test_a_failed_run_leaves_no_thread(tmp_path):
                 raise ZeroDivisionError("in the user's code")
             return super().training_step(batch, batch_idx)
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     broken = experiment(tmp_path / "r", fed_async(), model=lambda: Breaking(64, (24,), 10), checkpoint_every=1, seed=4)
     assert "in the user's code" in finish(broken).summary["finished"]
-    assert threading.active_count() == before
+    deadline = time.monotonic() + 60
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left

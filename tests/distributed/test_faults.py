@@ -95,7 +95,9 @@ def test_a_client_that_hangs_is_lost_at_its_deadline(tmp_path):
         stopped_at, later = [], []
 
         def look(event):
-            if isinstance(event, Arrived) and event.update.client == 2 and not stopped_at:  # its next task is still to come
+            if (
+                isinstance(event, Arrived) and event.update.client == 2 and not stopped_at
+            ):  # its next task is still to come
                 fleet.send(2, signal.SIGSTOP)
                 stopped_at.append(time.perf_counter())
             if later or isinstance(event, Lost):
@@ -275,7 +277,6 @@ def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
     one("plain")
     one("killed", signal.SIGKILL)
     one("hung", signal.SIGSTOP)
-
 
     def more():
         now = held()

@@ -1,0 +1,328 @@
+"""Labels of dimensions: which elements of different tensors are the same unit, worked out as operations combine them.
+
+A dimension is a product of atoms, the first varying slowest: after ``view(batch, heads, width)`` the features of a projection
+are ``heads * width``. An atom is one of three things: a leaf, of which nothing more is known; a product, once a view has cut
+it; a joined one, whose indices are those of several dimensions one after the other, once it was sliced or concatenated.
+Where an operation needs two dimensions to be the same, their atoms become one (union-find), factor by factor. Elements that
+cannot go are pinned, with the reason.
+
+>>> labels = Labels()
+>>> features, bias = labels.new(12), labels.new(12)
+>>> heads, width = labels.regroup([features], [3, 4])
+>>> labels.unify(features, bias)
+>>> labels.pin(width, "the scores are divided by its size")
+>>> [(atom.size, atom.pin and atom.pin.text) for atom in bias.leaves()]
+[(3, None), (4, 'the scores are divided by its size')]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+class Misfit(Exception):
+    """Two dimensions cannot be the same, or one cannot be cut as asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why units cannot go: in words, and the line of the user's code where it came to that, if it is known."""
+
+    text: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.place})" if self.place else self.text
+
+
+class Atom:
+    """``size`` indices that no operation has told apart yet, or those of which they consist by now.
+
+    Attributes:
+        size: number of indices.
+        pin: why none of them can go; None = they can.
+        span: why the others change when some go, though they can: a norm takes its statistics across them.
+        is_batch: whether matrix products ran over it side by side, as over the heads of an attention.
+        factors: the atoms whose product this is, the slowest first; empty = it is no product.
+        parts: the dimensions whose indices follow one another in this; empty = it is not joined.
+    """
+
+    __slots__ = ("_same_as", "factors", "is_batch", "parts", "pin", "size", "span")
+
+    def __init__(self, size: int, like: Atom | None = None) -> None:
+        """Make a leaf, pinned as ``like`` is."""
+        self.size = size
+        self.pin: Reason | None = like.pin if like is not None else None
+        self.span: Reason | None = like.span if like is not None else None
+        self.is_batch = like is not None and like.is_batch
+        self.factors: tuple[Atom, ...] = ()
+        self.parts: list[Dim] = []
+        self._same_as: Atom | None = None
+
+    def now(self) -> Atom:
+        """The atom that this one has become part of."""
+        atom = self
+        while atom._same_as is not None:
+            atom = atom._same_as
+        if atom is not self:
+            self._same_as = atom
+        return atom
+
+    def become(self, other: Atom) -> None:
+        """Be the same as ``other`` from now on."""
+        self._same_as = other
+
+
+class Dim:
+    """One dimension of a tensor. Views that leave a dimension as it is hand on this very object.
+
+    Attributes:
+        atoms: their product is the dimension.
+        is_read: whether a matrix product summed over it: of a layer's weight, the side that reads.
+    """
+
+    __slots__ = ("atoms", "is_read")
+
+    def __init__(self, atoms: Sequence[Atom] = ()) -> None:
+        """Make the dimension of this product; no atoms = one index."""
+        self.atoms = tuple(atoms)
+        self.is_read = False
+
+    @property
+    def size(self) -> int:
+        """Number of indices."""
+        return math.prod(atom.size for atom in self.atoms)
+
+    def leaves(self) -> list[Atom]:
+        """Return the leaves and joined atoms whose product this is; atoms of one index are left out."""
+        found: list[Atom] = []
+        for atom in self.atoms:
+            atom = atom.now()
+            if atom.factors:
+                found += Dim(atom.factors).leaves()
+            elif atom.size != 1:
+                found.append(atom)
+        return found
+
+    def units(self) -> Iterator[Atom]:
+        """Yield every leaf in it, those in joined atoms included."""
+        for atom in self.leaves():
+            if atom.parts:
+                for part in atom.parts:
+                    yield from part.units()
+            else:
+                yield atom
+
+
+class Labels:
+    """Makes labels and combines them; all changes are in place."""
+
+    def __init__(self, place: Callable[[], str] = str) -> None:
+        """Make labels whose pins say ``place()``: the line of code that is running."""
+        self._place = place
+
+    def new(self, size: int, pinned: str = "") -> Dim:
+        """Return a dimension of which nothing is known, or that cannot be cut."""
+        if size == 1:
+            return Dim()
+        dim = Dim([Atom(size)])
+        if pinned:
+            self.pin(dim, pinned)
+        return dim
+
+    def pin(self, dim: Dim, why: str | Reason) -> None:
+        """Keep all indices of ``dim`` for this reason, where there is none yet."""
+        self._note(dim, why, "pin")
+
+    def span(self, dim: Dim, why: str | Reason) -> None:
+        """Note that statistics are taken across ``dim``."""
+        self._note(dim, why, "span")
+
+    def _note(self, dim: Dim, why: str | Reason, attribute: str) -> None:
+        for atom in dim.units():
+            if getattr(atom, attribute) is None:
+                why = Reason(why, self._place()) if isinstance(why, str) else why  # looked up once, and only if needed
+                setattr(atom, attribute, why)
+
+    def mark_batch(self, dim: Dim) -> None:
+        """Note that matrix products ran over ``dim`` side by side."""
+        for atom in dim.units():
+            atom.is_batch = True
+
+    # ---- the same elements, in other dimensions ----
+
+    def regroup(self, dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
+        """Deal the product of ``dims`` out over dimensions of these sizes: a view.
+
+        Both are row-major orders of the same elements, so the factors must come in the same order. A factor that reaches
+        over a border is split there.
+
+        Raises:
+            Misfit: a border lies within a factor.
+        """
+        rest = [atom for dim in dims for atom in dim.leaves()]
+        if math.prod(sizes) != math.prod(atom.size for atom in rest):
+            raise Misfit
+        found = []
+        for size in sizes:
+            atoms: list[Atom] = []
+            while size > 1:
+                atom = rest[0].now()
+                if atom.factors:
+                    rest[:1] = Dim(atom.factors).leaves()
+                elif size % atom.size == 0:
+                    atoms.append(atom)
+                    size //= atom.size
+                    del rest[0]
+                elif atom.size % size == 0:
+                    self._split(atom, size)
+                else:
+                    raise Misfit
+            found.append(Dim(atoms))
+        return found
+
+    def unify(self, one: Dim, other: Dim) -> None:
+        """Make two dimensions the same, index by index.
+
+        Raises:
+            Misfit: their sizes differ.
+        """
+        if one is other:
+            return
+        if one.size != other.size:
+            raise Misfit
+        ours, theirs = one.leaves(), other.leaves()
+        while ours and theirs:
+            a, b = ours[0].now(), theirs[0].now()
+            if a.factors:
+                ours[:1] = Dim(a.factors).leaves()
+            elif b.factors:
+                theirs[:1] = Dim(b.factors).leaves()
+            elif a.size == b.size:
+                del ours[0], theirs[0]
+                if a is not b:
+                    self._merge(a, b)
+            elif a.size % b.size == 0:
+                self._split(a, b.size)
+            elif b.size % a.size == 0:
+                self._split(b, a.size)
+            else:  # (2, 3) and (3, 2): neither can lose an index while the other keeps its form
+                self.pin(Dim([*ours, *theirs]), "it is factored in two ways that do not fit")
+                return
+
+    def take(self, dim: Dim, start: int, length: int) -> Dim:
+        """Return indices ``start`` to ``start + length - 1``: a slice."""
+        if start == 0 and length == dim.size:
+            return dim
+        atoms = dim.leaves()
+        inner = math.prod(atom.size for atom in atoms[1:])
+        if atoms and length and start % inner == 0 and length % inner == 0:
+            # whole runs of the slowest factor, so that the others are there in full
+            first = self._cut(atoms[0], start // inner, length // inner)
+            return Dim([*first.atoms, *atoms[1:]])
+        self.pin(dim, "a slice takes a part of it")
+        return self.new(length, "it is a part of something else")
+
+    def join(self, dims: Sequence[Dim]) -> Dim:
+        """Return the dimension in which these follow one another: a concatenation."""
+        dims = [dim for dim in dims if dim.size]
+        if len(dims) == 1:
+            return dims[0]
+        atom = Atom(sum(dim.size for dim in dims))
+        atom.parts = list(dims)
+        return Dim([atom])
+
+    # ---- atoms ----
+
+    def _split(self, atom: Atom, outer: int) -> None:
+        """Make ``atom`` the product of ``outer`` and the rest."""
+        inner = atom.size // outer
+        high, low = Atom(outer, atom), Atom(inner, atom)
+        sizes = [part.size for part in atom.parts]
+        if sizes and all(size % inner == 0 for size in sizes):
+            # Each part is a number of whole runs of `inner`: (q, k, v) seen as heads. The runs are alike in all parts.
+            for place, part in enumerate(atom.parts):
+                runs, run = self.regroup([part], [part.size // inner, inner])
+                self.unify(run, Dim([low]))
+                atom.parts[place] = runs
+            high.parts, low = atom.parts, low.now()
+        elif sizes and (period := self._period(sizes, outer)):
+            # Each run of `inner` is made of the same parts, so that what one run loses the others lose, too.
+            for place, part in enumerate(atom.parts):
+                self.unify(part, atom.parts[place % period])
+            low.parts = atom.parts[:period]
+            self.pin(Dim([high]), "its parts are alike, and only go together")
+        elif sizes:
+            self.pin(Dim([atom]), "a view cuts through what was joined")
+            high.pin = low.pin = next(unit.pin for unit in Dim([atom]).units())
+        atom.factors, atom.parts = (high, low), []
+
+    def _period(self, sizes: list[int], outer: int) -> int:
+        """Find how many parts make up each of ``outer`` equal runs; 0 = the parts do not fall into such runs."""
+        period, rest = divmod(len(sizes), outer)
+        return period if not rest and sizes == sizes[:period] * outer else 0
+
+    def _merge(self, a: Atom, b: Atom) -> None:
+        """Make two atoms of one size, neither of them a product, the same."""
+        if a.parts and b.parts:
+            self._merge_joined(a, b)
+            return
+        if a.parts:
+            a, b = b, a  # the leaf becomes the other one
+        for attribute in ("pin", "span"):
+            if (reason := getattr(a, attribute)) is not None:
+                self._note(Dim([b]), reason, attribute)
+        if a.is_batch:
+            self.mark_batch(Dim([b]))
+        a.become(b)
+
+    def _merge_joined(self, a: Atom, b: Atom) -> None:
+        borders = sorted({*self._borders(a), *self._borders(b)})
+        for atom in (a, b):
+            for border in borders:
+                self._cut_at(atom, border)
+        if self._borders(a) != self._borders(b):
+            self.pin(Dim([a]), "it is joined in two ways that do not fit")
+            self.pin(Dim([b]), "it is joined in two ways that do not fit")
+            return
+        for one, other in zip(list(a.parts), list(b.parts), strict=True):
+            self.unify(one, other)
+        a.become(b)
+
+    def _borders(self, atom: Atom) -> list[int]:
+        """List where the parts end."""
+        ends, end = [], 0
+        for part in atom.parts:
+            end += part.size
+            ends.append(end)
+        return ends
+
+    def _cut(self, atom: Atom, start: int, length: int) -> Dim:
+        """Return a run of the atom's indices."""
+        if start == 0 and length == atom.size:
+            return Dim([atom])
+        if not atom.parts and atom.pin is not None:
+            dim = Dim([Atom(length, atom)])  # nothing in it is ever told apart again
+            return dim if length > 1 else Dim()
+        if not atom.parts:
+            lengths = (start, length, atom.size - start - length)
+            atom.parts = [Dim([Atom(size, atom)]) if size > 1 else Dim() for size in lengths if size]
+            return atom.parts[1 if start else 0]
+        for border in (start, start + length):
+            self._cut_at(atom, border)
+        ends = self._borders(atom)
+        inside = [p for p, end in zip(atom.parts, ends, strict=True) if start < end <= start + length]
+        if sum(part.size for part in inside) != length:
+            raise Misfit
+        return self.join(inside)
+
+    def _cut_at(self, atom: Atom, border: int) -> None:
+        """Let one part of a joined atom end at ``border``, unless that cuts through a factor."""
+        for place, (part, end) in enumerate(zip(list(atom.parts), self._borders(atom), strict=True)):
+            begin = end - part.size
+            if begin < border < end:
+                left, right = self.take(part, 0, border - begin), self.take(part, border - begin, end - border)
+                atom.parts[place : place + 1] = [left, right]
+                return

@@ -1,0 +1,268 @@
+"""Follows the dimensions of a model's tensors through the operations that run in a training step.
+
+The step runs on the meta device, where tensors have shapes and no values; where something in it needs values (`.item()`,
+experts that a router chooses), it runs on drawn ones, several times, so that more of its branches are seen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from raafl.submodel.labels import Dim, Labels
+from raafl.submodel.operations import Call, Dims, follow, rule_of
+from raafl.submodel.watch import Watch
+from raafl.submodel.shrink import copy_structure
+
+TIMES = 3
+"""Steps on drawn values, each on others."""
+
+
+@dataclass
+class Seen:
+    """What a trace has seen of a model.
+
+    Attributes:
+        dims: labels of each parameter and buffer.
+        labels: with which they were made.
+        parameters: the names among them that are parameters.
+        untouched: parameters that no operation has read.
+        given: what modules give that the training step itself calls: path, labels of the outputs.
+        watch: the sizes that code has asked for.
+        problem: why the step could not be followed to its end.
+    """
+
+    dims: dict[str, list[Dim]]
+    labels: Labels
+    parameters: frozenset[str]
+    watch: Watch
+    untouched: set[str] = field(default_factory=set)
+    given: list[tuple[str, list[Dim]]] = field(default_factory=list)
+    problem: str | None = None
+
+
+class Tracer(TorchDispatchMode):
+    """Labels every tensor that operations make, while it is entered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Label the parameters and buffers of ``module``."""
+        super().__init__()
+        self.labels = Labels(place_in_code)
+        self._dims: Any = WeakIdKeyDictionary()
+        self._read: Any = WeakIdKeyDictionary()
+        self.named = dict(module.named_parameters()) | dict(module.named_buffers())
+        for tensor in self.named.values():
+            self._dims[tensor] = [self.labels.new(size) for size in tensor.shape]
+
+    def dims_of(self, tensor: Tensor) -> Dims:
+        """Return the labels of a tensor; one that no operation has made is an input, of which nothing can go."""
+        known: Dims | None = self._dims.get(tensor)
+        if known is None or len(known) != tensor.dim() or any(d.size != n for d, n in zip(known, tensor.shape)):
+            known = self._dims[tensor] = [self.labels.new(size, "it is an input") for size in tensor.shape]
+        return known
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Check whether a tensor has labels."""
+        return tensor in self._dims
+
+    def untouched(self) -> set[str]:
+        """Return the tensors of the module that no operation has read."""
+        return {name for name, tensor in self.named.items() if tensor not in self._read}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = func(*args, **kwargs)
+        ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outs = [x for x in tree_leaves(answer) if isinstance(x, Tensor)]
+        for tensor in ins:
+            self._read[tensor] = True
+        if not outs:
+            return answer
+        schema = func._schema
+        arguments = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
+        arguments.update(zip(arguments, args, strict=False))
+        arguments.update(kwargs)
+        alias = schema.returns[0].alias_info
+        is_view = alias is not None and not alias.is_write
+        name = schema.name.split("::")[1].rstrip("_")
+        call = Call(name, arguments, ins, outs, self.labels, self.dims_of, is_view)
+        for tensor, dims in zip(outs, follow(rule_of(func), call), strict=True):
+            if not any(tensor is x for x in ins):  # else it was changed in place
+                self._dims[tensor] = list(dims)
+        return answer
+
+
+def place_in_code() -> str:
+    """Return the line outside torch and this package that is running, as ``file.py:line``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/raafl/submodel/" not in name and not name.startswith("<"):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def trace(module: nn.Module, batch: Any) -> Seen:
+    """Follow one or more training steps of ``module``, or calls of it where it has none.
+
+    Args:
+        module: the model, real or a skeleton; neither it nor any random state is changed.
+        batch: a real one, of which a few samples are enough.
+    """
+    problems = []
+    with _undisturbed():
+        for values, default in ((False, "meta"), (False, "cpu"), (True, "cpu")):
+            seen = _attempt(module, batch, values, default)
+            if seen.problem is None:
+                return seen
+            problems.append(seen)
+    return problems[-1]
+
+
+def _attempt(module: nn.Module, batch: Any, values: bool, default: str) -> Seen:
+    copy = _copy(module, values)
+    if not values:
+        batch = _on_meta(batch)
+    settle(copy)
+    tracer = Tracer(copy)
+    parameters = frozenset(name for name, _ in copy.named_parameters())
+    watch = Watch(copy, tracer.labels, tracer.dims_of, tracer.knows)
+    dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
+    seen = Seen(dims, tracer.labels, parameters, watch)
+    _note_outputs(copy, tracer, seen)
+    for time in range(TIMES if values else 1):
+        if values:
+            _draw(copy, time)
+        try:
+            torch.manual_seed(time)
+            with torch.no_grad(), torch.device(default), torch.backends.mkldnn.flags(enabled=False), watch, tracer:
+                step(copy, batch)
+        except Exception as error:
+            seen.problem = problem_of(error)
+            break
+    seen.untouched = tracer.untouched() & parameters
+    return seen
+
+
+def step(module: Any, batch: Any) -> Any:
+    """Run a training step; of a module that has none, its forward."""
+    if callable(getattr(module, "training_step", None)) and not _is_default(module, "training_step"):
+        return module.training_step(batch, 0)
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(batch[0] if isinstance(batch, list | tuple) else batch)
+
+
+def _is_default(module: Any, name: str) -> bool:
+    home = getattr(getattr(type(module), name, None), "__module__", "")
+    return home.startswith(("lightning.", "pytorch_lightning."))
+
+
+def problem_of(error: Exception) -> str:
+    """Return an error of the user's code in one line, with its place."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        name = frame.tb_frame.f_code.co_filename
+        if "/torch/" not in name and "/raafl/submodel/" not in name:
+            place = f"{Path(name).name}:{frame.tb_lineno}: "
+        frame = frame.tb_next
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _note_outputs(module: nn.Module, tracer: Tracer, seen: Seen) -> None:
+    """Note what each module gives that nothing but the step itself calls."""
+    depth = [0]
+
+    def begin(layer: nn.Module, args: Any) -> None:
+        depth[0] += 1
+
+    def end(path: str) -> Any:
+        def note(layer: nn.Module, args: Any, answer: Any) -> None:
+            depth[0] -= 1
+            if depth[0] == 0:
+                leaves = tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer)
+                dims = [d for x in leaves if isinstance(x, Tensor) for d in tracer.dims_of(x)]
+                seen.given.append((path, dims))
+
+        return note
+
+    for path, layer in module.named_modules():
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end(path))
+
+
+def _copy(module: nn.Module, values: bool) -> nn.Module:
+    """Return a copy on the meta device, or a real one whose parameters are to be drawn."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu" if values else "meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in module.buffers():
+        if not values:
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        elif buffer.device.type == "meta":
+            memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return copy_structure(module, memo)
+
+
+def _draw(module: nn.Module, seed: int) -> None:
+    """Give the parameters values like those that layers begin with, no two alike."""
+    generator = torch.Generator().manual_seed(7 + seed)
+    for name, parameter in module.named_parameters():
+        value = parameter.detach()
+        if not value.is_floating_point():
+            value.zero_()
+            continue
+        noise = torch.randn(value.shape, generator=generator)
+        if value.dim() > 1:
+            value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
+        else:
+            value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+
+
+def _on_meta(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return torch.empty(batch.shape, dtype=batch.dtype, device="meta")
+    if isinstance(batch, Mapping):
+        return {key: _on_meta(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_on_meta, batch))
+    return type(batch)(map(_on_meta, batch)) if isinstance(batch, list | tuple) else batch
+
+
+def settle(module: nn.Module) -> None:
+    """Make a copy run in training mode without a trainer."""
+    module.train()
+    for name in ("log", "log_dict"):
+        if hasattr(module, name):
+            module.__dict__[name] = _ignore
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave all random states as they are."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -28,6 +28,7 @@ class Spot:
     starts: tuple[int, ...]
     unit: int
     is_read: bool
+    is_made: bool
 
 
 @dataclass
@@ -46,8 +47,9 @@ class Candidate:
 
     @property
     def made(self) -> list[str]:
-        """Names of the tensors that make its units; of one that is only read, of those that read it."""
-        made = [spot.name for spot in self.spots if not spot.is_read]
+        """Names of the tensors that make its units; where none does, of those that have them otherwise."""
+        made = [spot.name for spot in self.spots if spot.is_made]
+        made = made or [spot.name for spot in self.spots if not spot.is_read]
         return made or [spot.name for spot in self.spots]
 
 
@@ -82,7 +84,7 @@ class Candidates:
     def _collect(self, name: str, place: int, dim: Dim) -> None:
         for atom, starts, unit, outside in _spots(dim, (0,), 1, ()):
             candidate = self._by_atom.setdefault(atom, Candidate(atom))
-            candidate.spots.append(Spot(name, place, starts, unit, dim.is_read))
+            candidate.spots.append(Spot(name, place, starts, unit, dim.is_read, dim.is_made))
             candidate.outside.update(other for other in outside if other is not atom)
 
     def _pin_outputs(self) -> None:
@@ -126,7 +128,7 @@ class Candidates:
             made = candidate.made[0].rpartition(".")[0] or candidate.made[0]
             if candidate.atom.is_batch:
                 options = [join(block, "heads"), join(block, "cross_heads"), made]
-            elif candidate.atom.span is not None and heads:
+            elif candidate.atom.span is not None and any(within(spot.name, heads) for spot in candidate.spots):
                 options = [join(self._model(candidate), "width"), made]
             elif block in heads and alone.count(block) == 1:
                 options = [join(block, "ffn"), made]

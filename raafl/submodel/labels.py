@@ -81,14 +81,15 @@ class Dim:
     Attributes:
         atoms: their product is the dimension.
         is_read: whether a matrix product summed over it: of a layer's weight, the side that reads.
+        is_made: whether it is what a product or a look-up gives: of a layer's weight, the side that makes units.
     """
 
-    __slots__ = ("atoms", "is_read")
+    __slots__ = ("atoms", "is_made", "is_read")
 
     def __init__(self, atoms: Sequence[Atom] = ()) -> None:
         """Make the dimension of this product; no atoms = one index."""
         self.atoms = tuple(atoms)
-        self.is_read = False
+        self.is_read = self.is_made = False
 
     @property
     def size(self) -> int:
@@ -122,6 +123,7 @@ class Labels:
     def __init__(self, place: Callable[[], str] = str) -> None:
         """Make labels whose pins say ``place()``: the line of code that is running."""
         self._place = place
+        self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
         """Return a dimension of which nothing is known, or that cannot be cut."""
@@ -137,8 +139,9 @@ class Labels:
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
-        """Note that statistics are taken across ``dim``."""
-        self._note(dim, why, "span")
+        """Note that statistics are taken across ``dim``, unless `is_spanning` is off."""
+        if self.is_spanning:
+            self._note(dim, why, "span")
 
     def _note(self, dim: Dim, why: str | Reason, attribute: str) -> None:
         for atom in dim.units():

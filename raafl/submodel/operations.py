@@ -76,6 +76,9 @@ class Call:
 
 Rule = Callable[[Call], Sequence[Dims]]
 
+MOVING = ("transpose", "t", "squeeze", "unsqueeze")
+"""Operations that, in place, change the form of the tensor itself."""
+
 RULES: dict[str, Rule] = {}
 """The rule of each operation; a variant in place has that of its name without the underscore."""
 
@@ -112,7 +115,7 @@ def rule_of(func: Any) -> Rule | None:
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
     """Return labels for the outputs of an operation; without a rule that fits, pin what it reads."""
-    if call.outs and all(x.numel() for x in (*(() if rule is _cat else call.ins), *call.outs)):
+    if call.outs and all(x.numel() for x in (*(() if rule is _cat else call.ins), call.outs[0])):
         try:
             found = list(rule(call)) if rule is not None else []
         except (Misfit, IndexError, KeyError):
@@ -209,10 +212,10 @@ def _unsqueeze(call: Call) -> list[Dims]:
 
 @rule("squeeze")
 def _squeeze(call: Call) -> list[Dims]:
-    shape, which = call.ins[0].shape, call.arguments.get("dim")
-    places = range(len(shape)) if which is None else [which] if isinstance(which, int) else which
-    gone = {i % max(len(shape), 1) for i in places}
-    return [[dim for i, dim in enumerate(call.dims()) if not (i in gone and shape[i] == 1)]]
+    dims, which = call.dims(), call.arguments.get("dim")
+    places = range(len(dims)) if which is None else [which] if isinstance(which, int) else which
+    gone = {i % max(len(dims), 1) for i in places}
+    return [[dim for i, dim in enumerate(dims) if not (i in gone and dim.size == 1)]]
 
 
 @rule("expand")
@@ -323,6 +326,8 @@ def _product(call: Call, left: Dims, right: Dims) -> list[Dim]:
     inner = right[-2] if len(right) > 1 else right[-1]
     call.labels.unify(left[-1], inner)
     left[-1].is_read = inner.is_read = True
+    for dim in (*left[-2:-1], *(right[-1:] if len(right) > 1 else ())):
+        dim.is_made = True
     if len(left) == 3:
         call.labels.unify(left[0], right[0])
         call.labels.mark_batch(left[0])
@@ -347,7 +352,7 @@ def _addmm(call: Call) -> list[Dims]:
 def _linear(call: Call) -> list[Dims]:
     x, weight = call.dims("input"), call.dims("weight")
     call.labels.unify(x[-1], weight[1])
-    weight[1].is_read = True
+    weight[1].is_read = weight[0].is_made = True
     if call.has("bias"):
         call.labels.unify(call.dims("bias")[0], weight[0])
     return [[*x[:-1], weight[0]]]
@@ -357,7 +362,7 @@ def _linear(call: Call) -> list[Dims]:
 def _grouped_mm(call: Call) -> list[Dims]:
     left, right = call.dims(0), call.dims(1)
     call.labels.unify(left[-1], right[-2])
-    right[-2].is_read = True
+    right[-2].is_read = right[-1].is_made = True
     for dim in right[:-2]:
         call.labels.pin(dim, "they are experts, of which a router chooses")
     return [[left[0], right[-1]]]
@@ -372,12 +377,12 @@ def _convolution(call: Call) -> list[Dims]:
     group = call.labels.new(groups)
     if call["transposed"]:  # weight: (in, out / groups, ...)
         inputs, outputs = weight[0], Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1]
-        weight[0].is_read = True
+        weight[0].is_read = weight[1].is_made = True
         if groups > 1:
             call.labels.unify(inputs, Dim([*group.atoms, *call.labels.new(inputs.size // groups).atoms]))
     else:  # weight: (out, in / groups, ...)
         inputs, outputs = Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1], weight[0]
-        weight[1].is_read = True
+        weight[1].is_read = weight[0].is_made = True
         if groups > 1:
             call.labels.unify(outputs, Dim([*group.atoms, *call.labels.new(outputs.size // groups).atoms]))
     call.labels.unify(x[1], inputs)
@@ -582,6 +587,7 @@ def _unfold(call: Call) -> list[Dims]:
 def _embedding(call: Call) -> list[Dims]:
     weight = call.dims("weight")
     call.labels.pin(weight[0], "its rows are a vocabulary")
+    weight[1].is_made = True
     return [[*call.dims("indices"), weight[1]]]
 
 
@@ -589,6 +595,7 @@ def _embedding(call: Call) -> list[Dims]:
 def _embedding_bag(call: Call) -> list[Dims]:
     weight = call.dims("weight")
     call.labels.pin(weight[0], "its rows are a vocabulary")
+    weight[1].is_made = True
     return call.others([call.labels.new(call.outs[0].shape[0], "they are samples"), weight[1]])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from raafl.submodel.labels import Dim, Labels
-from raafl.submodel.operations import Call, Dims, follow, rule_of
+from raafl.submodel.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.watch import Watch
 from raafl.submodel.shrink import copy_structure
 
@@ -61,34 +60,43 @@ class Tracer(TorchDispatchMode):
         """Label the parameters and buffers of ``module``."""
         super().__init__()
         self.labels = Labels(place_in_code)
-        self._dims: Any = WeakIdKeyDictionary()
-        self._read: Any = WeakIdKeyDictionary()
+        # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
+        self._dims: dict[int, tuple[Tensor, Dims]] = {}
+        self._read: set[int] = set()
         self.named = dict(module.named_parameters()) | dict(module.named_buffers())
         for tensor in self.named.values():
-            self._dims[tensor] = [self.labels.new(size) for size in tensor.shape]
+            self._label(tensor, [self.labels.new(size) for size in tensor.shape])
+
+    def _label(self, tensor: Tensor, dims: Dims) -> Dims:
+        self._dims[id(tensor)] = tensor, dims
+        return dims
+
+    def forget(self) -> None:
+        """Let go of all tensors but the module's own."""
+        self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
         """Return the labels of a tensor; one that no operation has made is an input, of which nothing can go."""
-        known: Dims | None = self._dims.get(tensor)
-        if known is None or len(known) != tensor.dim() or any(d.size != n for d, n in zip(known, tensor.shape)):
-            known = self._dims[tensor] = [self.labels.new(size, "it is an input") for size in tensor.shape]
+        _, known = self._dims.get(id(tensor), (None, ()))
+        if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
+            return self._label(tensor, [self.labels.new(size, "it is an input") for size in tensor.shape])
         return known
 
     def knows(self, tensor: Tensor) -> bool:
         """Check whether a tensor has labels."""
-        return tensor in self._dims
+        return id(tensor) in self._dims
 
     def untouched(self) -> set[str]:
         """Return the tensors of the module that no operation has read."""
-        return {name for name, tensor in self.named.items() if tensor not in self._read}
+        return {name for name, tensor in self.named.items() if id(tensor) not in self._read}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        answer = func(*args, **kwargs)
         ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
+        answer = func(*args, **kwargs)
         outs = [x for x in tree_leaves(answer) if isinstance(x, Tensor)]
-        for tensor in ins:
-            self._read[tensor] = True
+        self._read.update(map(id, ins))
         if not outs:
             return answer
         schema = func._schema
@@ -98,10 +106,10 @@ class Tracer(TorchDispatchMode):
         alias = schema.returns[0].alias_info
         is_view = alias is not None and not alias.is_write
         name = schema.name.split("::")[1].rstrip("_")
-        call = Call(name, arguments, ins, outs, self.labels, self.dims_of, is_view)
+        call = Call(name, arguments, ins, outs, self.labels, lambda x: before[id(x)], is_view)
         for tensor, dims in zip(outs, follow(rule_of(func), call), strict=True):
-            if not any(tensor is x for x in ins):  # else it was changed in place
-                self._dims[tensor] = list(dims)
+            if name in MOVING or id(tensor) not in before:  # else it was changed in place
+                self._label(tensor, list(dims))
         return answer
 
 
@@ -123,17 +131,19 @@ def trace(module: nn.Module, batch: Any) -> Seen:
         module: the model, real or a skeleton; neither it nor any random state is changed.
         batch: a real one, of which a few samples are enough.
     """
-    problems = []
+    first = None
     with _undisturbed():
-        for values, default in ((False, "meta"), (False, "cpu"), (True, "cpu")):
-            seen = _attempt(module, batch, values, default)
-            if seen.problem is None:
-                return seen
-            problems.append(seen)
-    return problems[-1]
+        for run in (step, call) if has_step(module) else (call,):
+            for values, default in ((False, "meta"), (False, "cpu"), (True, "cpu")):
+                seen = _attempt(module, batch, run, values, default)
+                if seen.problem is None:
+                    return seen
+                first = seen if first is None or (values and run is step) else first
+    assert first is not None
+    return first
 
 
-def _attempt(module: nn.Module, batch: Any, values: bool, default: str) -> Seen:
+def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], values: bool, default: str) -> Seen:
     copy = _copy(module, values)
     if not values:
         batch = _on_meta(batch)
@@ -146,11 +156,12 @@ def _attempt(module: nn.Module, batch: Any, values: bool, default: str) -> Seen:
     _note_outputs(copy, tracer, seen)
     for time in range(TIMES if values else 1):
         if values:
+            tracer.forget()
             _draw(copy, time)
         try:
             torch.manual_seed(time)
             with torch.no_grad(), torch.device(default), torch.backends.mkldnn.flags(enabled=False), watch, tracer:
-                step(copy, batch)
+                run(copy, batch)
         except Exception as error:
             seen.problem = problem_of(error)
             break
@@ -158,18 +169,22 @@ def _attempt(module: nn.Module, batch: Any, values: bool, default: str) -> Seen:
     return seen
 
 
+def has_step(module: Any) -> bool:
+    """Check whether a module has a training step of its own."""
+    own = getattr(type(module), "training_step", None)
+    return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
 def step(module: Any, batch: Any) -> Any:
-    """Run a training step; of a module that has none, its forward."""
-    if callable(getattr(module, "training_step", None)) and not _is_default(module, "training_step"):
-        return module.training_step(batch, 0)
+    """Run a training step."""
+    return module.training_step(batch, 0)
+
+
+def call(module: Any, batch: Any) -> Any:
+    """Run a forward pass; of a batch that is a list the first tensor is the input."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(batch[0] if isinstance(batch, list | tuple) else batch)
-
-
-def _is_default(module: Any, name: str) -> bool:
-    home = getattr(getattr(type(module), name, None), "__module__", "")
-    return home.startswith(("lightning.", "pytorch_lightning."))
 
 
 def problem_of(error: Exception) -> str:

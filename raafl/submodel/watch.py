@@ -129,23 +129,27 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.asked: list[Asked] = []
         self.running: list[tuple[str, str]] = []
+        self._alone = {path for path, part in module.named_modules() if isinstance(part, ALONE)}
         self._labels, self._dims_of, self._knows = labels, dims_of, knows
         modules = dict(module.named_modules())
         self.values = dict(_numbers(modules.items()))
         put(modules, {key: Size(value, Attr(key)) for key, value in self.values.items()})
         for path, part in modules.items():
-            if not isinstance(part, (*ALONE, torch.jit.ScriptModule)):
+            if not isinstance(part, torch.jit.ScriptModule):
                 part.__dict__["forward"] = _Method(self, part, path, "forward")
         if callable(getattr(module, "training_step", None)):
             module.__dict__["training_step"] = _Method(self, module, "", "training_step")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        # weights averaged over heads are seldom used; where they are, the proof finds out
+        self._labels.is_spanning = name != "multi_head_attention_forward"
         answer = func(*args, **kwargs)
+        self._labels.is_spanning = True
         if name == "size" or (name == "__get__" and isinstance(answer, torch.Size)):
             return self._measured(args, kwargs, answer)
         takes = TAKERS.get(name)
-        if takes is not None and self.running:
+        if takes is not None and self.running and self.running[-1][0] not in self._alone:
             site = site_of(sys._getframe(1))
             for where, value, part in takes(args, kwargs, answer) if site else ():
                 dim = self._dim(part)

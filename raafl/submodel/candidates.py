@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from raafl.submodel.axes import Axis, Member
-from raafl.submodel.declared import join, within
+from raafl.submodel.declared import join, said, within
 from raafl.submodel.labels import Atom, Dim, Reason
 from raafl.submodel.sizes import Extent
 from raafl.submodel.trace import Seen
@@ -69,6 +69,7 @@ class Candidates:
         for name, dims in seen.dims.items():
             for place, dim in enumerate(dims):
                 self._collect(name, place, dim)
+        self._copy_to_exits()
         self._pin_outputs()
         self.reasons: dict[Atom, Reason] = {}
         picked: list[Candidate] = []
@@ -86,6 +87,22 @@ class Candidates:
             candidate = self._by_atom.setdefault(atom, Candidate(atom))
             candidate.spots.append(Spot(name, place, starts, unit, dim.is_read, dim.is_made))
             candidate.outside.update(other for other in outside if other is not atom)
+
+    def _copy_to_exits(self) -> None:
+        """Let a module that takes another's place at an exit have the axes of that one, which the steps did not call."""
+        places = [
+            (join(prefix, place), join(prefix, path))
+            for prefix, exits in said(self.module, "submodel_exits")
+            for one in exits.values()
+            for place, path in (one.items() if isinstance(one, Mapping) else ())
+        ]
+        for candidate in self._by_atom.values():
+            for spot in list(candidate.spots):
+                for place, path in places:
+                    own = path + spot.name.removeprefix(place)
+                    if within(spot.name, (place,)) and own in self.seen.dims:
+                        candidate.spots.append(replace(spot, name=own))
+                        self.seen.untouched.discard(own)
 
     def _pin_outputs(self) -> None:
         """Keep whole what a part gives that has all of an axis: the result has to have the same form."""

@@ -115,6 +115,12 @@ def composites(module: nn.Module, prefix: str = "", known: set[int] | None = Non
         yield from composites(child, f"{prefix}.{name}" if prefix else name, known)
 
 
+def is_torchs(layer: nn.Module) -> bool:
+    """Check whether a layer is resized though its axes are traced: it is torch's own, and no block."""
+    rule, layer_type = _registered(layer)
+    return rule is not None and not rule.is_block and layer_type in RULES
+
+
 def resize(layer: nn.Module) -> None:
     """Set the size attributes of a layer whose tensors have been replaced by smaller ones."""
     rule, _ = _registered(layer)

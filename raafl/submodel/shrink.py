@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 from raafl.submodel import families as adapters  # noqa: F401  # the rules they register
 from raafl.submodel import multihead, recurrent
 from raafl.submodel.axes import Runs
+from raafl.submodel.copying import copy_structure
 from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.rules import produces, resize, rule_of
-
-_ATTACHED = ("_trainer", "_fabric")
-"""Attributes by which a LightningModule holds on to what runs it; a small copy is not run by that."""
-
+from raafl.submodel.sizes import Sizes
+from raafl.submodel.rules import is_torchs, produces, resize, rule_of
 
 @contextmanager
 def skeleton() -> Iterator[None]:
@@ -96,6 +93,8 @@ class Structure:
     stand_ins: Mapping[str, str]
     counts: Mapping[str, int]
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    sizes: Sizes | None = None
+    full: Mapping[str, int] = field(default_factory=dict)
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
@@ -112,6 +111,8 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
         parent, _, name = path.rpartition(".")
         small.get_submodule(parent)._modules[name] = StandIn(small.get_submodule(other))
     _resize_layers(small, structure)
+    if structure.sizes is not None:
+        structure.sizes.apply_(small, {**structure.full, **structure.counts}, structure.full)
     if rescale:
         _rescale(full, small)
     if present.device.type != "cpu":
@@ -134,26 +135,11 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
     return memo
 
 
-def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to."""
-    sentinel = object()
-    for part in module.modules():
-        for attribute in _ATTACHED:
-            if part.__dict__.get(attribute) is not None:
-                memo[id(part.__dict__[attribute])] = sentinel
-    small = copy.deepcopy(module, memo)
-    for part in small.modules():
-        for attribute in _ATTACHED:
-            if part.__dict__.get(attribute) is sentinel:
-                part.__dict__[attribute] = None
-    return small
-
-
 def _resize_layers(small: nn.Module, structure: Structure) -> None:
     shrunk = {path for name in structure.selections for path in _above(name)}
     shrunk |= {path for name in structure.absent for path in _above(name)}
     for name, layer in small.named_modules(remove_duplicate=False):
-        if name in shrunk:
+        if name in shrunk and (structure.sizes is None or is_torchs(layer)):
             resize(layer)
         elif isinstance(layer, nn.RNNBase):
             recurrent.adopt(layer)

@@ -15,6 +15,7 @@ from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
 from raafl.submodel.caches import Caches
 from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
 from raafl.submodel.extract import CopyPlan
+from raafl.submodel.find import Found, find_axes
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
@@ -42,7 +43,7 @@ class Submodels:
 
     def __init__(
         self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
-        batch_norm: BatchNorm | None = None,
+        batch_norm: BatchNorm | None = None, traced: bool = False,
     ) -> None:  # fmt: skip
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
@@ -73,6 +74,7 @@ class Submodels:
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
+        self.traced, self.found = traced, Found()
         self._kept_whole: dict[str, str] = {}
         self._problem: str | None = None
         self.refuted: dict[str, str] = {}
@@ -85,12 +87,17 @@ class Submodels:
         declare = getattr(self.module, "submodel_axes", None)
         if declare is not None:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
+        if self.traced:
+            self.found = found = find_axes(self.module, self.example_batch, residual_width=self.residual_width)
+            self._problem = found.problem
+            self._kept_whole = {layer: str(reason) for layer, reason in found.made.items()}
+            return AxisTable(found.axes, shapes)
         from raafl.submodel.discover import discover_axes
 
         state = {name: shapes[name] for name in (*self._parameters, *self._buffers)}
-        found = discover_axes(self.module, state, self.aliases, residual_width=self.residual_width)
-        self._kept_whole, self._problem = found.kept_whole, found.problem
-        return AxisTable(found.axes, shapes)
+        old = discover_axes(self.module, state, self.aliases, residual_width=self.residual_width)
+        self._kept_whole, self._problem = old.kept_whole, old.problem
+        return AxisTable(old.axes, shapes)
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -351,6 +358,8 @@ class Submodels:
             absent=self._absent(spec),
             stand_ins=self._stand_ins(spec),
             counts={name: len(kept) for name, kept in spec.kept},
+            sizes=self.found.sizes if self.traced else None,
+            full={name: axis.size for name, axis in self.axes.items()} if self.traced else {},
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)

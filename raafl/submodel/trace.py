@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from raafl.submodel.labels import Dim, Labels
 from raafl.submodel.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.watch import Watch
-from raafl.submodel.shrink import copy_structure
+from raafl.submodel.copying import copy_structure
 
 TIMES = 3
 """Steps on drawn values, each on others."""

@@ -69,7 +69,10 @@ class _Plain(TorchFunctionMode):
         if "dropout" in name and args:
             return args[0]
         if name == "scaled_dot_product_attention":
-            kwargs["dropout_p"] = 0.0
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
         answer = func(*args, **kwargs)
         if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
             self.forced |= args[0].dtype == torch.float64

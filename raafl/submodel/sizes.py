@@ -81,11 +81,9 @@ class Sizes:
         put(modules, {key: extent(counts) for key, extent in self.attributes.items() if extent.axes & shrunk})
         for (path, method), sites in self.calls.items():
             table = {
-                site: {where: extent(counts) for where, extent in arguments.items()}
-                for site, arguments in sites.items()
-                if any(extent.axes & shrunk for extent in arguments.values())
+                site: {where: extent(counts) for where, extent in arguments.items()} for site, arguments in sites.items()
             }
-            if table and path in modules:
+            if shrunk and path in modules:
                 modules[path].__dict__[method] = Corrected(modules[path], method, table)
 
 

@@ -202,22 +202,19 @@ class Watch(TorchFunctionMode):
         samples = [{axis: max(1, n // k) for axis, n in full.items()} for k in (2, 3)]
         samples += [{axis: max(1, n - 1 - i % 3) for i, (axis, n) in enumerate(full.items())}]
         calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}
-        wrong: set[tuple[tuple[str, str], Site]] = set()
+        parted, unequal = {}, _unequal_chunks(self.asked, extents)
         for asked, extent in zip(self.asked, extents, strict=True):
-            if extent is None or (not extent.axes and asked.name not in PARTS):
+            if extent is None:
                 continue
-            calls.setdefault(asked.method, {}).setdefault(asked.site, {})[asked.where] = extent
-            if extent.axes and not all(
-                self._works_out(asked.origin, attributes, extent_of, counts) in (extent(counts), -1) for counts in samples
-            ):
-                wrong.add((asked.method, asked.site))
-        for place in _unequal_chunks(self.asked, extents):
-            wrong.add(place)
-        kept = {
-            method: {site: arguments for site, arguments in sites.items() if (method, site) in wrong}
-            for method, sites in calls.items()
-        }
-        return Sizes(attributes, {method: sites for method, sites in kept.items() if sites})
+            place = asked.method, asked.site
+            right = all(self._works_out(asked.origin, attributes, extent_of, n) in (extent(n), -1) for n in samples)
+            if asked.name in PARTS:
+                parted.setdefault(place, {})[asked.where] = extent
+            if not right or place in unequal:
+                calls.setdefault(asked.method, {}).setdefault(asked.site, {})[asked.where] = extent
+                if asked.name in PARTS:  # their sizes are given all together
+                    calls[asked.method][asked.site] = parted[place]
+        return Sizes(attributes, calls)
 
     def _works_out(
         self, origin: Origin, attributes: Mapping[Attribute, Extent], extent_of: Callable[[Dim], Extent | None], counts: Counts
@@ -237,13 +234,13 @@ class Watch(TorchFunctionMode):
         return -1 if origin is None else int(origin)
 
 
-def _unequal_chunks(asked: list[Asked], extents: list[Extent | None]) -> Iterable[tuple[tuple[str, str], Site]]:
-    """Yield the calls that cut a dimension into equal parts whose sizes follow different axes."""
+def _unequal_chunks(asked: list[Asked], extents: list[Extent | None]) -> set[tuple[tuple[str, str], Site]]:
+    """Return the calls that cut a dimension into equal parts whose sizes follow different axes."""
     found: dict[tuple[tuple[str, str], Site], set[Extent | None]] = {}
     for one, extent in zip(asked, extents, strict=True):
         if one.name == "chunk":
             found.setdefault((one.method, one.site), set()).add(extent)
-    return (place for place, sizes in found.items() if len(sizes) > 1)
+    return {place for place, sizes in found.items() if len(sizes) > 1}
 
 
 def _measure(size: int, dim: Dim) -> int:

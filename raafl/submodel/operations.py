@@ -365,6 +365,9 @@ def _grouped_mm(call: Call) -> list[Dims]:
     right[-2].is_read = right[-1].is_made = True
     for dim in right[:-2]:
         call.labels.pin(dim, "they are experts, of which a router chooses")
+    for dim in (right[-2], right[-1]):
+        if dim.size % 8 == 0:  # its rows must be multiples of 16 bytes
+            call.labels.pin(call.labels.regroup([dim], [dim.size // 8, 8])[1], "torch multiplies by experts in eights")
     return [[left[0], right[-1]]]
 
 

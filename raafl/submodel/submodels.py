@@ -359,7 +359,7 @@ class Submodels:
             stand_ins=self._stand_ins(spec),
             counts={name: len(kept) for name, kept in spec.kept},
             sizes=self.found.sizes if self.traced else None,
-            full={name: axis.size for name, axis in self.axes.items()} if self.traced else {},
+            full={axis.name: axis.size for axis in self.found.axes},
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)

@@ -199,8 +199,10 @@ class Watch(TorchFunctionMode):
                 wanted.setdefault(asked.origin.key, set()).add(extent)
         attributes = {key: min(found, key=str) for key, found in wanted.items() if len(found) == 1}
         attributes = {key: extent for key, extent in attributes.items() if extent.axes}
-        samples = [{axis: max(1, n // k) for axis, n in full.items()} for k in (2, 3)]
+        samples: list[Counts] = [{axis: max(1, n // k) for axis, n in full.items()} for k in (2, 3)]
         samples += [{axis: max(1, n - 1 - i % 3) for i, (axis, n) in enumerate(full.items())}]
+        for key in self._spoiling(attributes, extents, extent_of, samples):
+            del attributes[key]
         calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}
         parted, unequal = {}, _unequal_chunks(self.asked, extents)
         for asked, extent in zip(self.asked, extents, strict=True):
@@ -215,6 +217,29 @@ class Watch(TorchFunctionMode):
                 if asked.name in PARTS:  # their sizes are given all together
                     calls[asked.method][asked.site] = parted[place]
         return Sizes(attributes, calls)
+
+    def _spoiling(
+        self, attributes: Mapping[Attribute, Extent], extents: list[Extent | None],
+        extent_of: Callable[[Dim], Extent | None], samples: list[Counts],
+    ) -> set[Attribute]:  # fmt: skip
+        """Return the attributes from which code works out other sizes, that were right if they stayed as they are.
+
+        ``width // heads`` is the size of a head only with the number of all heads, and so is what else comes of it, such as
+        the scale of the scores: the calls are corrected then.
+        """
+        found = set()
+        for asked, extent in zip(self.asked, extents, strict=True):
+            keys = {key for key in _attributes_in(asked.origin) if key in attributes}
+            if extent is None or not keys or isinstance(asked.origin, Attr):
+                continue
+            less = {key: value for key, value in attributes.items() if key not in keys}
+            with_, without = (
+                all(self._works_out(asked.origin, some, extent_of, n) == extent(n) for n in samples)
+                for some in (attributes, less)
+            )
+            if without and not with_:
+                found |= keys
+        return found
 
     def _works_out(
         self, origin: Origin, attributes: Mapping[Attribute, Extent], extent_of: Callable[[Dim], Extent | None], counts: Counts
@@ -241,6 +266,14 @@ def _unequal_chunks(asked: list[Asked], extents: list[Extent | None]) -> set[tup
         if one.name == "chunk":
             found.setdefault((one.method, one.site), set()).add(extent)
     return {place for place, sizes in found.items() if len(sizes) > 1}
+
+
+def _attributes_in(origin: Origin) -> Iterable[Attribute]:
+    if isinstance(origin, Attr):
+        yield origin.key
+    elif isinstance(origin, tuple):
+        for part in origin[1:]:
+            yield from _attributes_in(part)
 
 
 def _measure(size: int, dim: Dim) -> int:

@@ -161,7 +161,9 @@ class Candidates:
         while path:
             above, _, _ = path.rpartition(".")
             parent = self.module.get_submodule(above)
-            if isinstance(parent, nn.ModuleList | nn.Sequential) or isinstance(self.module.get_submodule(path), _LAYERS):
+            if isinstance(parent, nn.ModuleList | nn.Sequential) or isinstance(
+                self.module.get_submodule(path), _LAYERS
+            ):
                 return path
             path = above
         return home
@@ -196,7 +198,9 @@ class Candidates:
             for place, dim in enumerate(dims if name in self.seen.parameters else ()):
                 units = list(dim.units())
                 if units and not any(atom in self._name_of for atom in units):
-                    found[name, place] = next((self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit"))
+                    found[name, place] = next(
+                        (self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit")
+                    )
         return found
 
     def extent(self, dim: Dim) -> Extent | None:

@@ -45,7 +45,7 @@ def find_axes(module: nn.Module, batch: Any, *, residual_width: bool = False) ->
         return Found(problem=f"axes of {type(module).__name__} were not found: {seen.problem}; {_REMEDY}")
     candidates = Candidates(seen, module, residual_width)
     axes, whole = candidates.found(), candidates.whole()
-    made = {}
+    made: dict[str, Reason] = {}
     for (name, dim), reason in whole.items():
         if seen.dims[name][dim].is_made or len(seen.dims[name]) == 1:
             made.setdefault(name.rpartition(".")[0] or name, reason)

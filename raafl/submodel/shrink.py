@@ -18,8 +18,9 @@ from raafl.submodel.copying import copy_structure
 from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.sizes import Sizes
 from raafl.submodel.rules import is_torchs, produces, resize, rule_of
+from raafl.submodel.sizes import Sizes
+
 
 @contextmanager
 def skeleton() -> Iterator[None]:

@@ -81,7 +81,8 @@ class Sizes:
         put(modules, {key: extent(counts) for key, extent in self.attributes.items() if extent.axes & shrunk})
         for (path, method), sites in self.calls.items():
             table = {
-                site: {where: extent(counts) for where, extent in arguments.items()} for site, arguments in sites.items()
+                site: {where: extent(counts) for where, extent in arguments.items()}
+                for site, arguments in sites.items()
             }
             if shrunk and path in modules:
                 modules[path].__dict__[method] = Corrected(modules[path], method, table)
@@ -95,15 +96,16 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
             continue  # it is left out
         attributes = modules[path].__dict__
         if not inside:
-            attributes[name] = value
+            attributes[str(name)] = value
             continue
-        held, part = attributes[name], inside[0]
+        held: Any = attributes[str(name)]
+        part: Any = inside[0]
         if isinstance(held, tuple | list):
-            attributes[name] = type(held)([*held[:part], value, *held[part + 1 :]])
+            attributes[str(name)] = type(held)([*held[:part], value, *held[part + 1 :]])
             continue
         if (path, str(name)) not in own:
             own.add((path, str(name)))
-            held = attributes[name] = shallow(held)
+            held = attributes[str(name)] = shallow(held)
         (held if isinstance(held, dict) else held.__dict__)[part] = value
 
 
@@ -127,6 +129,7 @@ class Corrected:
         self.module, self.method, self.table = module, method, table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method."""
         with _Correct(self.table):
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from raafl.submodel import products, reductions  # noqa: F401  # the rules they register
+from raafl.submodel.copying import copy_structure
 from raafl.submodel.labels import Dim, Labels
 from raafl.submodel.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.watch import Watch
-from raafl.submodel.copying import copy_structure
 
 TIMES = 3
 """Steps on drawn values, each on others."""
@@ -53,12 +55,12 @@ class Seen:
     problem: str | None = None
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Labels every tensor that operations make, while it is entered."""
 
     def __init__(self, module: nn.Module) -> None:
         """Label the parameters and buffers of ``module``."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.labels = Labels(place_in_code)
         # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
         self._dims: dict[int, tuple[Tensor, Dims]] = {}
@@ -115,12 +117,12 @@ class Tracer(TorchDispatchMode):
 
 def place_in_code() -> str:
     """Return the line outside torch and this package that is running, as ``file.py:line``."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if "/torch/" not in name and "/raafl/submodel/" not in name and not name.startswith("<"):
             return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
@@ -160,7 +162,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], valu
             _draw(copy, time)
         try:
             torch.manual_seed(time)
-            with torch.no_grad(), torch.device(default), torch.backends.mkldnn.flags(enabled=False), watch, tracer:
+            with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
                 run(copy, batch)
         except Exception as error:
             seen.problem = problem_of(error)
@@ -269,6 +271,17 @@ def settle(module: nn.Module) -> None:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Have recurrent layers run step by step: torch's fused ones are one operation."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager

@@ -34,9 +34,13 @@ class Size(int):
     origin: Origin
 
     def __new__(cls, value: int, origin: Origin) -> Size:
+        """Make the number ``value`` that comes from ``origin``."""
         size = super().__new__(cls, value)
         size.origin = origin
         return size
+
+    def __neg__(self) -> Size:
+        return Size(-int(self), ("sub", 0, self.origin))
 
     def __deepcopy__(self, memo: Any) -> Size:
         return self
@@ -155,6 +159,8 @@ class Watch(TorchFunctionMode):
                 dim = self._dim(part)
                 if dim is not None and isinstance(value, int | None) and not isinstance(value, bool):
                     origin = None if value is None else origin_of(value)
+                    if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
+                        origin = ("add", self._dims_of(part.tensor)[part.dim], origin)
                     self.asked.append(Asked(self.running[-1], site, where, name, origin, dim))
         return answer
 
@@ -204,11 +210,12 @@ class Watch(TorchFunctionMode):
         for key in self._spoiling(attributes, extents, extent_of, samples):
             del attributes[key]
         calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}
-        parted, unequal = {}, _unequal_chunks(self.asked, extents)
+        parted: dict[tuple[tuple[str, str], Site], dict[Where, Extent]] = {}
+        unequal, varied = _unequal_chunks(self.asked, extents), self._varied(extents)
         for asked, extent in zip(self.asked, extents, strict=True):
-            if extent is None:
-                continue
             place = asked.method, asked.site
+            if extent is None or place in varied:
+                continue
             right = all(self._works_out(asked.origin, attributes, extent_of, n) in (extent(n), -1) for n in samples)
             if asked.name in PARTS:
                 parted.setdefault(place, {})[asked.where] = extent
@@ -217,6 +224,15 @@ class Watch(TorchFunctionMode):
                 if asked.name in PARTS:  # their sizes are given all together
                     calls[asked.method][asked.site] = parted[place]
         return Sizes(attributes, calls)
+
+    def _varied(self, extents: list[Extent | None]) -> set[tuple[tuple[str, str], Site]]:
+        """Return the calls that are made with one size now and with another then: they cannot be corrected."""
+        found: dict[tuple[tuple[str, str], Site], dict[Where, Extent | None]] = {}
+        return {
+            (asked.method, asked.site)
+            for asked, extent in zip(self.asked, extents, strict=True)
+            if found.setdefault((asked.method, asked.site), {}).setdefault(asked.where, extent) != extent
+        }
 
     def _spoiling(
         self, attributes: Mapping[Attribute, Extent], extents: list[Extent | None],
@@ -242,7 +258,11 @@ class Watch(TorchFunctionMode):
         return found
 
     def _works_out(
-        self, origin: Origin, attributes: Mapping[Attribute, Extent], extent_of: Callable[[Dim], Extent | None], counts: Counts
+        self,
+        origin: Origin,
+        attributes: Mapping[Attribute, Extent],
+        extent_of: Callable[[Dim], Extent | None],
+        counts: Counts,
     ) -> int | None:
         """Work out what code comes to in a small model."""
         if isinstance(origin, Attr):
@@ -298,7 +318,9 @@ def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribu
                     yield from (((path, (name, i)), x) for i, x in enumerate(value) if _counts(x))
             elif isinstance(value, dict) or (hasattr(value, "__dict__") and not isinstance(value, PLAIN)):
                 inside = value if isinstance(value, dict) else value.__dict__
-                yield from (((path, (name, key)), x) for key, x in inside.items() if isinstance(key, str) and _counts(x))
+                yield from (
+                    ((path, (name, key)), x) for key, x in inside.items() if isinstance(key, str) and _counts(x)
+                )
 
 
 def _counts(value: Any) -> bool:

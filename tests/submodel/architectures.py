@@ -120,11 +120,11 @@ TRANSFORMERS = {
     "Mamba": Architecture(
         _hub("MambaForCausalLM", "MambaConfig", **TEXT, hidden_size=32, num_hidden_layers=2, state_size=4), _causal()),
     "ViT-MAE": Architecture(
-        _hub("ViTMAEForPreTraining", "ViTMAEConfig", **{**SEEN, "num_labels": 2}, decoder_hidden_size=32, decoder_num_hidden_layers=1,
+        _hub("ViTMAEForPreTraining", "ViTMAEConfig", **SEEN, decoder_hidden_size=32, decoder_num_hidden_layers=1,
              decoder_num_attention_heads=4, decoder_intermediate_size=64), _only_pictures()),
     "DINOv2": Architecture(
-        _hub("Dinov2ForImageClassification", "Dinov2Config", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, mlp_ratio=2,
-             image_size=32, patch_size=8, num_labels=2), _pictures()),
+        _hub("Dinov2ForImageClassification", "Dinov2Config", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+             mlp_ratio=2, image_size=32, patch_size=8, num_labels=2), _pictures()),
     "SegFormer": Architecture(
         _hub("SegformerForImageClassification", "SegformerConfig", hidden_sizes=[16, 32], depths=[1, 1], num_encoder_blocks=2,
              num_attention_heads=[2, 4], sr_ratios=[2, 1], strides=[4, 2], patch_sizes=[7, 3], mlp_ratios=[2, 2], num_labels=2),
@@ -245,7 +245,9 @@ class Tokens(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({f"part{i}": nn.Sequential(nn.LayerNorm(width), make(width)) for i, make in enumerate(makers)})
+            nn.ModuleDict(
+                {f"part{i}": nn.Sequential(nn.LayerNorm(width), make(width)) for i, make in enumerate(makers)}
+            )
             for _ in range(2)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
@@ -333,7 +335,11 @@ class TorchEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
-        self.embed, self.encoder, self.head = nn.Embedding(WORDS, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, WORDS)
+        self.embed, self.encoder, self.head = (
+            nn.Embedding(WORDS, 32),
+            nn.TransformerEncoder(layer, 2),
+            nn.Linear(32, WORDS),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.encoder(self.embed(words)))
@@ -346,7 +352,9 @@ def _words() -> Any:
 OWN = {
     "nanoGPT": Architecture(lambda: Step(Tokens(lambda w: NanoAttention(w, 4), lambda w: Gated(w, 48))), _words),
     "sizes in the code": Architecture(lambda: Step(Tokens(Literal, lambda w: Gated(w, 48))), _words),
-    "functional weights": Architecture(lambda: Step(Functional()), lambda: (torch.randn(4, 12), torch.tensor([0, 1, 1, 0]))),
+    "functional weights": Architecture(
+        lambda: Step(Functional()), lambda: (torch.randn(4, 12), torch.tensor([0, 1, 1, 0]))
+    ),
     "cells by hand": Architecture(lambda: Step(HandLSTM()), _words),
     "UNet": Architecture(lambda: Step(Unet()), _labelled(16)),
     "MLP-Mixer": Architecture(lambda: Step(Mixer()), _labelled(32)),

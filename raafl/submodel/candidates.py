@@ -61,8 +61,11 @@ class Candidates:
         whole: (tensor, dimension) -> why it, or a part of it, cannot shrink.
     """
 
-    def __init__(self, seen: Seen, module: nn.Module, residual_width: bool) -> None:
-        """Choose the axes of ``module`` from what a trace has seen of it."""
+    def __init__(
+        self, seen: Seen, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
+    ) -> None:  # fmt: skip
+        """Choose the axes of ``module`` from what a trace has seen of it, beside those that parts of it declare."""
+        self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
         self._by_atom: dict[Atom, Candidate] = {}
         self._places = {name: place for place, name in enumerate(seen.dims)}
@@ -120,6 +123,8 @@ class Candidates:
             return atom.pin
         if atom.span is not None and not residual_width:
             return Reason(f"{atom.span.text}: it shrinks only where residual_width is asked for", atom.span.place)
+        if any((spot.name, spot.dim) in self._declared for spot in candidate.spots):
+            return Reason("a part of the model declares its axes")
         places = {(spot.name, spot.dim) for spot in candidate.spots if spot.name in self.seen.parameters}
         if len(places) < 2:
             return Reason("nothing else of the model goes with it")
@@ -137,13 +142,13 @@ class Candidates:
     def _names(self, picked: Sequence[Candidate]) -> list[str]:
         """Name axes: heads and the feed-forward units of a block by the block, others by the first layer that makes them."""
         blocks = {id(c): self._block(c) for c in picked}
-        heads = {blocks[id(c)] for c in picked if c.atom.is_batch}
-        alone = [blocks[id(c)] for c in picked if not c.atom.is_batch and c.atom.span is None]
+        heads = {blocks[id(c)] for c in picked if "batch" in c.atom.marks}
+        alone = [blocks[id(c)] for c in picked if "batch" not in c.atom.marks and c.atom.span is None]
         names: list[str] = []
         for candidate in picked:
             block = blocks[id(candidate)]
             made = candidate.made[0].rpartition(".")[0] or candidate.made[0]
-            if candidate.atom.is_batch:
+            if "batch" in candidate.atom.marks:
                 options = [join(block, "heads"), join(block, "cross_heads"), made]
             elif candidate.atom.span is not None and any(within(spot.name, heads) for spot in candidate.spots):
                 options = [join(self._model(candidate), "width"), made]
@@ -202,6 +207,23 @@ class Candidates:
                         (self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit")
                     )
         return found
+
+    def unscaled(self) -> frozenset[str]:
+        """Return the layers that make units of an axis but are not to make up for those that are gone.
+
+        Scores are sums over the features of a head, of which none goes with other heads. A gate multiplies what makes up
+        for them already.
+        """
+        found: set[str] = set()
+        for candidate in self.axes.values():
+            made = [spot for spot in candidate.spots if spot.is_made]
+            for spot in made:
+                units = self.seen.dims[spot.name][spot.dim].units()
+                if "batch" in candidate.atom.marks and any("scored" in unit.marks for unit in units):
+                    found.add(spot.name.rpartition(".")[0])
+            if "gated" in candidate.atom.marks:
+                found.update(spot.name.rpartition(".")[0] for spot in made[:-1])
+        return frozenset(found)
 
     def extent(self, dim: Dim) -> Extent | None:
         """Return the size of a dimension by the axes' counts; None where it hangs on the batch."""

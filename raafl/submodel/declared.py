@@ -1,7 +1,7 @@
 """What a model, or any part of it, says of its own structure: axes, stacks of blocks, exits.
 
 A part says it as plain data, in an attribute or a method of the same name, with paths relative to itself. Stacks of
-blocks with a rule are found without.
+blocks of a known type are found without.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from raafl.errors import nearest
-from raafl.submodel.rules import rule_of
+from raafl.submodel import families  # noqa: F401  # the types of blocks they know
+from raafl.submodel.known import is_block
 from raafl.submodel.spec import Spec, SpecError
 
 
@@ -66,7 +67,7 @@ def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, 
 
 
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
-    """Return the stacks by name: those declared (`submodel_blocks`), then those of blocks that have a rule, by path.
+    """Return the stacks by name: those declared (`submodel_blocks`), then those of blocks of a known type, by path.
 
     Raises:
         SpecError: a declared path is not that of a `ModuleList` or `Sequential`.
@@ -77,10 +78,13 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
             stacks[join(prefix, name)] = _stack(module, join(prefix, path), name)
     known = {stack.path for stack in stacks.values()}
     for path, part in module.named_modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1 and path not in known:
-            rules = [rule_of(block) for block in part]
-            if all(rule is not None and rule.is_block for rule in rules):
-                stacks[path or "blocks"] = Stack(path, tuple(part._modules))
+        if (
+            isinstance(part, nn.ModuleList | nn.Sequential)
+            and len(part) > 1
+            and path not in known
+            and all(map(is_block, part))
+        ):
+            stacks[path or "blocks"] = Stack(path, tuple(part._modules))
     return stacks
 
 

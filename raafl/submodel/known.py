@@ -5,7 +5,7 @@ A type is named in text, by its module and name, so that the package need not be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,10 @@ MODELS = "transformers.models"
 PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 TORCHVISION = "torchvision.models.vision_transformer.VisionTransformer"
 
-Piece = Callable[[Any], Iterator[tuple[str, int]]]
-"""``piece(layer) -> (tensor, dim)``: what of a layer outside the blocks lies along the hidden states."""
-
-PIECES: dict[str, Piece] = {}
-"""By dotted name of the layer's type."""
-
-SQUARE: set[tuple[str, str]] = set()
-"""Types of models, and layers straight below them that make hidden states of hidden states; others only read them."""
+BLOCKS: set[str] = {
+    "torch.nn.modules.transformer.TransformerEncoderLayer", "torch.nn.modules.transformer.TransformerDecoderLayer",
+}  # fmt: skip
+"""Types of blocks of which any may be absent, by dotted name; `families` adds those of other packages."""
 
 Logits = Callable[[Any, Any, Tensor, Tensor | None], Any]
 
@@ -45,16 +41,6 @@ TAILS: dict[str, Tail] = {}
 """By dotted name of the model's type."""
 
 
-def register_piece(*types: str) -> Callable[[Piece], Piece]:
-    """Register the decorated function as the `Piece` of these types."""
-
-    def add(piece: Piece) -> Piece:
-        PIECES.update(dict.fromkeys(types, piece))
-        return piece
-
-    return add
-
-
 def register_tail(paths: Any, logits: Logits, *types: str) -> None:
     """Register the `Tail` of these types; ``paths`` may be those paths themselves."""
     TAILS.update(dict.fromkeys(types, Tail(paths if callable(paths) else lambda model: paths, logits)))
@@ -70,10 +56,27 @@ def bases(module: nn.Module) -> list[str]:
     return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
 
 
-def along(layer: nn.Module, name: str, *, square: bool = False) -> Iterator[tuple[str, int]]:
-    """Yield what of a simple layer called ``name`` reads hidden states; of a square one, also what makes them."""
-    part = layer.get_submodule(name)
-    if isinstance(part, nn.Linear | nn.Embedding):
-        yield f"{name}.weight", 1
-    if square or not isinstance(part, nn.Linear | nn.Embedding):
-        yield from ((f"{name}.{tensor}", 0) for tensor, _ in part.named_parameters(recurse=False))
+def is_block(module: nn.Module) -> bool:
+    """Check whether the module is one of equal blocks of a deep model: of a type in `BLOCKS` whose forward it has."""
+    for base in type(module).__mro__:
+        if f"{base.__module__}.{base.__qualname__}" in BLOCKS:
+            forward: Any = type(module).forward
+            while forward is not base.forward and hasattr(forward, "__wrapped__"):
+                forward = forward.__wrapped__
+            return forward is base.forward
+    return False
+
+
+def renumber(layers: nn.Module, config: Any) -> None:
+    """Make the small model's own ``config`` and blocks count the blocks that are there, in place."""
+    present = list(layers._modules)
+    if len(present) == config.num_hidden_layers:
+        return
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and len(kinds) == config.num_hidden_layers:
+        config.layer_types = [kinds[int(name)] for name in present]
+    config.num_hidden_layers = len(present)
+    for place, layer in enumerate(layers.children()):
+        for part in layer.modules():
+            if "layer_idx" in part.__dict__:  # where a cache keeps its keys and values
+                part.layer_idx = place

@@ -44,19 +44,20 @@ class Atom:
         size: number of indices.
         pin: why none of them can go; None = they can.
         span: why the others change when some go, though they can: a norm takes its statistics across them.
-        is_batch: whether matrix products ran over it side by side, as over the heads of an attention.
+        marks: what happened to it: "batch" where matrix products ran over it side by side, as over the heads of an
+            attention; "scored" where such a product summed over it; "gated" where a value of it multiplied another.
         factors: the atoms whose product this is, the slowest first; empty = it is no product.
         parts: the dimensions whose indices follow one another in this; empty = it is not joined.
     """
 
-    __slots__ = ("_same_as", "factors", "is_batch", "parts", "pin", "size", "span")
+    __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
 
     def __init__(self, size: int, like: Atom | None = None) -> None:
         """Make a leaf, pinned as ``like`` is."""
         self.size = size
         self.pin: Reason | None = like.pin if like is not None else None
         self.span: Reason | None = like.span if like is not None else None
-        self.is_batch = like is not None and like.is_batch
+        self.marks: frozenset[str] = like.marks if like is not None else frozenset()
         self.factors: tuple[Atom, ...] = ()
         self.parts: list[Dim] = []
         self._same_as: Atom | None = None
@@ -149,10 +150,10 @@ class Labels:
                 why = Reason(why, self._place()) if isinstance(why, str) else why  # looked up once, and only if needed
                 setattr(atom, attribute, why)
 
-    def mark_batch(self, dim: Dim) -> None:
-        """Note that matrix products ran over ``dim`` side by side."""
-        for atom in dim.units():
-            atom.is_batch = True
+    def mark(self, dim: Dim, *marks: str) -> None:
+        """Note what happened to ``dim``; see `Atom`."""
+        for atom in dim.units() if marks else ():
+            atom.marks |= frozenset(marks)
 
     # ---- the same elements, in other dimensions ----
 
@@ -277,8 +278,7 @@ class Labels:
         for attribute in ("pin", "span"):
             if (reason := getattr(a, attribute)) is not None:
                 self._note(Dim([b]), reason, attribute)
-        if a.is_batch:
-            self.mark_batch(Dim([b]))
+        self.mark(Dim([b]), *a.marks)
         a.become(b)
 
     def _merge_joined(self, a: Atom, b: Atom) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from raafl.submodel.flow import Groups
-from raafl.submodel.rules import leaf, register
+from raafl.submodel.axes import Axis, Member
+from raafl.submodel.layers import resizes
 
 _LORA = "peft.tuners.lora.layer.LoraLayer"
 
@@ -32,30 +32,29 @@ def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
         yield adapter, f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
 
 
-def note_ranks(module: nn.Module, groups: Groups) -> bool:
-    """Note the rank of each LoRA layer in ``module`` as a candidate of its own; return whether there are such layers."""
-    found = False
+def ranks(module: nn.Module) -> list[Axis]:
+    """Return the rank of each LoRA layer in ``module`` as an axis."""
+    axes = []
     for path, layer in module.named_modules():
-        if not is_lora(layer):
-            continue
-        found = True
-        prefix, factors = f"{path}." if path else "", list(_factors(layer))
+        prefix, factors = f"{path}." if path else "", list(_factors(layer)) if is_lora(layer) else []
         for adapter, down, up in factors:
-            rank = layer.get_parameter(down).shape[0]
-            group = groups.new(f"{prefix}rank" + (f".{adapter}" if len(factors) > 1 else ""), rank)
-            groups.add(group, f"{prefix}{down}", 0)
-            groups.add(group, f"{prefix}{up}", 1)
-    return found
+            name = f"{prefix}rank" + (f".{adapter}" if len(factors) > 1 else "")
+            members = (Member(f"{prefix}{down}", 0), Member(f"{prefix}{up}", 1))
+            axes.append(Axis(name, layer.get_parameter(down).shape[0], members))
+    return axes
 
 
+def unscaled(module: nn.Module) -> frozenset[str]:
+    """Return the paths of the layers that make ranks: those that are left keep their scaling."""
+    return frozenset(
+        f"{path}.lora_A.{adapter}" if path else f"lora_A.{adapter}"
+        for path, layer in module.named_modules()
+        if is_lora(layer)
+        for adapter, _, _ in _factors(layer)
+    )
+
+
+@resizes(_LORA)
 def _resize(layer: Any) -> None:
     for adapter, down, _ in _factors(layer):
         layer.r[adapter] = layer.get_parameter(down).shape[0]
-
-
-def _unscaled(layer: Any) -> tuple[str, ...]:
-    # the ranks that are left keep their scaling
-    return tuple(f"lora_A.{adapter}" for adapter in layer.lora_A)
-
-
-register(_LORA, resize=_resize, unscaled=_unscaled)(leaf)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.errors import BadInput
-from raafl.submodel.flow import Flow, Groups
-from raafl.submodel.rules import keep_whole, register, rule_of
-from raafl.submodel.transformer import Block, note_heads_of_multihead, register_block, width_of_multihead
+from raafl.submodel.layers import resizes
 
 
 class FewerHeads(nn.MultiheadAttention):
@@ -108,6 +106,7 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return like.new_zeros(mask.shape).masked_fill_(mask, -math.inf)
 
 
+@resizes(nn.MultiheadAttention)
 def _resize_multihead(layer: Any) -> None:
     head_dim, width = layer.head_dim, layer.out_proj.weight.shape[0]
     heads = layer.out_proj.weight.shape[1] // head_dim
@@ -120,45 +119,3 @@ def _resize_multihead(layer: Any) -> None:
     layer._qkv_same_embed_dim = (
         False  # or the layers around it would take torch's fused path, which knows no such heads
     )
-
-
-@register(nn.MultiheadAttention, resize=_resize_multihead, is_composite=True)
-def _multihead(layer: Any, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
-    note_heads_of_multihead(layer, name, f"{name}.heads" if name else "heads", groups)
-    if flow is None:
-        return None
-    reason: str | None = f"layer '{name}' ({type(layer).__name__}) reads it"
-    if groups.residual_width and flow.form == "last":
-        reason = width_of_multihead(layer, name, flow, groups)
-    if reason is None:
-        return Flow(flow.group, "tuple", 3)
-    groups.pin(flow.group, reason)
-    return None
-
-
-@register_block(nn.TransformerEncoderLayer)
-def _encoder_layer(layer: nn.TransformerEncoderLayer) -> Block:
-    return Block({"heads": "self_attn"}, ("linear1",), "linear2", ("norm1", "norm2"))
-
-
-@register_block(nn.TransformerDecoderLayer)
-def _decoder_layer(layer: nn.TransformerDecoderLayer) -> Block:
-    attentions = {"heads": "self_attn", "cross_heads": "multihead_attn"}
-    return Block(attentions, ("linear1",), "linear2", ("norm1", "norm2", "norm3"))
-
-
-@register(nn.TransformerEncoder, is_composite=True)
-def _encoder(layer: nn.TransformerEncoder, name: str, flow: Flow | None, groups: Groups) -> Flow | None:
-    prefix = f"{name}." if name else ""
-    for index, block in layer.layers.named_children():
-        path = f"{prefix}layers.{index}"
-        rule = rule_of(block)
-        if rule is None:
-            keep_whole(block, path, groups)
-            if flow is not None:
-                groups.pin(flow.group, f"layer '{path}' ({type(block).__name__}) has no rule")
-            flow = None
-        else:
-            flow = rule.follow(block, path, flow, groups)
-    norm = None if layer.norm is None else rule_of(layer.norm)
-    return flow if norm is None or layer.norm is None else norm.follow(layer.norm, f"{prefix}norm", flow, groups)

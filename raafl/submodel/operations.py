@@ -150,6 +150,8 @@ def pointwise(call: Call) -> list[Dims]:
                     dims[-back] = dim
                 else:
                     call.labels.unify(known, dim)
+                    if call.name == "mul" and call.ins[0].shape == call.ins[1].shape:
+                        call.labels.mark(known, "gated")
         found.append([Dim() if dim is None else dim for dim in dims])
     return found
 

@@ -17,7 +17,8 @@ def _product(call: Call, left: Dims, right: Dims) -> list[Dim]:
         dim.is_made = True
     if len(left) == 3:
         call.labels.unify(left[0], right[0])
-        call.labels.mark_batch(left[0])
+        call.labels.mark(left[0], "batch")
+        call.labels.mark(inner, "scored")
     return [*left[:-1], *right[-1:]] if len(right) > 1 else [*left[:-1]]
 
 
@@ -92,7 +93,8 @@ def _attention(call: Call) -> list[Dims]:
     call.labels.unify(q[1], Dim([*k[1].atoms, *call.labels.new(repeats).atoms]))
     for one, other in ((q[0], k[0]), (k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (q[3], k[3])):
         call.labels.unify(one, other)
-    call.labels.mark_batch(q[1])
+    call.labels.mark(q[1], "batch")
+    call.labels.mark(q[3], "scored")
     call.labels.pin(k[2], "a softmax runs along it")
     if call.arguments.get("scale") is None:
         call.labels.pin(q[3], "scores are divided by the root of its size")

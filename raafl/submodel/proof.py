@@ -134,7 +134,7 @@ class _Proof:
         self.batch = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
         self.values = drawn(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
-        self.spanned |= submodels.found.spanned
+        self.spanned |= set() if submodels.found is None else submodels.found.spanned
         self.generator = torch.Generator().manual_seed(11)
 
     def begin(self) -> str | None:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.submodel import families as adapters  # noqa: F401  # the rules they register
-from raafl.submodel import multihead, recurrent
+from raafl.submodel import families, lora, multihead, recurrent  # noqa: F401  # the sizes they register
 from raafl.submodel.axes import Runs
 from raafl.submodel.copying import copy_structure
 from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.rules import is_torchs, produces, resize, rule_of
+from raafl.submodel.layers import produces, resize
 from raafl.submodel.sizes import Sizes
 
 
@@ -85,6 +84,9 @@ class Structure:
         stand_ins: places of modules left out -> path of the module that is used there instead.
         counts: number of indices kept of each axis that shrinks.
         frozen: values of frozen parameters that are not in the small module's own storage.
+        sizes: what the module's code has to follow.
+        full: number of indices of each axis of the full module.
+        unscaled: paths of layers whose output is not multiplied when they lose features.
     """
 
     module: nn.Module
@@ -94,8 +96,9 @@ class Structure:
     stand_ins: Mapping[str, str]
     counts: Mapping[str, int]
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
-    sizes: Sizes | None = None
+    sizes: Sizes = field(default_factory=Sizes)
     full: Mapping[str, int] = field(default_factory=dict)
+    unscaled: frozenset[str] = frozenset()
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
@@ -112,10 +115,9 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
         parent, _, name = path.rpartition(".")
         small.get_submodule(parent)._modules[name] = StandIn(small.get_submodule(other))
     _resize_layers(small, structure)
-    if structure.sizes is not None:
-        structure.sizes.apply_(small, {**structure.full, **structure.counts}, structure.full)
+    structure.sizes.apply_(small, {**structure.full, **structure.counts}, structure.full)
     if rescale:
-        _rescale(full, small)
+        _rescale(full, small, structure.unscaled)
     if present.device.type != "cpu":
         small.to(present.device)  # moves what is not in the state; the views are there already
     return small
@@ -140,7 +142,7 @@ def _resize_layers(small: nn.Module, structure: Structure) -> None:
     shrunk = {path for name in structure.selections for path in _above(name)}
     shrunk |= {path for name in structure.absent for path in _above(name)}
     for name, layer in small.named_modules(remove_duplicate=False):
-        if name in shrunk and (structure.sizes is None or is_torchs(layer)):
+        if name in shrunk:
             resize(layer)
         elif isinstance(layer, nn.RNNBase):
             recurrent.adopt(layer)
@@ -164,18 +166,13 @@ class _Rescale:
         return output * self.factor if layer.training else None
 
 
-def _rescale(full: nn.Module, small: nn.Module) -> None:
+def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> None:
     # Compared tensor by tensor, not by name: a tied weight has one name and may be the output of one layer only.
-    unscaled: set[int] = set()
     for name, layer in small.named_modules():
         if isinstance(layer, multihead.FewerHeads):
             layer.scale = full.get_submodule(name).num_heads / layer.num_heads
-        rule = rule_of(layer)
-        if rule is not None and rule.unscaled is not None:
-            unscaled |= {id(layer.get_submodule(path)) for path in rule.unscaled(layer)}
-    for name, layer in small.named_modules():
         made = produces(layer)
-        if made is None or id(layer) in unscaled:
+        if made is None or name in unscaled:
             continue
         tensor, dim = made
         before = getattr(full.get_submodule(name), tensor).shape[dim]

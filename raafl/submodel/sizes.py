@@ -77,7 +77,7 @@ class Sizes:
             full: the same of the whole model.
         """
         modules = dict(small.named_modules(remove_duplicate=False))
-        shrunk = {axis for axis, count in counts.items() if count != full[axis]}
+        shrunk = {axis for axis, count in counts.items() if full.get(axis, count) != count}
         put(modules, {key: extent(counts) for key, extent in self.attributes.items() if extent.axes & shrunk})
         for (path, method), sites in self.calls.items():
             table = {

@@ -15,7 +15,6 @@ from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
 from raafl.submodel.caches import Caches
 from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
 from raafl.submodel.extract import CopyPlan
-from raafl.submodel.find import Found, find_axes
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
@@ -23,6 +22,7 @@ from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.cost import Cost
+    from raafl.submodel.discover import Found
 
 Part = Literal["present", "sent", "trained"]
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Submodels:
     """The submodels of one model. Holds its structure and shapes; of its values at most the frozen ones (`hold`).
 
     A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
-    dimensions, see `declared_axes`; where the model has none, axes are found by the types of its layers and by tracing),
+    dimensions, see `declared_axes`; where the model has none, axes are found by following a step, see `discover_axes`),
     ``submodel_blocks()`` (stack -> path of the `ModuleList` or `Sequential` whose members may be left out; the forward must
     loop over it), ``submodel_exits()`` (see `find_exits`). Any submodule may have ``submodel_resize(counts)``, called on the
     small copy with the number of indices kept of each shrunk axis. Stacks and exits of a part have its path before their
@@ -43,7 +43,7 @@ class Submodels:
 
     def __init__(
         self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
-        batch_norm: BatchNorm | None = None, traced: bool = False,
+        batch_norm: BatchNorm | None = None,
     ) -> None:  # fmt: skip
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
@@ -74,7 +74,7 @@ class Submodels:
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
-        self.traced, self.found = traced, Found()
+        self.found: Found | None = None
         self._kept_whole: dict[str, str] = {}
         self._problem: str | None = None
         self.refuted: dict[str, str] = {}
@@ -87,17 +87,12 @@ class Submodels:
         declare = getattr(self.module, "submodel_axes", None)
         if declare is not None:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
-        if self.traced:
-            self.found = found = find_axes(self.module, self.example_batch, residual_width=self.residual_width)
-            self._problem = found.problem
-            self._kept_whole = {layer: str(reason) for layer, reason in found.made.items()}
-            return AxisTable(found.axes, shapes)
         from raafl.submodel.discover import discover_axes
 
         state = {name: shapes[name] for name in (*self._parameters, *self._buffers)}
-        old = discover_axes(self.module, state, self.aliases, residual_width=self.residual_width)
-        self._kept_whole, self._problem = old.kept_whole, old.problem
-        return AxisTable(old.axes, shapes)
+        found = discover_axes(self.module, self.example_batch, state, self.aliases, residual_width=self.residual_width)
+        self.found, self._kept_whole, self._problem = found, dict(found.kept_whole), found.problem
+        return AxisTable(found.axes, shapes)
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -358,8 +353,7 @@ class Submodels:
             absent=self._absent(spec),
             stand_ins=self._stand_ins(spec),
             counts={name: len(kept) for name, kept in spec.kept},
-            sizes=self.found.sizes if self.traced else None,
-            full={axis.name: axis.size for axis in self.found.axes},
+            **self._follows(),
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)
@@ -377,6 +371,13 @@ class Submodels:
         with torch.no_grad():
             for name, value in state.items():
                 tensors[name].copy_(value)
+
+    def _follows(self) -> dict[str, Any]:
+        """Return what discovery says of small modules beside the axes; nothing of declared axes."""
+        if self.found is None:
+            return {}
+        full = {axis.name: axis.size for axis in self.found.axes}
+        return {"sizes": self.found.sizes, "full": full, "unscaled": self.found.unscaled}
 
     # ---- what they cost ----
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from raafl.submodel import products, reductions  # noqa: F401  # the rules they register
 from raafl.submodel.copying import copy_structure
+from raafl.submodel.examples import made_batch
 from raafl.submodel.labels import Dim, Labels
 from raafl.submodel.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.watch import Watch
@@ -131,11 +133,15 @@ def trace(module: nn.Module, batch: Any) -> Seen:
 
     Args:
         module: the model, real or a skeleton; neither it nor any random state is changed.
-        batch: a real one, of which a few samples are enough.
+        batch: a real one, of which a few samples are enough; None = one is made, see `made_batch`.
     """
-    first = None
+    first, runs = None, (step, call) if has_step(module) else (call,)
     with _undisturbed():
-        for run in (step, call) if has_step(module) else (call,):
+        if batch is None:
+            runs, batch = (call,), made_batch(module, partial(_runs, module))
+            if batch is None:
+                return _unseen(module, "there is no batch to follow: give an example batch")
+        for run in runs:
             for values, default in ((False, "meta"), (False, "cpu"), (True, "cpu")):
                 seen = _attempt(module, batch, run, values, default)
                 if seen.problem is None:
@@ -143,6 +149,22 @@ def trace(module: nn.Module, batch: Any) -> Seen:
                 first = seen if first is None or (values and run is step) else first
     assert first is not None
     return first
+
+
+def _unseen(module: nn.Module, problem: str) -> Seen:
+    labels = Labels()
+    return Seen({}, labels, frozenset(), Watch(nn.Module(), labels, lambda x: (), lambda x: False), problem=problem)
+
+
+def _runs(module: nn.Module, batch: Any) -> bool:
+    """Check whether the forward runs on a batch, on the meta device."""
+    copy = _copy(module, values=False)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            call(copy, _on_meta(batch))
+    except Exception:
+        return False
+    return True
 
 
 def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], values: bool, default: str) -> Seen:

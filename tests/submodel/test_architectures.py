@@ -28,7 +28,7 @@ def test_every_axis_is_proven(name):
     torch.manual_seed(0)
     architecture = ARCHITECTURES[name]
     module, batch = architecture.make(), architecture.batch()
-    submodels = Submodels(module, batch, traced=True)
+    submodels = Submodels(module, batch)
     number, share = SHARES[name]
     assert submodels.problem is None and len(submodels.axes) == number
     assert refuted(submodels, module, batch) == {}

@@ -127,7 +127,7 @@ def test_query_heads_go_with_their_key_and_value():
     _, (q, k, v), out = followed(attention, (2, 5, 24), (2, 5, 12), (2, 5, 12))
     heads = k[2].leaves()[0]
     assert [atom.size for atom in q[2].leaves()] == [3, 2, 4]
-    assert heads is q[2].leaves()[0] is v[2].leaves()[0] is out[2].leaves()[0] and heads.is_batch
+    assert heads is q[2].leaves()[0] is v[2].leaves()[0] is out[2].leaves()[0] and "batch" in heads.marks
 
 
 def test_weights_know_which_side_makes_units():

@@ -10,9 +10,14 @@ import torch
 from torch import nn
 
 from raafl.submodel.candidates import Candidates
-from raafl.submodel.find import find_axes
+from raafl.submodel.discover import discover_axes
 from raafl.submodel.trace import trace
 from tests.submodel.architectures import Step
+
+
+def find_axes(module, batch, **options):
+    shapes = {name: tuple(value.shape) for name, value in (*module.named_parameters(), *module.named_buffers())}
+    return discover_axes(module, batch, shapes, {}, **options)
 
 
 def members(found):
@@ -104,15 +109,14 @@ def test_a_width_that_stays_whole_says_why_and_where():
 
     found = find_axes(Step(Spread()), (torch.randn(2, 4), torch.tensor([0, 1])))
     assert found.axes == []
-    assert found.made["model.up"].text == "'softmax' runs along it"
-    assert found.made["model.up"].place.startswith("test_trace.py:")
+    assert found.kept_whole["model.up"].startswith("'softmax' runs along it (test_trace.py:")
 
 
 def test_a_span_is_an_axis_only_where_it_is_asked_for():
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
     batch = (torch.randn(2, 4), torch.tensor([0, 1]))
     found = find_axes(Step(model), batch)
-    assert found.axes == [] and "residual_width" in found.made["model.0"].text
+    assert found.axes == [] and "residual_width" in found.kept_whole["model.0"]
     wide = find_axes(Step(model), batch, residual_width=True)
     assert list(members(wide)) == ["model.0"] and wide.spanned == {"model.0"}
 

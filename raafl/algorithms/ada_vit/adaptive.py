@@ -18,8 +18,8 @@ from raafl.core.algorithm import Hook, Local, Task
 from raafl.core.types import Warn
 from raafl.errors import BadInput, fraction, positive
 from raafl.submodel import Axis, Member, Submodels
+from raafl.submodel.known import is_block
 from raafl.submodel.lora import is_lora
-from raafl.submodel.rules import rule_of
 
 NAME = "usage_policy"
 _SURE = 0.99  # the most that a gate is open at the start, so that it can learn to close
@@ -185,7 +185,7 @@ class Adaptive(Local):
         if _has_lora(module):  # the only axes are ranks then: what reads them is neither a head nor a sublayer
             return module
         axes = list(Submodels(module).axes.values())
-        blocks = [(path, part) for path, part in module.named_modules() if _is_block(part)]
+        blocks = [(path, part) for path, part in module.named_modules() if is_block(part)]
         if blocks:
             for path, block in blocks:
                 self._gate_block(path, block, [axis for axis in axes if axis.name.startswith(f"{path}.")])
@@ -265,11 +265,6 @@ class Adaptive(Local):
 
 def _has_lora(module: nn.Module) -> bool:
     return any(is_lora(part) for part in module.modules())
-
-
-def _is_block(part: nn.Module) -> bool:
-    rule = rule_of(part)
-    return rule is not None and rule.is_block
 
 
 def _weights(axis: Axis, dim: int) -> list[Member]:

@@ -21,9 +21,10 @@ from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.caches import Caches
+from raafl.submodel.copying import copy_structure
 from raafl.submodel.cost import Cost, meta_batch
 from raafl.submodel.frozen import FrozenBase
-from raafl.submodel.shrink import Shrunk, Structure, build, copy_structure
+from raafl.submodel.shrink import Shrunk, Structure, build
 from raafl.submodel.submodels import Part
 
 Side = Literal["lower", "upper"]

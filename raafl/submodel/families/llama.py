@@ -1,4 +1,4 @@
-"""LLaMA, Mistral and Qwen2, as transformers has them: grouped-query attention and a gated feed-forward part."""
+"""LLaMA, Mistral and Qwen2, as transformers has them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raafl.submodel.known import MODELS, register_tail
-from raafl.submodel.rules import leaf, register
-from raafl.submodel.transformer import Attention, Block, register_block, renumber
+from raafl.submodel.known import BLOCKS, MODELS, register_tail, renumber
+from raafl.submodel.layers import resizes
 
 _GENERIC = "transformers.modeling_layers.Generic"
 
-
-@register_block(
-    f"{MODELS}.llama.modeling_llama.LlamaDecoderLayer",
-    f"{MODELS}.mistral.modeling_mistral.MistralDecoderLayer",
-    f"{MODELS}.qwen2.modeling_qwen2.Qwen2DecoderLayer",
-)
-def _decoder_layer(layer: Any) -> Block:
-    at = "self_attn"
-    heads = Attention(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", f"{at}.o_proj", at, layer.self_attn.head_dim)
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return Block({"heads": heads}, ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", norms)
+BLOCKS.update(
+    {
+        f"{MODELS}.llama.modeling_llama.LlamaDecoderLayer", f"{MODELS}.mistral.modeling_mistral.MistralDecoderLayer",
+        f"{MODELS}.qwen2.modeling_qwen2.Qwen2DecoderLayer",
+    }
+)  # fmt: skip
 
 
-def _resize(model: Any) -> None:
-    if len(model.layers) != model.config.num_hidden_layers:
-        renumber(model.layers, model.config)
-
-
-register(
+@resizes(
     f"{MODELS}.llama.modeling_llama.LlamaModel",
     f"{MODELS}.mistral.modeling_mistral.MistralModel",
     f"{MODELS}.qwen2.modeling_qwen2.Qwen2Model",
-    resize=_resize,
-)(leaf)
+)
+def _resize(model: Any) -> None:
+    renumber(model.layers, model.config)
 
 
 def _at_last_token(model: Any, logits: Tensor, ids: Tensor | None) -> Tensor:

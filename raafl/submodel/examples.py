@@ -1,0 +1,62 @@
+"""A batch for a model that came without one: made of what its first layer reads, by trying."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PIXELS = (8, 28, 32, 64, 96, 224, 4, 5, 16, 128, 256)
+"""Sides of pictures, the most likely first."""
+
+
+def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
+    """Return arguments for the forward of ``module`` on which it ``runs``; None = none was found."""
+    own = getattr(module, "example_input_array", None)
+    names = _required(module)
+    if own is not None and names:
+        values = own if isinstance(own, tuple) else (own,)
+        return own if isinstance(own, Mapping) else dict(zip(names, values, strict=False))
+    return next((batch for batch in _options(module, names) if runs(batch)), None)
+
+
+def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]:
+    hub = getattr(module, "dummy_inputs", None)  # of a model of transformers
+    if getattr(module, "main_input_name", None) == "input_ids":
+        yield {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    if isinstance(hub, Mapping):
+        yield hub
+    first = next((part for part in module.modules() if list(part.parameters(recurse=False))), None)
+    names = names or [getattr(module, "main_input_name", "x")]
+    for value in _values(first):
+        yield dict.fromkeys(names, value)
+    config = getattr(module, "config", None)
+    if hasattr(config, "image_size"):
+        yield {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), config.image_size, config.image_size)}
+
+
+def _values(first: Any) -> Iterator[Tensor]:
+    """Yield inputs that a layer may read."""
+    if isinstance(first, nn.Embedding | nn.EmbeddingBag):
+        yield torch.ones(2, 9, dtype=torch.long)
+    elif isinstance(first, nn.modules.conv._ConvNd):
+        for side in PIXELS:
+            yield torch.zeros(2, first.in_channels, *[side] * (first.weight.dim() - 2))
+    else:
+        weight = next((p for p in first.parameters(recurse=False) if p.dim() > 1), None) if first is not None else None
+        if weight is not None:
+            yield torch.zeros(2, weight.shape[1])
+            yield torch.zeros(2, 9, weight.shape[1])
+    yield torch.ones(2, 9, dtype=torch.long)
+    for side in PIXELS:
+        yield torch.zeros(2, 3, side, side)
+
+
+def _required(module: nn.Module) -> list[str]:
+    """Return the names of the arguments that the forward cannot do without."""
+    forward = inspect.signature(module.forward)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in forward.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]

@@ -9,6 +9,7 @@ from torch import nn
 
 from raafl.submodel.axes import Axis, Member
 from raafl.submodel.declared import join, said, within
+from raafl.submodel.known import is_packaged
 from raafl.submodel.labels import Atom, Dim, Reason
 from raafl.submodel.sizes import Extent
 from raafl.submodel.trace import Seen
@@ -126,7 +127,7 @@ class Candidates:
         if any((spot.name, spot.dim) in self._declared for spot in candidate.spots):
             return Reason("a part of the model declares its axes")
         places = {(spot.name, spot.dim) for spot in candidate.spots if spot.name in self.seen.parameters}
-        if len(places) < 2:
+        if len(places) < 2 or "read" not in atom.marks:
             return Reason("nothing else of the model goes with it")
         if any(len(spot.starts) > MOST_MEMBERS for spot in candidate.spots):
             return Reason(f"each unit lies in more than {MOST_MEMBERS} places of a dimension")
@@ -150,10 +151,14 @@ class Candidates:
             made = candidate.made[0].rpartition(".")[0] or candidate.made[0]
             if "batch" in candidate.atom.marks:
                 options = [join(block, "heads"), join(block, "cross_heads"), made]
-            elif candidate.atom.span is not None and any(within(spot.name, heads) for spot in candidate.spots):
-                options = [join(self._model(candidate), "width"), made]
-            elif block in heads and alone.count(block) == 1:
+            elif candidate.atom.span is None and block in heads and alone.count(block) == 1:
                 options = [join(block, "ffn"), made]
+            elif (
+                candidate.atom.span is not None
+                and self._packaged(candidate) is not None
+                and any(within(spot.name, heads) for spot in candidate.spots)
+            ):
+                options = [join(self._packaged(candidate) or "", "width"), made]
             else:
                 options = [made]
             number = (f"{made}.{i}" for i in range(2, len(picked) + 2))
@@ -173,16 +178,11 @@ class Candidates:
             path = above
         return home
 
-    def _model(self, candidate: Candidate) -> str:
-        """Return the outermost module of the same package as the one that makes all of it."""
-        path = _common(name.rpartition(".")[0] for name in candidate.made)
-        package = type(self.module.get_submodule(path)).__module__.partition(".")[0]
-        while path:
-            above = path.rpartition(".")[0]
-            if type(self.module.get_submodule(above)).__module__.partition(".")[0] != package:
-                break
-            path = above
-        return path
+    def _packaged(self, candidate: Candidate) -> str | None:
+        """Return the outermost model of a package that makes all of it."""
+        parts = _common(name.rpartition(".")[0] for name in candidate.made).split(".")
+        paths = ("", *(".".join(parts[:end]) for end in range(1, len(parts) + 1)))
+        return next((path for path in paths if is_packaged(self.module.get_submodule(path))), None)
 
     # ---- what comes of it ----
 

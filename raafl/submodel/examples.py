@@ -12,6 +12,9 @@ from torch import Tensor, nn
 PIXELS = (8, 28, 32, 64, 96, 224, 4, 5, 16, 128, 256)
 """Sides of pictures, the most likely first."""
 
+LENGTHS = (9, 4, 2, 3, 5, 8, 16)
+"""Of sequences."""
+
 
 def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
     """Return arguments for the forward of ``module`` on which it ``runs``; None = none was found."""
@@ -41,7 +44,7 @@ def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]
 def _values(first: Any) -> Iterator[Tensor]:
     """Yield inputs that a layer may read."""
     if isinstance(first, nn.Embedding | nn.EmbeddingBag):
-        yield torch.ones(2, 9, dtype=torch.long)
+        yield from (torch.ones(2, length, dtype=torch.long) for length in LENGTHS)
     elif isinstance(first, nn.modules.conv._ConvNd):
         for side in PIXELS:
             yield torch.zeros(2, first.in_channels, *[side] * (first.weight.dim() - 2))
@@ -49,7 +52,7 @@ def _values(first: Any) -> Iterator[Tensor]:
         weight = next((p for p in first.parameters(recurse=False) if p.dim() > 1), None) if first is not None else None
         if weight is not None:
             yield torch.zeros(2, weight.shape[1])
-            yield torch.zeros(2, 9, weight.shape[1])
+            yield from (torch.zeros(2, length, weight.shape[1]) for length in LENGTHS)
     yield torch.ones(2, 9, dtype=torch.long)
     for side in PIXELS:
         yield torch.zeros(2, 3, side, side)

@@ -56,6 +56,11 @@ def bases(module: nn.Module) -> list[str]:
     return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
 
 
+def is_packaged(module: nn.Module) -> bool:
+    """Check whether the module is a whole transformer of a package."""
+    return any(f"{base.__module__}.{base.__qualname__}" in (PRETRAINED, TORCHVISION) for base in type(module).__mro__)
+
+
 def is_block(module: nn.Module) -> bool:
     """Check whether the module is one of equal blocks of a deep model: of a type in `BLOCKS` whose forward it has."""
     for base in type(module).__mro__:

@@ -44,8 +44,9 @@ class Atom:
         size: number of indices.
         pin: why none of them can go; None = they can.
         span: why the others change when some go, though they can: a norm takes its statistics across them.
-        marks: what happened to it: "batch" where matrix products ran over it side by side, as over the heads of an
-            attention; "scored" where such a product summed over it; "gated" where a value of it multiplied another.
+        marks: what happened to it: "read" where a product summed over it; "batch" where products ran over it side by side,
+            as over the heads of an attention, and "scored" where one of those summed over it; "gated" where a value of it
+            multiplied another.
         factors: the atoms whose product this is, the slowest first; empty = it is no product.
         parts: the dimensions whose indices follow one another in this; empty = it is not joined.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from raafl.submodel.labels import Dim
 from raafl.submodel.operations import Call, Dims, rule
 
+_GROUP = "the channels of a group only go together"
+
 # ---- products: what is summed over is the same on both sides ----
 
 
@@ -13,6 +15,7 @@ def _product(call: Call, left: Dims, right: Dims) -> list[Dim]:
     inner = right[-2] if len(right) > 1 else right[-1]
     call.labels.unify(left[-1], inner)
     left[-1].is_read = inner.is_read = True
+    call.labels.mark(inner, "read")
     for dim in (*left[-2:-1], *(right[-1:] if len(right) > 1 else ())):
         dim.is_made = True
     if len(left) == 3:
@@ -41,6 +44,7 @@ def _linear(call: Call) -> list[Dims]:
     x, weight = call.dims("input"), call.dims("weight")
     call.labels.unify(x[-1], weight[1])
     weight[1].is_read = weight[0].is_made = True
+    call.labels.mark(weight[1], "read")
     if call.has("bias"):
         call.labels.unify(call.dims("bias")[0], weight[0])
     return [[*x[:-1], weight[0]]]
@@ -51,6 +55,7 @@ def _grouped_mm(call: Call) -> list[Dims]:
     left, right = call.dims(0), call.dims(1)
     call.labels.unify(left[-1], right[-2])
     right[-2].is_read = right[-1].is_made = True
+    call.labels.mark(right[-2], "read")
     for dim in right[:-2]:
         call.labels.pin(dim, "they are experts, of which a router chooses")
     for dim in (right[-2], right[-1]):
@@ -70,13 +75,14 @@ def _convolution(call: Call) -> list[Dims]:
         inputs, outputs = weight[0], Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1]
         weight[0].is_read = weight[1].is_made = True
         if groups > 1:
-            call.labels.unify(inputs, Dim([*group.atoms, *call.labels.new(inputs.size // groups).atoms]))
+            call.labels.unify(inputs, Dim([*group.atoms, *call.labels.new(inputs.size // groups, _GROUP).atoms]))
     else:  # weight: (out, in / groups, ...)
         inputs, outputs = Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1], weight[0]
         weight[1].is_read = weight[0].is_made = True
         if groups > 1:
-            call.labels.unify(outputs, Dim([*group.atoms, *call.labels.new(outputs.size // groups).atoms]))
+            call.labels.unify(outputs, Dim([*group.atoms, *call.labels.new(outputs.size // groups, _GROUP).atoms]))
     call.labels.unify(x[1], inputs)
+    call.labels.mark(inputs, "read")
     if call.has("bias"):
         call.labels.unify(call.dims("bias")[0], outputs)
     return [[x[0], outputs, *call.new(out.shape[2:], "they are pixels")]]

@@ -22,5 +22,7 @@ def _stays() -> None:
 @resizes(nn.RNNBase)
 def _resize(layer: Any) -> None:
     layer.input_size = layer.weight_ih_l0.shape[1]
-    layer.hidden_size = layer.weight_hh_l0.shape[1]
+    gates = layer.weight_ih_l0.shape[0] // layer.weight_hh_l0.shape[1] if not layer.proj_size else 4
+    layer.hidden_size = layer.weight_ih_l0.shape[0] // gates
+    layer.proj_size = layer.weight_hr_l0.shape[0] if layer.proj_size else 0
     adopt(layer)

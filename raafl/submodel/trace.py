@@ -146,7 +146,7 @@ def trace(module: nn.Module, batch: Any) -> Seen:
                 seen = _attempt(module, batch, run, values, default)
                 if seen.problem is None:
                     return seen
-                first = seen if first is None or (values and run is step) else first
+                first = seen if first is None or (values and run is runs[0]) else first
     assert first is not None
     return first
 

@@ -168,7 +168,7 @@ def built(name: str) -> tuple[nn.Module, Submodels, FlatTensors]:
         for buffer in module.buffers():
             if not buffer.is_floating_point():
                 buffer.fill_(3)
-    submodels = Submodels(module)
+    submodels = Submodels(module, [CASES[name].inputs()])
     return module, submodels, submodels.state(module)
 
 

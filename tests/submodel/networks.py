@@ -142,21 +142,22 @@ def _classifier(kind: str, task: str = "SequenceClassification", **options: Any)
 
 
 CASES: dict[str, Case] = {
-    "bert": Case(_classifier("Bert", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
+    "bert": Case(_classifier("Bert", **WORDS, **SLOW), words, {**_both("bert.encoder.layer"), "bert.pooler.dense": 12}),
     "bert_eager": Case(
-        _classifier("Bert", attention="eager", **WORDS, **SLOW), words, _both("bert.encoder.layer")
+        _classifier("Bert", attention="eager", **WORDS, **SLOW), words, {**_both("bert.encoder.layer"), "bert.pooler.dense": 12}
     ),
     "bert_tied": Case(_classifier("Bert", "MaskedLM", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
-    "roberta": Case(_classifier("Roberta", **WORDS, **SLOW), words, _both("roberta.encoder.layer")),
+    "roberta": Case(_classifier("Roberta", **WORDS, **SLOW), words, {**_both("roberta.encoder.layer"), "classifier.dense": 12}),
     "distilbert": Case(
         _classifier("DistilBert", vocab_size=23, dim=12, hidden_dim=7, n_layers=2, n_heads=3),
         words,
-        _both("distilbert.transformer.layer"),
+        {**_both("distilbert.transformer.layer"), "pre_classifier": 12},
     ),
     "albert": Case(
         _classifier("Albert", **{**WORDS, "num_hidden_layers": 4}, **SLOW, embedding_size=5),
         words,
-        {f"albert.encoder.albert_layer_groups.0.albert_layers.0.{axis}": n for axis, n in (("heads", 3), ("ffn", 7))},
+        {f"albert.encoder.albert_layer_groups.0.albert_layers.0.{axis}": n for axis, n in (("heads", 3), ("ffn", 7))}
+        | {"albert.pooler": 12},
     ),
     "vit": Case(_classifier("ViT", "ImageClassification", **PIXELS), pixels, _both("vit.layers")),
     "vit_eager": Case(
@@ -223,7 +224,7 @@ def built(name: str, **options: Any) -> tuple[nn.Module, Submodels, FlatTensors]
     torch.manual_seed(0)
     module = CASES[name].make().eval()
     randomise(module)
-    submodels = Submodels(module, **options)
+    submodels = Submodels(module, CASES[name].inputs(), **options)
     return module, submodels, submodels.state(module)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
 from raafl.submodel import Member, Spec, SpecError, Submodels
-from raafl.submodel.rules import RULES, register
 from tests.submodel.models import CASES
 
 
@@ -19,7 +17,8 @@ def sizes(module):
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_known_models_have_the_known_axes(name):
-    assert sizes(CASES[name].make()) == dict(CASES[name].axes)
+    found = Submodels(CASES[name].make(), [CASES[name].inputs()]).axes
+    assert {name: axis.size for name, axis in found.items()} == dict(CASES[name].axes)
 
 
 def traced(forward, **layers):
@@ -50,17 +49,18 @@ LINEAR = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "c": nn.Linear(6, 2)}
         (lambda self, x: self.c(torch.softmax(self.a(x), -1)), {}),
         (lambda self, x: self.c(self.a(x).sort().values), {}),
         (lambda self, x: self.c(F.layer_norm(self.a(x), (6,))), {}),
-        (lambda self, x: self.c(self.a(x)[:, :6]), {}),
-        (lambda self, x: self.c(torch.cat([self.a(x)], 1)), {}),
+        (lambda self, x: self.c(self.a(x)[:, :6]), {"a": 6}),
+        (lambda self, x: self.c(torch.cat([self.a(x)], 1)), {"a": 6}),
         (lambda self, x: (self.c(self.a(x)), self.a(x)), {}),  # it is an output, too
-        (lambda self, x: self.c(self.a(x) @ self.b.weight), {}),  # a tensor of a layer used by hand
-        (lambda self, x: self.c(self.a(x) + x.new_ones(6)), {}),
-        (lambda self, x: self.c(self.a(x).view(-1, 6)), {}),  # a width written as a number
+        (lambda self, x: self.c(self.a(x) @ self.b.weight), {"a": 6, "b": 6}),  # a tensor of a layer used by hand
+        (lambda self, x: self.c(self.a(x) + x.new_ones(6)), {"a": 6}),
+        (lambda self, x: self.c(self.a(x).view(-1, 6)), {"a": 6}),  # a width written as a number
         (lambda self, x: self.c(self.a(x).view(x.size(0), -1)), {"a": 6}),
     ],
 )
 def test_operations(forward, axes):
-    assert sizes(traced(forward, **LINEAR)) == axes
+    called = {name: layer for name, layer in LINEAR.items() if name in forward.__code__.co_names}
+    assert sizes(traced(forward, **called)) == axes
 
 
 def conv(*args, **options):
@@ -72,14 +72,14 @@ def conv(*args, **options):
     [
         ([conv(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(24, 2)], {"0": 6}),
         ([conv(3, 6, 1), nn.BatchNorm2d(6, affine=False), conv(6, 2, 1)], {"0": 6}),
-        ([conv(3, 6, 1), nn.InstanceNorm2d(6), conv(6, 2, 1)], {}),  # nothing tells its width
+        ([conv(3, 6, 1), nn.InstanceNorm2d(6), conv(6, 2, 1)], {"0": 6}),
         ([conv(3, 6, 1), nn.GroupNorm(1, 6), conv(6, 2, 1)], {}),
         ([conv(3, 6, 1), nn.GroupNorm(2, 6), conv(6, 2, 1)], {"0": 2}),
         ([conv(3, 6, 1), nn.GroupNorm(6, 6), conv(6, 2, 1)], {"0": 6}),
-        ([conv(3, 6, 1), nn.GroupNorm(2, 6, affine=False), conv(6, 2, 1)], {}),
+        ([conv(3, 6, 1), nn.GroupNorm(2, 6, affine=False), conv(6, 2, 1)], {"0": 2}),
         ([conv(3, 6, 1), conv(6, 6, 3, groups=6), conv(6, 2, 1)], {"0": 6}),
         ([conv(3, 6, 1), conv(6, 6, 3, groups=3), conv(6, 2, 1)], {"0": 3}),
-        ([conv(3, 6, 1), conv(6, 12, 3, groups=3), conv(12, 2, 1)], {}),
+        ([conv(3, 6, 1), conv(6, 12, 3, groups=3), conv(12, 2, 1)], {"0": 3}),
         ([conv(4, 4, 3, groups=2), conv(4, 2, 1)], {}),  # its inputs are the model's
         (
             [conv(3, 6, 1), nn.ConvTranspose2d(6, 5, 2), nn.PReLU(5), nn.Upsample(scale_factor=2), conv(5, 2, 1)],
@@ -93,8 +93,8 @@ def conv(*args, **options):
         ([nn.EmbeddingBag(9, 6), nn.Linear(6, 2)], {"0": 6}),
         (
             [conv(3, 6, 1), nn.Linear(4, 4), nn.Flatten(), nn.Linear(96, 2)],
-            {"1": 4},
-        ),  # along the pixels, not the channels
+            {"0": 6},
+        ),  # what it makes of a row of pixels lies within each channel
         ([nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 2)], {}),
         ([nn.Linear(3, 1), nn.Linear(1, 2)], {}),  # nothing to drop
         ([nn.Linear(3, 2)], {}),
@@ -146,24 +146,33 @@ def test_tied_layers_with_different_roles_are_kept_whole():
 def test_a_width_kept_whole_says_why():
     submodels = Submodels(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2)))
     assert submodels.axes == {}
-    assert submodels.kept_whole == {"0": "layer '1' takes statistics across it", "2": "it is an output of the model"}
-    with pytest.raises(SpecError, match="'0' cannot shrink: layer '1' takes statistics across it"):
+    spans = "a norm takes statistics across it: it shrinks only where residual_width is asked for"
+    assert submodels.kept_whole["0"].startswith(spans)
+    assert submodels.kept_whole["2"] == "it is an output of the model"
+    with pytest.raises(SpecError, match="'0' cannot shrink: a norm takes statistics across it"):
         submodels.validate(Spec.keep({"0": [0]}))
 
 
-def test_a_forward_that_cannot_be_traced_leaves_the_full_model():
+def test_a_forward_that_needs_values_is_followed_with_values():
     def forward(self, x):
         return self.c(self.a(x) if x.sum() > 0 else -self.a(x))
 
-    submodels = Submodels(traced(forward, **LINEAR))
+    submodels = Submodels(traced(forward, a=nn.Linear(4, 6), c=nn.Linear(6, 2)), [torch.ones(2, 4)])
+    assert {name: axis.size for name, axis in submodels.axes.items()} == {"a": 6}
+
+
+def test_a_forward_that_does_not_run_leaves_the_full_model():
+    def forward(self, x):
+        return self.c(self.d(x))
+
+    submodels = Submodels(traced(forward, **LINEAR), [torch.ones(2, 4)])
     assert submodels.axes == {}
-    assert "forward, line" in submodels.problem and "declare `submodel_axes`" in submodels.problem
-    assert submodels.shrink().module(torch.ones(1, 4)).shape == (1, 2)
-    with pytest.raises(SpecError, match=r"cannot be traced .*train the full model"):
+    assert "test_discover.py:" in submodels.problem and "declare `submodel_axes`" in submodels.problem
+    with pytest.raises(SpecError, match=r"no attribute 'd'.*train the full model"):
         submodels.validate(Spec.keep({"a": [0]}))
 
 
-def test_a_subclass_with_a_forward_of_its_own_has_no_rule():
+def test_a_subclass_with_a_forward_of_its_own_is_followed():
     class Odd(nn.Linear):
         def forward(self, x):
             return super().forward(x).cumsum(-1)
@@ -175,52 +184,13 @@ def test_a_subclass_with_a_forward_of_its_own_has_no_rule():
     assert sizes(nn.Sequential(Same(3, 6), nn.Linear(6, 2))) == {"0": 6}
 
 
-def test_a_rule_can_be_added_for_another_type():
-    class Scale(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(width))
-
-        def forward(self, x):
-            return x.mul(self.gain) if x.dim() == 2 else x
-
-    model = nn.Sequential(nn.Linear(3, 6), Scale(6), nn.Linear(6, 2))
-    assert sizes(model) == {}
-
-    @register(Scale)
-    def _scale(layer, name, flow, groups):
-        groups.consume(flow, f"{name}.gain", 0, name)
-        return flow
-
-    try:
-        submodels = Submodels(model)
-        assert Member("1.gain", 0) in submodels.axes["0"].members
-        assert submodels.shrink(Spec.keep({"0": [0, 5]})).module(torch.ones(1, 3)).shape == (1, 2)
-    finally:
-        del RULES[Scale]
-
-
-def test_a_forward_that_cannot_be_followed_is_said_in_words():
-    class Wrap(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, **batch):
-            return self.inner(**batch)
-
+def test_a_model_without_a_forward_or_a_batch_says_so():
     class Without(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
-    class Steps(LightningModule):
-        """It has Lightning's own forward."""
-
-    wrapped, without, steps = (Submodels(kind()).problem or "" for kind in (Wrap, Without, Steps))
-    assert "it loops over an input, or passes it on by * or **: name inputs one by one" in wrapped
-    assert "Proxy" not in wrapped and "\n" not in wrapped
-    for kind, said in (("Without", without), ("Steps", steps)):
-        assert said.startswith(
-            f"axes of {kind} were not found: it has no forward, in which its layers are called; declare"
-        )
+    assert Submodels(Without()).problem == (
+        "axes of Without were not found: there is no batch to follow: give an example batch; declare `submodel_axes` on the "
+        "model, or train the full model"
+    )

@@ -8,13 +8,13 @@ import re
 import pytest
 
 from raafl.submodel import families
-from raafl.submodel.known import PIECES, TAILS
-from raafl.submodel.rules import RULES
+from raafl.submodel.known import BLOCKS, TAILS
+from raafl.submodel.layers import RESIZES
 from tests.habits.source import ROOT
 
 FOLDER = ROOT / "raafl" / "submodel"
 FILES = sorted(path.stem for path in (FOLDER / "families").glob("*.py") if path.stem != "__init__")
-NAMED = sorted({name for table in (RULES, PIECES, TAILS) for name in table if isinstance(name, str)})
+NAMED = sorted({name for table in (RESIZES, BLOCKS, TAILS) for name in table if isinstance(name, str)})
 
 
 def test_every_file_is_imported():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ class Model:
         make: a new one.
         answer: its output.
         loss: what a training step makes of it.
+        batch: of a training step, or of a call where it has none.
         axes: name and size of each, without the residual width.
         width: name of the axis of the residual width, where there is one that a norm spans.
         inner: path of the transformer that can be given exits; None = there is none.
@@ -32,6 +34,7 @@ class Model:
     make: Callable[[], nn.Module]
     answer: Callable[[nn.Module], Tensor]
     loss: Callable[[nn.Module], Tensor]
+    batch: Any
     axes: Mapping[str, int]
     width: str | None = None
     inner: str | None = None
@@ -58,6 +61,7 @@ def _zoo(
         make,
         lambda module: module(*batch[:-1]),
         lambda module: module.training_step(list(batch), 0),
+        list(batch),
         axes,
         width,
         None if width is None else "model",
@@ -72,6 +76,7 @@ def _hugging_face(name: str) -> Model:
         case.make,
         lambda module: networks.output(module, inputs),
         lambda module: networks.output(module, inputs).square().mean(),
+        inputs,
         case.axes,
         case.width,
         None if name in ("albert", "bert_tied") else "",
@@ -113,7 +118,7 @@ ZOO: dict[str, Model] = {
     ),
     "BERT": _zoo(
         lambda: model_zoo.BERT("micro", 3, 23, 16, dropout=0.0), (TOKENS * MASK, MASK, LABELS),
-        _blocks("model.bert.encoder.layer", 128), "model.width",
+        {**_blocks("model.bert.encoder.layer", 128), "model.bert.pooler.dense": 32}, "model.width",
     ),
     "ALBERT": _zoo(
         lambda: model_zoo.ALBERT("micro", 23, 16), WINDOW,
@@ -167,7 +172,7 @@ def built(name: str, **options: bool) -> tuple[nn.Module, Submodels, FlatTensors
         if isinstance(layer, nn.BatchNorm2d):
             layer.running_mean.normal_().mul_(0.3)
             layer.running_var.uniform_(0.5, 1.5)
-    submodels = Submodels(module, **options)
+    submodels = Submodels(module, MODELS[name].batch, **options)
     return module, submodels, submodels.state(module)
 
 

@@ -92,8 +92,8 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
     """Set attributes; what other modules share, such as a config, is copied for the module first."""
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
-        if path not in modules:
-            continue  # it is left out
+        if path not in modules or name not in modules[path].__dict__:
+            continue  # it is left out, or another takes its place
         attributes = modules[path].__dict__
         if not inside:
             attributes[str(name)] = value

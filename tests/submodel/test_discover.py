@@ -52,7 +52,10 @@ LINEAR = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "c": nn.Linear(6, 2)}
         (lambda self, x: self.c(self.a(x)[:, :6]), {"a": 6}),
         (lambda self, x: self.c(torch.cat([self.a(x)], 1)), {"a": 6}),
         (lambda self, x: (self.c(self.a(x)), self.a(x)), {}),  # it is an output, too
-        (lambda self, x: self.c(self.a(x) @ self.b.weight), {"a": 6, "b": 6}),  # a tensor of a layer used by hand
+        (
+            lambda self, x: self.c(self.a(x) @ self.b.weight),
+            {},
+        ),  # a tensor of a layer used by hand, and its bias is not used
         (lambda self, x: self.c(self.a(x) + x.new_ones(6)), {"a": 6}),
         (lambda self, x: self.c(self.a(x).view(-1, 6)), {"a": 6}),  # a width written as a number
         (lambda self, x: self.c(self.a(x).view(x.size(0), -1)), {"a": 6}),

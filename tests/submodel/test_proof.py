@@ -76,12 +76,6 @@ def test_an_attribute_of_a_value_keeps_it_whole(name):
     assert "fc2" in submodels.kept_whole
 
 
-@pytest.mark.parametrize("name", ["T", "H"])
-def test_an_embedding_that_is_read_by_an_attribute_keeps_its_width(name):
-    submodels = Submodels(Net(READS[name]), BATCH)
-    assert submodels.kept_whole["fc2"] == f"its attribute '{name}' is not followed"
-
-
 def test_sizes_may_be_read():
     submodels = Submodels(Net(lambda x: x.view(x.shape[0], x.size(1))), BATCH)
     assert list(submodels.axes) == ["fc1"]

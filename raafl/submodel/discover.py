@@ -58,7 +58,8 @@ def discover_axes(
         residual_width: whether widths that norms take statistics across are axes, too.
     """
     if ranks := lora.ranks(module):
-        return Found(ranks, unscaled=lora.unscaled(module))
+        one = {axis.name: "it has one unit" for axis in ranks if axis.size == 1}
+        return Found([axis for axis in ranks if axis.size > 1], kept_whole=one, unscaled=lora.unscaled(module))
     declared = [axis for path, part in _parts(module) for axis in _declared(path, part, shapes, aliases)]
     seen = trace(module, batch)
     problem = None

@@ -15,6 +15,8 @@ PIXELS = (8, 28, 32, 64, 96, 224, 4, 5, 16, 128, 256)
 LENGTHS = (9, 4, 2, 3, 5, 8, 16)
 """Of sequences."""
 
+_FIRST: tuple[Any, ...] = (nn.modules.conv._ConvNd, (nn.Embedding, nn.EmbeddingBag), nn.Linear)
+
 
 def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
     """Return arguments for the forward of ``module`` on which it ``runs``; None = none was found."""
@@ -32,16 +34,18 @@ def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]
         yield {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     if isinstance(hub, Mapping):
         yield hub
-    first = next((part for part in module.modules() if list(part.parameters(recurse=False))), None)
     names = names or [getattr(module, "main_input_name", "x")]
-    for value in _values(first):
-        yield dict.fromkeys(names, value)
+    layers = [part for part in module.modules() if list(part.parameters(recurse=False))]
+    firsts = (next((layer for layer in layers if isinstance(layer, kind)), None) for kind in _FIRST)
+    for layer in dict.fromkeys(layer for layer in (*layers[:1], *firsts) if layer is not None):
+        for value in _values(layer):
+            yield dict.fromkeys(names, value)
     config = getattr(module, "config", None)
     if hasattr(config, "image_size"):
         yield {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), config.image_size, config.image_size)}
 
 
-def _values(first: Any) -> Iterator[Tensor]:
+def _values(first: nn.Module) -> Iterator[Tensor]:
     """Yield inputs that a layer may read."""
     if isinstance(first, nn.Embedding | nn.EmbeddingBag):
         yield from (torch.ones(2, length, dtype=torch.long) for length in LENGTHS)
@@ -49,13 +53,10 @@ def _values(first: Any) -> Iterator[Tensor]:
         for side in PIXELS:
             yield torch.zeros(2, first.in_channels, *[side] * (first.weight.dim() - 2))
     else:
-        weight = next((p for p in first.parameters(recurse=False) if p.dim() > 1), None) if first is not None else None
+        weight = next((p for p in first.parameters(recurse=False) if p.dim() > 1), None)
         if weight is not None:
             yield torch.zeros(2, weight.shape[1])
             yield from (torch.zeros(2, length, weight.shape[1]) for length in LENGTHS)
-    yield torch.ones(2, 9, dtype=torch.long)
-    for side in PIXELS:
-        yield torch.zeros(2, 3, side, side)
 
 
 def _required(module: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ def _left(call: Call, places: set[int]) -> list[Dims]:
     return [dims] * len(call.outs)
 
 
-@rule("sum", "nansum", "linalg_vector_norm", "norm", "count_nonzero")
+@rule("sum", "nansum", "linalg_vector_norm", "norm", "count_nonzero", "any")
 def _sum(call: Call) -> list[Dims]:
     return _left(call, _places(call))  # zeros add nothing
 
@@ -37,7 +37,7 @@ def _mean(call: Call) -> list[Dims]:
 
 
 @rule(
-    "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "prod", "logsumexp", "any", "all", "median", "mode",
+    "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "prod", "logsumexp", "all", "median", "mode",
 )  # fmt: skip
 def _reduce(call: Call) -> list[Dims]:
     if len(call.ins) == 2:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from raafl.submodel import products, reductions  # noqa: F401  # the rules they register
 from raafl.submodel.copying import copy_structure
+from raafl.submodel.declared import within
 from raafl.submodel.examples import made_batch
 from raafl.submodel.labels import Dim, Labels
 from raafl.submodel.operations import MOVING, Call, Dims, follow, rule_of
@@ -189,7 +190,8 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], valu
         except Exception as error:
             seen.problem = problem_of(error)
             break
-    seen.untouched = tracer.untouched() & parameters
+    beside = [path for path, part in copy.named_modules() if getattr(part, "is_beside_axes", False)]
+    seen.untouched = {name for name in tracer.untouched() & parameters if not within(name, beside)}
     return seen
 
 
@@ -245,7 +247,11 @@ def _note_outputs(module: nn.Module, tracer: Tracer, seen: Seen) -> None:
 
 
 def _copy(module: nn.Module, values: bool) -> nn.Module:
-    """Return a copy on the meta device, or a real one whose parameters are to be drawn."""
+    """Return a copy on the meta device, or a real one whose parameters are to be drawn.
+
+    Hooks that an algorithm has put on the model's layers, and says are beside its axes (``is_beside_axes``), are left out;
+    a module that says so of itself is not expected to be called.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu" if values else "meta")
@@ -255,7 +261,13 @@ def _copy(module: nn.Module, values: bool) -> nn.Module:
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
         elif buffer.device.type == "meta":
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    return copy_structure(module, memo)
+    copy = copy_structure(module, memo)
+    for part in copy.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "is_beside_axes", False)]:
+                del hooks[key]
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+    return copy
 
 
 def _draw(module: nn.Module, seed: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class UsagePolicy(nn.Module):
         gates: of the last input, shape (batch, units + sublayers), 0 or 1.
         used: gates of every input since `clear`, while training.
     """
+
+    is_beside_axes = True
 
     def __init__(
         self, width: int, units: int, sublayers: int, targets: tuple[float, float], temperature: float
@@ -107,6 +109,7 @@ class UsagePolicy(nn.Module):
 
 @dataclass
 class _Decide:
+    is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
     policy: UsagePolicy
     features: Callable[[Tensor], Tensor]
 
@@ -117,6 +120,7 @@ class _Decide:
 
 @dataclass
 class _GateUnits:
+    is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
     policy: UsagePolicy
     batch_dim: int
     dim: int
@@ -127,6 +131,7 @@ class _GateUnits:
 
 @dataclass
 class _GateSublayer:
+    is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
     policy: UsagePolicy
     place: int
     batch_dim: int

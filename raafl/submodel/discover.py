@@ -41,6 +41,11 @@ class Found:
     unscaled: frozenset[str] = frozenset()
     problem: str | None = None
 
+    def follows(self) -> dict[str, Any]:
+        """Return what a small module is built with, beside its tensors; see `raafl.submodel.shrink.Structure`."""
+        full = {axis.name: axis.size for axis in self.axes}
+        return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
+
 
 def discover_axes(
     module: nn.Module, batch: Any, shapes: Shapes, aliases: Mapping[str, str], *, residual_width: bool = False
@@ -70,7 +75,8 @@ def discover_axes(
     places = {name: place for place, name in enumerate(shapes)}
     found = candidates.found()
     axes = sorted([*found, *declared], key=lambda axis: min(places.get(m.name, len(places)) for m in axis.members))
-    whole, kept_whole = candidates.whole(), {}
+    whole = candidates.whole()
+    kept_whole: dict[str, str] = {}
     for (name, dim), reason in whole.items():
         if seen.dims[name][dim].is_made or len(seen.dims[name]) == 1:
             kept_whole.setdefault(name.rpartition(".")[0] or name, str(reason))

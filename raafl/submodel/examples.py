@@ -40,7 +40,7 @@ def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]
     for layer in dict.fromkeys(layer for layer in (*layers[:1], *firsts) if layer is not None):
         for value in _values(layer):
             yield dict.fromkeys(names, value)
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if hasattr(config, "image_size"):
         yield {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), config.image_size, config.image_size)}
 

@@ -63,7 +63,8 @@ def is_packaged(module: nn.Module) -> bool:
 
 def is_block(module: nn.Module) -> bool:
     """Check whether the module is one of equal blocks of a deep model: of a type in `BLOCKS` whose forward it has."""
-    for base in type(module).__mro__:
+    kinds: tuple[Any, ...] = type(module).__mro__
+    for base in kinds:
         if f"{base.__module__}.{base.__qualname__}" in BLOCKS:
             forward: Any = type(module).forward
             while forward is not base.forward and hasattr(forward, "__wrapped__"):
@@ -84,4 +85,4 @@ def renumber(layers: nn.Module, config: Any) -> None:
     for place, layer in enumerate(layers.children()):
         for part in layer.modules():
             if "layer_idx" in part.__dict__:  # where a cache keeps its keys and values
-                part.layer_idx = place
+                part.__dict__["layer_idx"] = place

@@ -49,7 +49,7 @@ class Submodels:
 
         Args:
             module: the full model. It is neither changed nor held on to.
-            example_batch: any batch of the training data, for costs; only its shapes are used.
+            example_batch: any batch of the training data, for axes and costs; values are read only where a step needs them.
             residual_width: whether widths that norms take statistics across may shrink, too; None = as the module's
                 attribute ``submodel_residual_width`` says, or else not.
             batch_norm: "merged" sends running statistics up with the rest; "static" leaves them as they are on client and
@@ -353,7 +353,7 @@ class Submodels:
             absent=self._absent(spec),
             stand_ins=self._stand_ins(spec),
             counts={name: len(kept) for name, kept in spec.kept},
-            **self._follows(),
+            **({} if self.found is None else self.found.follows()),
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)
@@ -371,13 +371,6 @@ class Submodels:
         with torch.no_grad():
             for name, value in state.items():
                 tensors[name].copy_(value)
-
-    def _follows(self) -> dict[str, Any]:
-        """Return what discovery says of small modules beside the axes; nothing of declared axes."""
-        if self.found is None:
-            return {}
-        full = {axis.name: axis.size for axis in self.found.axes}
-        return {"sizes": self.found.sizes, "full": full, "unscaled": self.found.unscaled}
 
     # ---- what they cost ----
 

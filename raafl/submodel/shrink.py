@@ -132,7 +132,8 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
         memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
     for name, buffer in structure.module.named_buffers():
         if name in present:
-            memo[id(buffer)] = present[name]
+            # a version counter of its own, or batch norm's counting would seem to change an index that a gradient needs
+            memo[id(buffer)] = present[name].data
         elif name in structure.selections:
             memo[id(buffer)] = select(buffer, structure.selections[name])
     return memo

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PIXELS = (8, 28, 32, 64, 96, 224, 4, 5, 16, 128, 256)
+PIXELS = (*dict.fromkeys((8, 28, 32, 64, 96, 224, *range(4, 33), 128, 256)),)
 """Sides of pictures, the most likely first."""
 
 LENGTHS = (9, 4, 2, 3, 5, 8, 16)
@@ -51,12 +51,12 @@ def _values(first: nn.Module) -> Iterator[Tensor]:
         yield from (torch.ones(2, length, dtype=torch.long) for length in LENGTHS)
     elif isinstance(first, nn.modules.conv._ConvNd):
         for side in PIXELS:
-            yield torch.zeros(2, first.in_channels, *[side] * (first.weight.dim() - 2))
+            yield torch.zeros(2, first.in_channels, *[side] * (first.weight.dim() - 2), dtype=first.weight.dtype)
     else:
         weight = next((p for p in first.parameters(recurse=False) if p.dim() > 1), None)
         if weight is not None:
-            yield torch.zeros(2, weight.shape[1])
-            yield from (torch.zeros(2, length, weight.shape[1]) for length in LENGTHS)
+            yield torch.zeros(2, weight.shape[1], dtype=weight.dtype)
+            yield from (torch.zeros(2, length, weight.shape[1], dtype=weight.dtype) for length in LENGTHS)
 
 
 def _required(module: nn.Module) -> list[str]:

@@ -49,7 +49,7 @@ class Submodels:
 
         Args:
             module: the full model. It is neither changed nor held on to.
-            example_batch: any batch of the training data, for axes and costs; values are read only where a step needs them.
+            example_batch: any batch of the training data, for axes and costs; values are read only where a step needs it.
             residual_width: whether widths that norms take statistics across may shrink, too; None = as the module's
                 attribute ``submodel_residual_width`` says, or else not.
             batch_norm: "merged" sends running statistics up with the rest; "static" leaves them as they are on client and
@@ -89,8 +89,7 @@ class Submodels:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
         from raafl.submodel.discover import discover_axes
 
-        state = {name: shapes[name] for name in (*self._parameters, *self._buffers)}
-        found = discover_axes(self.module, self.example_batch, state, self.aliases, residual_width=self.residual_width)
+        found = discover_axes(self.module, self.example_batch, shapes, self.aliases, residual_width=self.residual_width)
         self.found, self._kept_whole, self._problem = found, dict(found.kept_whole), found.problem
         return AxisTable(found.axes, shapes)
 

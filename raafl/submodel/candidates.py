@@ -116,7 +116,7 @@ class Candidates:
                     candidate = self._by_atom.get(atom)
                     if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
                         reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
-                        self.seen.labels.pin(Dim([atom]), reason)
+                        atom.pin = reason  # it says more than what the loss does to it
 
     def _why_whole(self, candidate: Candidate, residual_width: bool) -> Reason | None:
         atom = candidate.atom

@@ -9,8 +9,9 @@ from torch import nn
 
 from raafl.submodel.axes import Axis, Member
 from raafl.submodel.declared import join, said, within
-from raafl.submodel.known import is_packaged
+from raafl.submodel.known import held, is_packaged
 from raafl.submodel.labels import Atom, Dim, Reason
+from raafl.submodel.layers import produces
 from raafl.submodel.sizes import Extent
 from raafl.submodel.trace import Seen
 
@@ -68,6 +69,7 @@ class Candidates:
         """Choose the axes of ``module`` from what a trace has seen of it, beside those that parts of it declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
+        self._held = dict(self._hold())
         self._by_atom: dict[Atom, Candidate] = {}
         self._places = {name: place for place, name in enumerate(seen.dims)}
         for name, dims in seen.dims.items():
@@ -85,6 +87,20 @@ class Candidates:
         picked.sort(key=lambda c: (self._places[c.spots[0].name], c.spots[0].dim, c.spots[0].starts))
         self.axes = dict(zip(self._names(picked), picked, strict=True))
         self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
+
+    def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
+        """Keep layers of known families as they were cut before there were traces; give their dimensions and reasons."""
+        for path, is_wide in held(self.module):
+            name = f"{path}.weight"
+            if name not in self.seen.dims:
+                continue  # this model is made without it
+            _, place = produces(self.module.get_submodule(path)) or ("", 0)
+            made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
+            if is_wide:
+                self.seen.labels.unify(made, read)
+                yield (name, place), Reason("its features are hidden states, too, and go with the residual width alone")
+            else:
+                self.seen.labels.pin(made, Reason("it was whole before, and recorded runs stay as they are"))
 
     def _collect(self, name: str, place: int, dim: Dim) -> None:
         for atom, starts, unit, outside in _spots(dim, (0,), 1, ()):
@@ -203,9 +219,8 @@ class Candidates:
             for place, dim in enumerate(dims if name in self.seen.parameters else ()):
                 units = list(dim.units())
                 if units and not any(atom in self._name_of for atom in units):
-                    found[name, place] = next(
-                        (self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit")
-                    )
+                    why = next((self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit"))
+                    found[name, place] = self._held.get((name, place), why)
         return found
 
     def unscaled(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ A type is named in text, by its module and name, so that the package need not be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,13 @@ BLOCKS: set[str] = {
     "torch.nn.modules.transformer.TransformerEncoderLayer", "torch.nn.modules.transformer.TransformerDecoderLayer",
 }  # fmt: skip
 """Types of blocks of which any may be absent, by dotted name; `families` adds those of other packages."""
+
+HELD: dict[str, dict[str, bool]] = {}
+"""Types, and layers in them that were whole before axes were found by following steps: recorded runs of them stay as they are.
+
+Whether the features that a layer makes are hidden states as those that it reads are, and go with the residual width; else
+they stay whole.
+"""
 
 Logits = Callable[[Any, Any, Tensor, Tensor | None], Any]
 
@@ -56,9 +63,17 @@ def bases(module: nn.Module) -> list[str]:
     return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
 
 
+def held(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each layer of `HELD`, and whether it goes with the residual width."""
+    for path, part in module.named_modules():
+        for base in bases(part):
+            for layer, is_wide in HELD.get(base, {}).items():
+                yield f"{path}.{layer}".removeprefix("."), is_wide
+
+
 def is_packaged(module: nn.Module) -> bool:
     """Check whether the module is a whole transformer of a package."""
-    return any(f"{base.__module__}.{base.__qualname__}" in (PRETRAINED, TORCHVISION) for base in type(module).__mro__)
+    return not {PRETRAINED, TORCHVISION}.isdisjoint(bases(module))
 
 
 def is_block(module: nn.Module) -> bool:

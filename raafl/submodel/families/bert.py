@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from raafl.submodel.known import BLOCKS, MODELS, register_tail, renumber
+from raafl.submodel.known import BLOCKS, HELD, MODELS, register_tail, renumber
 from raafl.submodel.layers import resizes
 
 BLOCKS.update(
@@ -15,6 +15,17 @@ BLOCKS.update(
         f"{MODELS}.distilbert.modeling_distilbert.TransformerBlock", f"{MODELS}.albert.modeling_albert.AlbertLayer",
     }
 )  # fmt: skip
+HELD.update(
+    {
+        f"{MODELS}.bert.modeling_bert.BertPooler": {"dense": True},
+        f"{MODELS}.roberta.modeling_roberta.RobertaPooler": {"dense": True},
+        f"{MODELS}.roberta.modeling_roberta.RobertaClassificationHead": {"dense": True},
+        f"{MODELS}.distilbert.modeling_distilbert.DistilBertForSequenceClassification": {"pre_classifier": True},
+        f"{MODELS}.distilbert.modeling_distilbert.DistilBertForMultipleChoice": {"pre_classifier": True},
+        f"{MODELS}.albert.modeling_albert.AlbertModel": {"pooler": True},
+        f"{MODELS}.albert.modeling_albert.AlbertEmbeddings": {"word_embeddings": False},
+    }
+)
 
 
 @resizes(f"{MODELS}.bert.modeling_bert.BertEncoder", f"{MODELS}.roberta.modeling_roberta.RobertaEncoder")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.submodel.known import BLOCKS, MODELS, TORCHVISION, register_tail
+from raafl.submodel.known import BLOCKS, HELD, MODELS, TORCHVISION, register_tail
 
 BLOCKS.update(
     {
@@ -10,6 +10,13 @@ BLOCKS.update(
         "torchvision.models.vision_transformer.EncoderBlock",
     }
 )  # fmt: skip
+HELD.update(
+    {
+        f"{MODELS}.vit.modeling_vit.ViTPooler": {"dense": True},
+        f"{MODELS}.deit.modeling_deit.DeiTPooler": {"dense": True},
+        TORCHVISION: {"heads.pre_logits": False},
+    }
+)
 register_tail(
     lambda model: (f"{model.base_model_prefix}.layernorm", "classifier"),
     lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]),

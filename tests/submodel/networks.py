@@ -142,22 +142,21 @@ def _classifier(kind: str, task: str = "SequenceClassification", **options: Any)
 
 
 CASES: dict[str, Case] = {
-    "bert": Case(_classifier("Bert", **WORDS, **SLOW), words, {**_both("bert.encoder.layer"), "bert.pooler.dense": 12}),
+    "bert": Case(_classifier("Bert", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
     "bert_eager": Case(
-        _classifier("Bert", attention="eager", **WORDS, **SLOW), words, {**_both("bert.encoder.layer"), "bert.pooler.dense": 12}
+        _classifier("Bert", attention="eager", **WORDS, **SLOW), words, _both("bert.encoder.layer")
     ),
     "bert_tied": Case(_classifier("Bert", "MaskedLM", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
-    "roberta": Case(_classifier("Roberta", **WORDS, **SLOW), words, {**_both("roberta.encoder.layer"), "classifier.dense": 12}),
+    "roberta": Case(_classifier("Roberta", **WORDS, **SLOW), words, _both("roberta.encoder.layer")),
     "distilbert": Case(
         _classifier("DistilBert", vocab_size=23, dim=12, hidden_dim=7, n_layers=2, n_heads=3),
         words,
-        {**_both("distilbert.transformer.layer"), "pre_classifier": 12},
+        _both("distilbert.transformer.layer"),
     ),
     "albert": Case(
         _classifier("Albert", **{**WORDS, "num_hidden_layers": 4}, **SLOW, embedding_size=5),
         words,
-        {f"albert.encoder.albert_layer_groups.0.albert_layers.0.{axis}": n for axis, n in (("heads", 3), ("ffn", 7))}
-        | {"albert.pooler": 12},
+        {f"albert.encoder.albert_layer_groups.0.albert_layers.0.{axis}": n for axis, n in (("heads", 3), ("ffn", 7))},
     ),
     "vit": Case(_classifier("ViT", "ImageClassification", **PIXELS), pixels, _both("vit.layers")),
     "vit_eager": Case(

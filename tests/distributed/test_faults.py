@@ -23,7 +23,7 @@ from tests import ranks as here
 from tests.federation import experiment
 from tests.ranks import Watched, held, ranks
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]  # most look at the clock
+pytestmark = pytest.mark.timeout(240)
 SHORT = Waits(join_s=40.0, task_s=40.0, idle_s=40.0, stop_s=5.0)
 THIRTY_STEPS = Training(num_epochs=None, num_steps=30)
 

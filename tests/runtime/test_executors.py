@@ -8,9 +8,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +21,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg
+from raafl.core.hooks import Hooks
 from raafl.core.types import derive_seed
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
@@ -33,9 +31,9 @@ from raafl.runtime.transport import PeerLost
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel import Spec
 from tests.federation import experiment, finish
+from tests.forked import command, wait_for
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
 
-ROOT = Path(__file__).parents[2]
 HERE = os.getpid()
 WAIT_S = 60.0
 pytestmark = pytest.mark.timeout(120)
@@ -354,32 +352,23 @@ def test_an_error_in_a_worker_is_told_with_its_own_words(tmp_path):
     assert children() == []
 
 
-@pytest.mark.slow("a process starts from nothing, and workers of it")
+def killed_at_its_first_evaluation(argv):
+    """A run that names its workers and dies without a word: an entry for `tests.forked.command`."""
+
+    def killed(self, version, now, metrics):
+        print(*[child.pid for child in children()], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Hooks.on_evaluate = killed
+    finish(experiment(Path(argv[0]), fed_async(), workers=3, max_updates=100000))
+
+
 def test_workers_end_soon_after_their_parent(tmp_path):
-    script = f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(ROOT)!r})
-        from pathlib import Path
-        from raafl.algorithms import fed_async
-        from raafl.core.hooks import Hooks
-        from raafl.commands.run import Saver
-        from tests.federation import experiment, finish
-        import psutil
-        def killed(self, version, now, metrics):
-            print(*[child.pid for child in psutil.Process().children()], flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        Hooks.on_evaluate = killed
-        finish(experiment(Path({str(tmp_path)!r}) / "r", fed_async(), workers=3, max_updates=100000))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    workers = [int(pid) for pid in ended.stdout.split()]
+    with command(tmp_path / "c", str(tmp_path / "r"), entry=killed_at_its_first_evaluation) as started:
+        assert started.end() == -signal.SIGKILL, started.err
+        workers = [int(pid) for pid in started.out.split()]
+        wait_for(lambda: not any(map(psutil.pid_exists, workers)), "the end of the workers")
     assert len(workers) == 2
-    deadline = time.monotonic() + WAIT_S
-    while any(map(psutil.pid_exists, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, workers))
 
 
 def test_runs_in_several_processes_leave_no_file_open(tmp_path):
@@ -395,7 +384,7 @@ def test_runs_in_several_processes_leave_no_file_open(tmp_path):
 @pytest.mark.timeout(90)
 def test_several_threads_in_several_processes_do_not_hang_and_agree(tmp_path):
     """OpenMP's threads do not survive a fork: a worker that counts on its parent's would wait for ever."""
-    wide = lambda: MLP(64, (1500, 1500), 10, lr=0.05)  # noqa: E731  # large enough to be computed by several threads
+    wide = lambda: MLP(64, (600, 600), 10, lr=0.05)  # noqa: E731  # large enough to be computed by several threads
     shape = {"model": wide, "threads": 2, "max_updates": 4, "clients": 2}
     one, two = (finish(experiment(tmp_path / str(n), fed_avg(), workers=n, **shape)) for n in (1, 2))
     assert one.digest == two.digest

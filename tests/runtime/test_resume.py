@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
 from raafl.watch.feed import Watched
 from tests import warm
 from tests.crashed import crashed, simulated
@@ -24,6 +26,20 @@ DEVICES = (
     '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
     ' "availability": [[0.0, 0.3]], "period_s": 0.5}]'
 )
+
+
+SMALL = ("--model.hidden=[24]", "--train.num_epochs=null", "--train.num_steps=3", "--eval_every=10")
+
+
+def dawdle() -> None:
+    """From now on let each task take its time, so that a run does not end before it is killed."""
+    run = LocalTrainer.run
+
+    def slow(*args):
+        time.sleep(0.015)
+        return run(*args)
+
+    LocalTrainer.run = slow
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -42,8 +58,7 @@ IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
 
 @pytest.mark.parametrize(("name", "cut"), [*((name, 13) for name in ALGORITHMS), *((name, 22) for name in IN_CYCLES)])
 def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name, cut):
-    small = ["--model.hidden=[24]", "--train.num_epochs=null", "--train.num_steps=3", "--eval_every=10"]
-    options = ["--config", CONFIG, "--algorithm", name, *small, "--max_updates=28", "--checkpoint_every=1"]
+    options = ["--config", CONFIG, "--algorithm", name, *SMALL, "--max_updates=28", "--checkpoint_every=1"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
     crashed(monkeypatch, cut, *options, f"--output={tmp_path / 'cut'}")
     assert not (tmp_path / "cut" / "summary.json").exists()
@@ -81,11 +96,12 @@ def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
 
 def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):
     """Real processes, SIGKILL, wherever it hits."""
-    whole = simulated("--config", CONFIG, "--max_updates=200", f"--output={tmp_path / 'whole'}")
+    small = ("--config", CONFIG, *SMALL, "--max_updates=200")
+    whole = simulated(*small, f"--output={tmp_path / 'whole'}")
     cut = tmp_path / "cut"
-    start = ("simulate", "--progress=quiet", "--config", CONFIG, "--max_updates=200", "--checkpoint_every=5")
+    start = ("simulate", "--progress=quiet", *small, "--checkpoint_every=5")
     for version, options in [(20, (*start, f"--output={cut}")), (60, ("simulate", "--resume", str(cut)))]:
-        with command(tmp_path / f"to-{version}", *options) as started:
+        with command(tmp_path / f"to-{version}", *options, before=dawdle) as started:
             wait_for_version(cut, version)
             started.send(signal.SIGKILL)
             started.end()

@@ -1,4 +1,4 @@
-"""The command line: raafl fit | simulate | serve | join | key | replay | watch | report | plan | algorithms."""
+"""The command line: raafl fit | simulate | serve | join | key | replay | watch | report | plan | axes | algorithms."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ usage: raafl COMMAND [options]
                  raafl report RUN [RUN ...] --output PAGE.html
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
                  raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
+  axes         list what of a model shrinks, how much that leaves, and what stays whole and why:
+                 raafl axes --config C [--rate 0.25 ...] [--json] | raafl axes --model CLASS --data CLASS
   algorithms   list the algorithms and what each does; raafl algorithms NAME says what one takes
 
 Every field of a config is an option too: raafl simulate --config C --algorithm fed_avg --seed 1
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
-        "watch": _watch, "report": _page, "plan": _plan, "algorithms": _algorithms,
+        "watch": _watch, "report": _page, "plan": _plan, "axes": _axes, "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -310,6 +312,17 @@ def _plan(argv: list[str]) -> int:
     with _json_alone(argv):
         found = command(argv, say, width, terminal=terminal)
     print(found, end="\n" if found else "")
+    return 0
+
+
+def _axes(argv: list[str]) -> int:
+    """List the axes of a model."""
+    from raafl.commands.axes import command
+
+    width, terminal = shutil.get_terminal_size((_WIDE, 24)).columns, sys.stdout.isatty()
+    with _json_alone(argv):
+        found = command(argv, width, terminal=terminal)
+    print(found)
     return 0
 
 

@@ -12,7 +12,7 @@ from raafl.config.argv import values
 from raafl.errors import BadInput
 
 SHELLS = ("bash", "zsh", "tcsh")
-_CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan")
+_CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan", "axes")
 _OWN = {
     "fit": ("--local", "--max_restarts", "--trust_config"),
     "simulate": ("--trust_config",),
@@ -22,6 +22,7 @@ _OWN = {
     "replay": ("--until", "--workers", "--client_data", "--trust_config", "--json"),
     "report": ("--output", "--labels", "--trust_config"),
     "plan": ("--algorithms", "--updates", "--measure", "--address", "--device", "--answer", "--profiles"),
+    "axes": ("--rate",),
     "algorithms": ("--json",),
 }
 _FLAGS = ("--json", "--trust_config", "--labels", "--profiles", "--help", "--print_config")

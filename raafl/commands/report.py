@@ -17,7 +17,7 @@ from raafl.report.curves import curves
 from raafl.report.figure import fitting
 from raafl.report.groups import Group, algorithm_of, grouped, names_of
 from raafl.report.page import escaped, folded, page, shown, table_html
-from raafl.report.submodels import regions, specs, staleness
+from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
 from raafl.runfolder.reading import RecordedRun, read
 from raafl.runfolder.rows import atomic_file
@@ -86,7 +86,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
         classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
     charts = [
         curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation(groups),
-        staleness(groups), regions(groups), specs(groups), partition(apart, classes, left_out),
+        staleness(groups), regions(groups), specs(groups), axes(groups), partition(apart, classes, left_out),
     ]  # fmt: skip
     only = runs[0] if len(runs) == 1 else None
     algorithms = ", ".join(list(dict.fromkeys(map(algorithm_of, runs)))[:_MAX_APART])

@@ -15,8 +15,8 @@ from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.local.trial import explained, try_training
 from raafl.loggers.loggers import Loggers, hyper_parameters
-from raafl.parts.select.leaves import leaves, sentence_of
 from raafl.parts.select.submodels import Full
+from raafl.plan.axes import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
 from raafl.runfolder.journal import default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, JournalRow, Summary
@@ -167,7 +167,8 @@ class Run:
         refuted = self.parts.submodels.refuted
         notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
-        self._leaves = {} if isinstance(self.parts.coordinator.algorithm.select, Full) else leaves(fleet)
+        axes, is_cut = self.parts.submodels.axes, not isinstance(self.parts.coordinator.algorithm.select, Full)
+        self._leaves = leaves(axes, HALF_AND_QUARTER, fleet.cost) if is_cut and axes else {}
         notes += [sentence_of(self._leaves)] if self._leaves else []
         warnings = [note for note in notes if isinstance(note, Warn)]
         if warnings and self.parts.experiment.strict:
@@ -210,6 +211,7 @@ class Run:
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
         summary["rates_leave"] = self._leaves
+        summary["axes"] = axis_rows(self.parts.submodels) if self._leaves else []
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):

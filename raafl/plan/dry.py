@@ -15,12 +15,14 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
+from raafl.parts.select.rated import Rated
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
 from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, load_data, make_model, proven
 from raafl.runtime.simulated import Simulation
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
+from raafl.submodel.trace import MOST_VALUES
 
 MOST_UPDATES = 2000
 
@@ -83,6 +85,11 @@ class World:
                 module = make_model(experiment)
             self._submodels[key] = proven(experiment, module, self.data)
         return self._submodels[key]
+
+    def cut_submodels(self) -> Submodels:
+        """Return those of the config's own algorithm, proven though it may give everyone the whole model."""
+        own = self.experiment.algorithm
+        return self.submodels(replace(own, select=Rated()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> Fleet:
         """Collect the parts' notes on all clients, whether the algorithm suits them or not."""
@@ -167,8 +174,8 @@ def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:
         max_updates = min(wanted or MOST_UPDATES, max(MOST_UPDATES, 20 * len(world.clients)))
-    problem = ""
-    for real in (False, True):  # most need no values, and a large model would take its time
+    problem, is_large = "", sum(world.submodels(algorithm).parameters.values()) > MOST_VALUES
+    for real in (False,) if is_large else (False, True):  # most need no values
         try:
             return _gone_through(world, algorithm, name, max_updates, wanted, real)
         except BadInput as error:

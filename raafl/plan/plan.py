@@ -12,6 +12,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, nearest
+from raafl.plan.axes import RATES, facts
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
 from raafl.submodel import FULL
@@ -30,6 +31,7 @@ class Plan:
         devices: who would train it, and how long each takes.
         advice: what to choose.
         algorithms: what each algorithm makes of it; the config's own is the first.
+        axes: what shrinks, what that leaves, and what stays whole; see `raafl.plan.axes.facts`.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Plan:
     devices: list[DeviceRow]
     advice: Advice
     algorithms: list[Prediction]
+    axes: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data; what is infinite is None."""
@@ -87,7 +90,8 @@ def make_plan(
     for name in ALGORITHMS if algorithms is None else algorithms:
         found += _others(world, name, advice, max_updates)
     params = submodels.cost(FULL, world.batch_size).params
-    return Plan(experiment.name, len(world.clients), world.batch_size, params, rows, devices, advice, found)
+    axes = facts(world.cut_submodels(), RATES, world.batch_size)
+    return Plan(experiment.name, len(world.clients), world.batch_size, params, rows, devices, advice, found, axes)
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:

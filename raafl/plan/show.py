@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
 
-_MOST_SUBMODELS = 9
-_LEFT = ("submodel", "device", "algorithm", "note", "field", "source")
+_MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
+_LEFT = ("submodel", "device", "algorithm", "note", "field", "source", "axis", "on it", "reason", "stays whole")
 
 Table = tuple[str, list[str], list[list[str]]]
 """Title, names of the columns, cells."""
@@ -21,9 +22,36 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
     """Return the plan as text, at most ``width`` columns wide on a terminal."""
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
+    shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
     head = f"{plan.name}: {plan.params:,} parameters, {plan.num_clients} clients, batches of {plan.batch_size}"
     shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
     return "\n\n".join([head, *shown])
+
+
+def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
+    """Return what `raafl.plan.axes.facts` found as text, of long tables the first ``most`` rows."""
+    axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
+    rates = [[rate, f"{one['parameters']:.2f}", f"{one['flops']:.2f}"] for rate, one in facts["rates"].items()]
+    places: dict[str, list[str]] = {}
+    for one in facts["whole"]:
+        places.setdefault(one["reason"], []).append(f"{one['parameter']}[{one['dim']}]")
+    whole = [[", ".join(_first(names, None if most is None else _MOST_NAMES)), why] for why, names in places.items()]
+    tables: list[Table] = [
+        ("Axes, whose units shrink together", ["axis", "size", "on it"], axes),
+        ("What a share of every axis leaves", ["rate", "parameters", "FLOPs"], rates if axes else []),
+        ("What stays whole, by parameter and [dimension]", ["stays whole", "reason"], whole),
+    ]
+    shown = []
+    for title, names, rows in tables:
+        rest = 0 if most is None else max(len(rows) - most, 0)
+        more = f"\n... and {rest} more: `raafl axes` lists them all" if rest else ""
+        shown += [table(title, names, rows[: len(rows) - rest], width, terminal=terminal) + more] if rows else []
+    return "\n\n".join(shown if axes else ["No axes: every client trains all widths whole.", *shown])
+
+
+def _first(names: Sequence[str], most: int | None) -> list[str]:
+    rest = 0 if most is None else max(len(names) - most, 0)
+    return [*names[: len(names) - rest], *([f"and {rest} more"] if rest else [])]
 
 
 def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool) -> str:

@@ -142,9 +142,9 @@ def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
     quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]
     median_s, buffer_size = _median(list(whole_s.values())), max(len(clients) - len(slow), 1)
     found: dict[int, float] = {}
-    if fleet.state.submodels.axes:
+    if (submodels := fleet.state.submodels).axes:
         for number, ratios in TABLE_4.items():
-            smallest = min(fragment_specs(fleet.state.submodels, ratios), key=lambda spec: fleet.cost(spec).params)
+            smallest = min(fragment_specs(submodels, ratios), key=lambda spec: submodels.layout(spec).num_bytes)
             if all(fleet.fits(client, smallest) for client in clients):
                 found[number] = max(_cost_s(fleet, client, smallest) for client in clients)
     within = [number for number, seconds in found.items() if seconds <= median_s * (1 + 1e-9)]

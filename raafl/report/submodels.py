@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,12 @@ from raafl.report.groups import Group
 from raafl.report.timeline import lanes_height
 from raafl.report.times import KIND_COLOURS
 from raafl.runfolder.reading import Numbers, RecordedRun
+from raafl.runfolder.reading import number as as_number
 from raafl.runfolder.schema import KINDS, MERGED
 
 _MAX_BARS = 50
 _MAX_SPECS = 12
+_MAX_AXES = 200
 _LONGEST_SPEC = 60
 
 
@@ -128,6 +131,40 @@ def specs(groups: Sequence[Group]) -> Chart:
     note = "The parts of the model that clients were given to train, and what became of the tasks."
     note += f" The {_MAX_SPECS} most frequent." if shortened else ""
     return Chart("submodels", "Submodels", note, views, tables, {"Of": choices})
+
+
+def axes(groups: Sequence[Group]) -> Chart:
+    """Return what of the model shrank, how much rates left of it, and what stayed whole, by the summary of one run of each."""
+    tables: list[Table] = []
+    for group in groups:
+        summary: Mapping[str, Any] = next((run.summary for run in group.runs if run.summary), {})
+        axes, shares, whole = (summary.get(name) for name in ("axes", "rates_leave", "kept_whole"))
+        rows: list[list[Cell]] = [
+            [str(one.get("name")), str(one.get("size")), ", ".join(map(str, one["parameters"]))]
+            for one in (axes if isinstance(axes, list) else ())
+            if isinstance(one, Mapping) and isinstance(one.get("parameters"), list)
+        ]
+        rates: list[list[Cell]] = [
+            [rate, as_number(one.get("parameters")), as_number(one.get("flops"))]
+            for rate, one in (shares.items() if isinstance(shares, Mapping) else ())
+            if isinstance(one, Mapping)
+        ]
+        kept: list[list[Cell]] = [[str(k), str(v)] for k, v in whole.items()] if isinstance(whole, Mapping) else []
+        of = f"{group.label}: "
+        if rows:
+            tables += [
+                Table(
+                    ["axis", "size", "on it"], rows[:_MAX_AXES], f"{of}{len(rows):,} axes, whose units shrink together."
+                ),
+                Table(["rate", "parameters", "FLOPs"], rates, f"{of}what a share of every axis leaves."),
+                Table(["stays whole", "reason"], kept[:_MAX_AXES], f"{of}what no submodel is without."),
+            ]
+    note = (
+        "What of the model a client may be without."
+        if tables
+        else "Everyone was given the whole model, or it is not known."
+    )
+    return Chart("axes", "Axes", note, {}, [table for table in tables if table.rows])
 
 
 def _of_merged(group: Group, column: str) -> Numbers:

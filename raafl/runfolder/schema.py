@@ -196,6 +196,7 @@ class Summary(TypedDict, total=False):
     time_to: dict[str, float | None]
     model_digest: str
     weights_clipped: dict[str, int]
+    axes: list[dict[str, Any]]
     rates_leave: Any
     kept_whole: Any
     model: Any

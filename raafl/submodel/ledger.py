@@ -21,6 +21,8 @@ _TAKES_NO_PART = frozenset(
 )
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
 _OVERWRITES = frozenset({_aten.copy_, _aten.zero_, _aten.fill_})
+_CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten.addcdiv_})
+"""What optimisers do in place: nothing where there are no values, though torch takes its time for it."""
 
 
 class Ledger(TorchDispatchMode):
@@ -49,9 +51,10 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return False  # no mask is all ones, nothing is NaN
-        result = func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
-            return result
+            return func(*args, **kwargs)
+        is_idle = func._overloadpacket in _CHANGES and args[0].is_meta
+        result = args[0] if is_idle else func(*args, **kwargs)
         work = counted(func, args, kwargs, result)
         self.flops += work.flops
         self.padding_flops += work.padding_flops

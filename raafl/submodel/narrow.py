@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.flat import FlatTensors
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 NARROW = 16
 """What a narrow copy keeps of each axis: one unit in so many, and no fewer than two."""
+
+WIDEST = 64
+"""What it keeps of the residual width at most: tables of a large vocabulary are as wide."""
+
+
+LONGEST = 64
+"""Tokens of each text on which the copy of a model is proven that has no values itself: each gives a number a word."""
 
 
 def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submodels, nn.Module] | None:
@@ -35,6 +43,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
         try:
             large = type(submodels)(module, batch, residual_width=wide, batch_norm=submodels.batch_norm)
             least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
+            least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
             copy = _cut(large, module, large.normal(Spec.keep({name: range(size) for name, size in least.items()})))
             narrow = type(submodels)(
                 copy, batch, residual_width=submodels.residual_width, batch_norm=submodels.batch_norm
@@ -76,6 +85,14 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
         else:
             value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
     return values
+
+
+def shortened(batch: Any) -> Any:
+    """Return a batch of texts with the first `LONGEST` tokens of each; another batch as it is."""
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
+        return batch
+    return tree_map(lambda x: x[:, :LONGEST] if isinstance(x, Tensor) else x, batch)
 
 
 def num_values(submodels: Submodels) -> int:

@@ -29,6 +29,7 @@ from raafl.submodel.frozen import select
 from raafl.submodel.narrow import drawn, narrowed, num_values
 from raafl.submodel.shrink import persistent_buffers
 from raafl.submodel.spec import FULL, Spec
+from raafl.submodel.trace import MOST_VALUES
 
 if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels
@@ -38,9 +39,6 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 FORCED = 1e-6
 """The tolerance where code turns doubles into float32 in between."""
-
-MOST_VALUES = 300_000_000
-"""Parameters of a model beyond which a step in double precision does not go into ordinary memory: only a narrow copy is tried."""
 
 LARGE = 2_000_000
 """Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
@@ -96,9 +94,9 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
     too_large = f"not proven: no step is tried of a model of more than {MOST_VALUES:,} parameters"
     found = dict.fromkeys(submodels.axes, too_large)
     with _undisturbed():
-        for one, built in _candidates(submodels, module, batch):
+        for one, built, some in _candidates(submodels, module, batch):
             for dtype in TOLERANCES:
-                proof = _Proof(one, built, batch, dtype)
+                proof = _Proof(one, built, some, dtype)
                 problem = proof.begin()
                 if problem is None:
                     return proof.refuted()
@@ -106,12 +104,15 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
     return found
 
 
-def _candidates(submodels: Submodels, module: nn.Module, batch: Any) -> Iterator[tuple[Submodels, nn.Module]]:
-    """Yield the models on which the axes may be proven; the next is tried where a step on the one before does not run."""
+def _candidates(submodels: Submodels, module: nn.Module, batch: Any) -> Iterator[tuple[Submodels, nn.Module, Any]]:
+    """Yield the models on which the axes may be proven, and the batch; the next is tried where a step on these does not run."""
+    is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
-        yield narrow
-    if num_values(submodels) <= MOST_VALUES:
-        yield submodels, module
+        if not is_small:
+            yield *narrow, shortened(batch)
+        yield *narrow, batch
+    if is_small:
+        yield submodels, module, batch
 
 
 @contextmanager
@@ -141,11 +142,14 @@ class _Proof:
         """Explain why the whole model cannot be compared with a smaller one."""
         try:
             self.whole = self._made(FULL, self.values)
-            self.first = step = self._step(self.whole)
+            self.first = self._step(self.whole)
         except Exception as error:
             return f"its training step does not run on drawn values: {_line(error)}"
+        step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
             return "its training step gives no finite numbers on drawn values"
+        if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more
+            self.first = _Step()
         return None
 
     def refuted(self) -> dict[str, str]:

@@ -63,8 +63,7 @@ class Submodels:
         if self.batch_norm not in ("merged", "static"):
             raise BadInput(f"batch_norm is '{self.batch_norm}': give merged or static")
         self.module = module = without_values(module)
-        self.example_batch = example_batch
-        self._caches = Caches()
+        self.example_batch, self._caches = example_batch, Caches()
         self._parameters = dict(module.named_parameters())
         self._buffers = persistent_buffers(module)
         self.parameter_names = frozenset(self._parameters)
@@ -76,6 +75,7 @@ class Submodels:
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
         self.found: Found | None = None
         self._kept_whole: dict[str, str] = {}
+        self.whole_dims: dict[tuple[str, int], str] = {}  # of a tensor -> the reason, once `axes` has been asked for
         self._problem: str | None = None
         self.refuted: dict[str, str] = {}
 
@@ -91,6 +91,7 @@ class Submodels:
 
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, residual_width=self.residual_width)
         self.found, self._kept_whole, self._problem = found, dict(found.kept_whole), found.problem
+        self.whole_dims = {place: str(reason) for place, reason in found.whole.items()}
         return AxisTable(found.axes, shapes)
 
     @property
@@ -126,6 +127,7 @@ class Submodels:
         if not new:
             return
         table, self.refuted = self._table, {**self.refuted, **new}
+        self.whole_dims |= {(m.name, m.dim): why for name, why in new.items() for m in table.axes[name].members}
         self._table = AxisTable([axis for axis in table.axes.values() if axis.name not in new], table.shapes)
         self._kept_whole = {**self._kept_whole, **new}
         self._caches.clear()

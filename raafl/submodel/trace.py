@@ -1,7 +1,8 @@
 """Follows the dimensions of a model's tensors through the operations that run in a training step.
 
 The step runs on the meta device, where tensors have shapes and no values; where something in it needs values (`.item()`,
-experts that a router chooses), it runs on drawn ones, several times, so that more of its branches are seen.
+experts that a router chooses), it runs on drawn ones, several times, so that more of its branches are seen. A large model is
+followed without values, as long as it asks for conditions alone: those are taken to be false, as in `raafl.submodel.ledger`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ from raafl.submodel.watch import Watch
 TIMES = 3
 """Steps on drawn values, each on others."""
 
+LARGE = 20_000_000
+"""Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""
+
+MOST_VALUES = 300_000_000
+"""Parameters of a model beyond which values are not drawn, neither here nor in double precision for the proof."""
+
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+
 
 @dataclass
 class Seen:
@@ -61,9 +70,10 @@ class Seen:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Labels every tensor that operations make, while it is entered."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """Label the parameters and buffers of ``module``."""
+    def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
+        """Label the parameters and buffers of ``module``; where it ``is_blind``, conditions on meta tensors are false."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_blind = is_blind
         self.labels = Labels(place_in_code)
         # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
         self._dims: dict[int, tuple[Tensor, Dims]] = {}
@@ -97,6 +107,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_blind and func is _SCALAR and args[0].is_meta and args[0].dtype == torch.bool:
+            return False
         ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
         answer = func(*args, **kwargs)
@@ -137,17 +149,19 @@ def trace(module: nn.Module, batch: Any) -> Seen:
         batch: a real one, of which a few samples are enough; None = one is made, see `made_batch`.
     """
     first, runs = None, (step, call) if has_step(module) else (call,)
+    ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
+    ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
     with _undisturbed():
         if batch is None:
             runs, batch = (call,), made_batch(module, partial(_runs, module))
             if batch is None:
                 return _unseen(module, "there is no batch to follow: give an example batch")
         for run in runs:
-            for values, default in ((False, "meta"), (False, "cpu"), (True, "cpu")):
-                seen = _attempt(module, batch, run, values, default)
+            for way in ways:
+                seen = _attempt(module, batch, run, way)
                 if seen.problem is None:
                     return seen
-                first = seen if first is None or (values and run is runs[0]) else first
+                first = seen if first is None or (way == ways[-1] and run is runs[0]) else first
     assert first is not None
     return first
 
@@ -168,12 +182,22 @@ def _runs(module: nn.Module, batch: Any) -> bool:
     return True
 
 
-def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], values: bool, default: str) -> Seen:
+def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way: str) -> Seen:
+    """Follow a step in one way.
+
+    Args:
+        module: the model.
+        batch: of a step.
+        run: a step, or a call.
+        way: "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying
+            where; with "blind" every condition on a tensor is false.
+    """
+    values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
     if not values:
         batch = _on_meta(batch)
     settle(copy)
-    tracer = Tracer(copy)
+    tracer = Tracer(copy, is_blind=way == "blind")
     parameters = frozenset(name for name, _ in copy.named_parameters())
     watch = Watch(copy, tracer.labels, tracer.dims_of, tracer.knows)
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}

@@ -162,3 +162,31 @@ def test_sizes_follow_from_the_counts(counts):
     assert extent({first: counts[0], second: counts[1]}) == sum(counts)
     assert [spot.starts for spot in candidates.axes[first].spots] == [(0,), (0,), (5,)]
     assert [spot.starts for spot in candidates.axes[second].spots] == [(4,), (4,), (0,)]
+
+
+def test_a_large_model_is_followed_without_values_though_it_asks_for_a_condition(monkeypatch):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            asked.append(x.device.type)
+            return self.down(self.up(x) if (x[:, 0] == 0).all() else self.up(x).relu())
+
+    asked: list[str] = []
+    monkeypatch.setattr("raafl.submodel.trace.LARGE", 1)
+    monkeypatch.setattr("raafl.submodel.trace.MOST_VALUES", 1)
+    found = find_axes(Step(Masked()), (torch.randn(2, 4), torch.tensor([0, 1])))
+    assert [axis.size for axis in found.axes] == [6] and set(asked) == {"meta"}
+
+
+def test_a_large_model_that_needs_a_number_says_so(monkeypatch):
+    class Counted(nn.Module):
+        def forward(self, x):
+            return x * int(x.sum())
+
+    monkeypatch.setattr("raafl.submodel.trace.LARGE", 0)
+    monkeypatch.setattr("raafl.submodel.trace.MOST_VALUES", -1)
+    found = find_axes(Step(Counted()), (torch.randn(2, 4), torch.tensor([0, 1])))
+    assert found.axes == [] and "item() cannot be called on meta tensors" in found.problem

@@ -1,0 +1,64 @@
+"""`raafl axes`: what of a model shrinks, and what stays whole and why."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Sequence
+
+from raafl.config.argv import names_section
+from raafl.errors import BadInput, fraction
+from raafl.lean_import import quick_imports
+
+HELP = """\
+usage: raafl axes --config FILE [--FIELD VALUE ...] [--rate RATE ...] [--json]
+       raafl axes --model CLASS --data CLASS [--model.FIELD VALUE ...] [--rate RATE ...] [--json]
+
+Lists the axes of a model: dimensions of parameters whose units shrink together, each proven on two samples of the data; what a
+share of every axis leaves of parameters and FLOPs, the residual width whole; and what stays whole, with the reason and the line
+of code. The model is made without values, and nothing is trained. Every field of a config is an option, as in
+`raafl simulate --help`.
+
+  --rate RATE ...       shares of each axis, above 0 and at most 1 (default 0.5 0.25)
+  --json                print JSON and nothing else"""
+
+_ALONE = ("--algorithm", "fed_raa", "--clients", "1")
+"""What is taken where there is no config: a method that leaves the model as it is, and all the data."""
+
+
+def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
+    """Find the axes that ``argv`` asks for and return what is to be printed, at most ``width`` columns wide on a terminal.
+
+    Raises:
+        BadInput: an option or the config makes no sense, or data and model do not go together.
+    """
+    if any(option in argv for option in ("--help", "-h")):
+        return HELP
+    from raafl.plan.axes import RATES, facts
+
+    parser = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser.add_argument("--rate", type=float, nargs="+", default=RATES)
+    try:
+        own, rest = parser.parse_known_args(list(argv))
+    except ArgumentError as error:
+        raise BadInput(f"{error.argument_name}: {error.message}: raafl axes --help lists the options") from None
+    for rate in own.rate:
+        fraction("rate", rate)
+    if not names_section(rest, "--config"):
+        if not (names_section(rest, "--model") and names_section(rest, "--data")):
+            raise BadInput("axes needs a model and data: give --config FILE, or --model CLASS and --data CLASS")
+        rest = [*_ALONE, *rest]
+    with quick_imports():
+        from raafl.config.parse import parse
+        from raafl.plan.dry import World
+        from raafl.plan.show import axes_text
+
+        parsed = parse("axes", rest)
+    world = World(parsed.experiment)
+    begin_s = time.perf_counter()
+    found = facts(world.cut_submodels(), own.rate, world.batch_size)
+    found["seconds"] = time.perf_counter() - begin_s
+    if parsed.as_json:
+        return json.dumps(found, allow_nan=False)
+    return f"{axes_text(found, width, terminal=terminal)}\n\nfound and proven in {found['seconds']:.1f} s"

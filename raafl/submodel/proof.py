@@ -26,7 +26,7 @@ from raafl.submodel.axes import Axis
 from raafl.submodel.declared import within
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.narrow import drawn, narrowed, num_values
+from raafl.submodel.narrow import drawn, narrowed, num_values, shortened
 from raafl.submodel.shrink import persistent_buffers
 from raafl.submodel.spec import FULL, Spec
 from raafl.submodel.trace import MOST_VALUES

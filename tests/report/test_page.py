@@ -19,7 +19,7 @@ from tests.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
 
 OWN = "document.documentElement.dataset.owned=1"
 HOSTILE = f"</script><script>{OWN}</script><img src=x onerror={OWN}> & \"'<b>%{{x}}</b>\u2028"
-CHARTS = ("curves", "timeline", "time-spent", "participation", "staleness", "regions", "submodels", "axes", "partition")
+CHARTS = ("curves", "timeline", "time-spent", "participation", "staleness", "regions", "submodels", "partition")
 
 
 class Elements(HTMLParser):

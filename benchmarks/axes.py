@@ -1,0 +1,48 @@
+"""What shrinks of each architecture that the tests know, none of which the package does (`tests/submodel/architectures.py`).
+
+- `axes` is their number, `parameters` and `flops` are the shares of the whole that a quarter of each leaves, rounded up, the
+  residual width whole: FLOPs of a training step, predicted. Every axis counted is proven.
+- `seconds` is what it takes to find the axes and to prove them, in this process.
+
+The models are as tiny as the tests': what cannot shrink (tables, heads, norms, one key-value head of two) weighs more in them
+than in models of the usual sizes.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.axes [--json] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.common import Row, main
+from raafl.plan.axes import facts
+from raafl.submodel import Submodels
+from raafl.submodel.proof import refuted
+from tests.submodel.architectures import ARCHITECTURES
+
+RATE = 0.25
+
+
+def rows() -> Iterator[Row]:
+    """Yield a row for each architecture, and the medians."""
+    found = []
+    for name, architecture in ARCHITECTURES.items():
+        torch.manual_seed(0)
+        module, batch = architecture.make(), architecture.batch()
+        begin_s = time.perf_counter()
+        submodels = Submodels(module, batch)
+        submodels.keep_whole(refuted(submodels, module, batch))
+        seconds = time.perf_counter() - begin_s
+        known = facts(submodels, [RATE], 2)
+        found.append({"model": name, "axes": len(known["axes"]), **known["rates"][f"{RATE:g}"], "seconds": seconds})
+        yield found[-1]
+    names = ("axes", "parameters", "flops", "seconds")
+    yield {"model": "median", **{name: statistics.median(row[name] for row in found) for name in names}}
+
+
+if __name__ == "__main__":
+    main("axes", lambda: list(rows()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
+from raafl.parts.lora import LoRAMerge, with_lora
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.submodels import Full
@@ -25,6 +26,7 @@ def fed_async(
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
+    lora: LoRAMerge | None = None,
 ) -> Algorithm:
     """Make FedAsync.
 
@@ -37,10 +39,11 @@ def fed_async(
         cohort: clients kept at work, drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        lora: how adapters are merged (docs/fine-tuning.md); None = A and B apart, each rank over those who have it.
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")
-    return Algorithm(
+    algorithm = Algorithm(
         name="fed_async",
         paper="Xie et al. 2019",
         sample=Sample(cohort, concurrency),
@@ -49,3 +52,4 @@ def fed_async(
         trigger=EachArrival(),
         merge=Mean(alpha, Staleness(staleness, staleness_a, staleness_b), by_samples=False),
     )
+    return with_lora(algorithm, lora)

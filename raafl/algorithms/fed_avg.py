@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
+from raafl.parts.lora import LoRAMerge, with_lora
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
@@ -18,6 +19,7 @@ def fed_avg(
     concurrency: int | None = None,
     by_samples: bool = True,
     submodel: Select | None = None,
+    lora: LoRAMerge | None = None,
 ) -> Algorithm:
     """Make FedAvg.
 
@@ -26,8 +28,9 @@ def fed_avg(
         concurrency: how many of them work at a time; None = no cap.
         by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        lora: how adapters are merged (docs/fine-tuning.md); None = A and B apart, each rank over those who have it.
     """
-    return Algorithm(
+    algorithm = Algorithm(
         name="fed_avg",
         paper="McMahan et al. 2017",
         sample=Sample(cohort, concurrency),
@@ -36,3 +39,4 @@ def fed_avg(
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),
     )
+    return with_lora(algorithm, lora)

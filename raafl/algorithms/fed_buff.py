@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Merge, Select
 from raafl.core.sample import Sample
+from raafl.parts.lora import LoRAMerge, with_lora
 from raafl.parts.merge.mean import Deltas, ServerKind, ServerOptimizer
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.submodels import Full
@@ -29,6 +30,7 @@ def fed_buff(
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
+    lora: LoRAMerge | None = None,
 ) -> Algorithm:
     """Make FedBuff.
 
@@ -42,6 +44,7 @@ def fed_buff(
         cohort: clients kept at work, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: cap on clients at work; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        lora: how adapters are merged (docs/fine-tuning.md); None = A and B apart, each rank over those who have it.
     """
     stale = Staleness(staleness, staleness_a, staleness_b)
     merge: Merge
@@ -50,7 +53,7 @@ def fed_buff(
     else:
         lr = 0.01 if server_lr is None else server_lr
         merge = ServerOptimizer(server_optimizer, lr, staleness=stale, by_samples=False)
-    return Algorithm(
+    algorithm = Algorithm(
         name="fed_buff",
         paper="Nguyen et al. 2022",
         sample=Sample(cohort, concurrency),
@@ -59,3 +62,4 @@ def fed_buff(
         trigger=Buffered(buffer_size),
         merge=merge,
     )
+    return with_lora(algorithm, lora)

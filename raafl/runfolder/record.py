@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from raafl.config.options import Target
@@ -149,9 +149,9 @@ class RunRecord:
             }  # fmt: skip
         return row
 
-    def due(self, version: int, now: float) -> None:
-        """Note how things stand as the global model of ``version`` is to be measured, which may take its time."""
-        self._due[version] = self._figures(version, now)
+    def due(self, version: int, now: float, more: Mapping[str, float] | None = None) -> None:
+        """Note how things stand as the global model of ``version`` is to be measured, which may take its time, and ``more``."""
+        self._due[version] = {**self._figures(version, now), **(more or {})}
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
         merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()

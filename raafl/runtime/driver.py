@@ -32,6 +32,7 @@ from raafl.core.types import (
 )
 from raafl.errors import CodeFailed
 from raafl.local.evaluate import Evaluator
+from raafl.parts.merge.low_rank import rank_energy
 from raafl.runfolder.record import RunRecord
 from raafl.watch.progress import ClientProgress, Progress, ProgressState
 
@@ -126,7 +127,7 @@ class Driver(ABC):
                 self._set_timer(id, at)
             case Evaluate(version) if self.evaluator is not None:
                 now = self.now
-                self.record.due(version, now)
+                self.record.due(version, now, rank_energy(self.coordinator.state))
                 self._measure(version, now)
             case Dismiss(client, incarnation, reason):
                 self._dismiss(client, incarnation, reason)

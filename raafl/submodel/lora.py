@@ -2,13 +2,13 @@
 
 Hu et al. 2021 (arXiv:2106.09685): ``y = W x + scaling * B A x``, W frozen, A (rank, in) and B (out, rank). Rows of A and
 columns of B go together; a client with a lower rank keeps some of them. ``scaling`` stays that of the full model, so that a
-submodel is the full model with the dropped ranks zeroed, and merging by coverage is the zero-padded mean of HetLoRA (Cho et
-al. 2024, arXiv:2401.06432) over those who have a rank.
+submodel is the full model with the dropped ranks zeroed, and a coverage mean is, of each rank, that over those who have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -52,6 +52,40 @@ def unscaled(module: nn.Module) -> frozenset[str]:
         if is_lora(layer)
         for adapter, _, _ in _factors(layer)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The adapter of a linear layer, which adds ``scaling * B A`` to its weight; by names of tensors.
+
+    Attributes:
+        a: A, (rank, in).
+        b: B, (out, rank).
+        base: the layer's own weight, (out, in), or (in, out) where it is ``transposed``.
+    """
+
+    a: str
+    b: str
+    base: str
+    scaling: float
+    transposed: bool
+
+
+def pairs_of(module: nn.Module) -> tuple[tuple[Pair, ...], tuple[str, ...]]:
+    """Return the adapters of linear layers in ``module``, and the paths of LoRA layers that are adapted otherwise."""
+    pairs, others = [], []
+    for path, layer in module.named_modules():
+        if not is_lora(layer):
+            continue
+        lora: Any = layer
+        for adapter, down, up in _factors(lora):
+            plain = not getattr(lora, "use_dora", {}).get(adapter) and adapter in lora.lora_A
+            if not plain or not isinstance(lora.lora_A[adapter], nn.Linear):
+                others.append(path)
+                continue
+            a, b, base = (f"{path}.{name}".lstrip(".") for name in (down, up, "base_layer.weight"))
+            pairs.append(Pair(a, b, base, float(lora.scaling[adapter]), bool(getattr(lora, "fan_in_fan_out", False))))
+    return tuple(pairs), tuple(others)
 
 
 @resizes(_LORA)

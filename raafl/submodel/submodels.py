@@ -36,7 +36,7 @@ class Submodels:
     ``submodel_blocks()`` (stack -> path of the `ModuleList` or `Sequential` whose members may be left out; the forward must
     loop over it), ``submodel_exits()`` (see `find_exits`). Any submodule may have ``submodel_resize(counts)``, called on the
     small copy with the number of indices kept of each shrunk axis. Stacks and exits of a part have its path before their
-    names.
+    names. ``submodel_sent`` names parameters that do not train and are sent all the same: the server changes them.
     """
 
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
@@ -68,7 +68,8 @@ class Submodels:
         self._buffers = persistent_buffers(module)
         self.parameter_names = frozenset(self._parameters)
         self._requires_grad = frozenset(n for n, p in self._parameters.items() if p.requires_grad)
-        self.frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
+        sent = getattr(module, "submodel_sent", ())
+        self.frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad and n not in sent}
         self.base: FrozenBase | None = None
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)

@@ -1,0 +1,145 @@
+"""Federated LoRA: which of the published ways of merging adapters an algorithm uses, and what clients do for it.
+
+`with_lora` gives FedAvg, FedBuff and FedAsync their option ``lora``. Five are merges of products B A (`raafl.parts.merge.low_rank`);
+two train one factor at a time, so that the mean of the other is the mean of the products, and need no merge of their own:
+
+- ``ffa``: FFA-LoRA (Sun et al. 2024, arXiv:2403.12313). A stays as it was drawn, and is never sent; ``sum_i c_i B_i A`` is exact. By
+  coverage each rank is the mean over those who have it. Since A is the same in all versions, a stale B means what it meant.
+- ``rolora``: RoLoRA (Chen et al. 2025, arXiv:2502.01755). B trains from even versions, A from odd ones; in rounds all
+  have the same other factor, and the mean is exact. Asynchronously it is block coordinate descent with stale blocks: a B that
+  was trained beside an older A is mixed in by its staleness beside the new one, and exact no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from raafl.core.algorithm import Algorithm, Fleet, Local
+from raafl.core.types import ClientInfo, Work
+from raafl.errors import BadInput, nearest
+from raafl.parts.merge.low_rank import MEMORY, FedEx, FlexLoRA, FLoRA, HetLoRA, LowRank, RaFLoRA, pairs
+from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.wrapped import WrappedSelect
+from raafl.submodel.lora import Pair, pairs_of
+
+LoRAMerge = Literal["hetlora", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]
+"""How adapters are merged."""
+
+MERGES: dict[str, type[LowRank]] = {
+    "hetlora": HetLoRA, "flora": FLoRA, "flexlora": FlexLoRA, "raflora": RaFLoRA, "fedex": FedEx,
+}  # fmt: skip
+
+
+def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
+    """Return ``algorithm`` with adapters merged in this way; None = A and B apart, each rank over those who have it.
+
+    Raises:
+        BadInput: there is no such way, or the algorithm's merge is no mean.
+    """
+    if lora is None:
+        return algorithm
+    if lora not in get_args(LoRAMerge):
+        raise BadInput(f"lora is '{lora}': {nearest(lora, get_args(LoRAMerge))}")
+    old, merge, select = algorithm.local, algorithm.merge, algorithm.select
+    local = Adapted(lora, prox=old.prox, rescale=old.rescale, masked=old.masked)
+    if lora in MERGES:
+        if not isinstance(merge, Mean | Deltas):
+            raise BadInput(
+                f"lora is '{lora}', which merges products B A by weighted means, but the server's optimizer takes steps for A and "
+                "B apart: leave server_optimizer out, or use ffa or rolora"
+            )
+        merge = MERGES[lora](merge)
+        select = Starting(select) if merge.is_relative else select
+    elif lora == "rolora":
+        select = Alternating(select)
+    return replace(algorithm, local=local, merge=merge, select=select)
+
+
+@dataclass(frozen=True)
+class Adapted(Local):
+    """Training of adapters.
+
+    Attributes:
+        lora: how they are merged.
+    """
+
+    lora: LoRAMerge
+
+    def prepare(self, module: Any) -> Any:
+        """Return the model as it trains: with A frozen, or with bases that are sent, where these change.
+
+        Raises:
+            BadInput: it has no adapters, or some of other than linear layers, or a base that cannot be added to.
+        """
+        module = super().prepare(module)
+        found, others = pairs_of(module)
+        if others:
+            raise BadInput(
+                f"lora is '{self.lora}', which merges plain adapters of linear layers, but '{others[0]}' is adapted otherwise: leave "
+                "it out of target_modules, or leave lora out of the algorithm"
+            )
+        if not found:
+            raise BadInput(
+                f"lora is '{self.lora}', but the model has no LoRA layers: give it some (model.lora), or leave lora out of the algorithm"
+            )
+        if self.lora == "ffa":
+            for pair in found:
+                module.get_parameter(pair.a).requires_grad_(False)
+        elif self.lora in MERGES and MERGES[self.lora].moves_base:
+            for pair in found:
+                _check_base(module, pair, self.lora)
+            module.submodel_sent = frozenset(pair.base for pair in found)
+        return module
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return super().__str__() + (", A frozen" if self.lora == "ffa" else "")
+
+
+def _check_base(module: Any, pair: Pair, lora: str) -> None:
+    """Raise `BadInput` unless the weight beside an adapter can take up a product, and is nobody else's."""
+    base, shape = module.get_parameter(pair.base), [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
+    if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
+        raise BadInput(
+            f"lora is '{lora}', which adds to '{pair.base}', but that is quantised ({base.dtype}): use flexlora or raflora, or load "
+            "the model in bf16"
+        )
+    if sum(base is other for _, other in module.named_parameters(remove_duplicate=False)) > 1:
+        raise BadInput(
+            f"lora is '{lora}', which adds to '{pair.base}', but that is another layer's, too: use flexlora or raflora, or leave it "
+            "out of target_modules"
+        )
+
+
+@dataclass(frozen=True)
+class Starting(WrappedSelect):
+    """A select for a merge that must know from which version each client started."""
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the inner select's work, and note the version."""
+        work = super().__call__(client, fleet)
+        fleet.state.memory.setdefault(MEMORY, {}).setdefault("at_work", {})[client.id] = fleet.state.version
+        return work
+
+    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget the client's version, and pass it on."""
+        fleet.state.memory.get(MEMORY, {}).get("at_work", {}).pop(client.id, None)
+        super().lost(client, fleet)
+
+
+@dataclass(frozen=True)
+class Alternating(WrappedSelect):
+    """A select whose submodels train B, but not A, from even versions, and A, but not B, from odd ones."""
+
+    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the inner select's work, with one factor left out of what trains."""
+        work, submodels = super().__call__(client, fleet), fleet.state.submodels
+        still = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
+        names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)
+        trained = tuple(name for name in names if name in submodels.parameter_names and name not in still)
+        return replace(work, spec=replace(work.spec, trained=trained))
+
+    def __str__(self) -> str:
+        """Return the answer in words."""
+        return f"{super().__str__()}, of adapters B or A in turn"

@@ -1,0 +1,283 @@
+"""Merges of LoRA adapters of unequal rank by their products: HetLoRA, FLoRA, FlexLoRA, raFLoRA and FedEx-LoRA.
+
+A client of rank r_i trains ``W + s B_i A_i``, s being the adapter's scaling. What clients have learnt on average is the mean of
+B_i A_i, which is not ``mean(B_i) mean(A_i)``. Each merge here wraps the algorithm's own, a `Mean` or `Deltas`, which folds in all
+that is no adapter and says what an update weighs; then it puts the adapters right, layer by layer::
+
+    M' = M + sum_i c_i (B_i A_i - M_i),    c_i = w_i a_i / sum_n w_n,    M = B A of the global model.
+
+M_i is what update i stands against:
+
+- in a `Mean` (FedAvg, FedAsync), M: ranks that a client has not count as zeros, as the papers have it, and a round with
+  a_i = 1 ends at the mean of B_i A_i, exactly; FedAsync's ``M' = (1 - a) M + a B_i A_i``.
+- in `Deltas` (FedBuff), what the client was sent, of the version that it started from and of its ranks alone.
+- where the merge changes the base W (FedEx-LoRA, FLoRA) and the update is stale, what the client was sent as well: part of
+  it lies in W by now, and would count twice. Ranks that it has not are zeros in a `Mean` all the same. So FedAsync mixes in the change
+  against the version that the client started from, and what was merged since is not taken back.
+
+For this the server keeps A and B of each version that somebody still works on. Memory, beside: A and B of all updates of a merge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from raafl.core.state import GlobalState
+from raafl.core.types import Update, derive_seed
+from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.submodel import Spec, Submodels
+from raafl.submodel.lora import Pair, pairs_of
+
+MEMORY = "lora"
+"""In `GlobalState.memory`: versions by client ("at_work"), A and B by version ("starts"), what was received ("updates")."""
+
+Term = tuple[Tensor, list[int], Tensor, Tensor]
+"""What is added to M: a coefficient for each rank, which ranks, B and A."""
+
+
+def pairs(submodels: Submodels) -> tuple[Pair, ...]:
+    """Look up the adapters of the model's linear layers."""
+    return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
+
+
+@dataclass(frozen=True)
+class LowRank(Wrapped):
+    """A merge around a mean, of which it replaces what that makes of adapters.
+
+    Attributes:
+        inner: the algorithm's own.
+        by_rank: whether weights are shared out rank by rank, over those who have it.
+        moves_base: whether the weights beside adapters change, so that clients must be sent them.
+    """
+
+    inner: Mean | Deltas
+    by_client: ClassVar[bool] = True
+    by_rank: ClassVar[bool] = False
+    moves_base: ClassVar[bool] = False
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a stale update stands against what its client was sent."""
+        return self.moves_base or self.sends == "delta"
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Keep the client's adapters, and pass the update on."""
+        memory = state.memory.setdefault(MEMORY, {})
+        memory.get("at_work", {}).pop(update.client, None)
+        weight, factor = self.inner.weigh(update, staleness)
+        selections, mine = state.submodels.selections(state.submodels.normal(spec)), {}
+        starts = memory["starts"][state.version - staleness] if self.is_relative and staleness else None
+        for pair in pairs(state.submodels):
+            if pair.a not in update.tensors or pair.b not in update.tensors:
+                continue  # its block is absent, or does not train
+            runs = selections.get(pair.a, {}).get(0, ((0, len(state.values[pair.a])),))
+            ranks = [rank for run in runs for rank in range(*run)]
+            start = None if starts is None else _cut(starts[pair.a], ranks)
+            b, a = update.tensors[pair.b], update.tensors[pair.a]
+            if self.sends == "delta":
+                was = start or _cut((state.values[pair.b], state.values[pair.a]), ranks)
+                b, a = was[0] + b, was[1] + a
+            mine[pair.a] = (ranks, b.clone(), a.clone(), start)
+        memory.setdefault("updates", []).append({"weight": weight, "factor": factor, "pairs": mine})
+        super().receive(state, update, spec, staleness)
+
+    def apply(self, state: GlobalState) -> None:
+        """Fold in what was received, and then the adapters anew."""
+        memory = state.memory[MEMORY]
+        updates, found = memory.pop("updates"), pairs(state.submodels)
+        old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in found}
+        working = set(memory.get("at_work", {}).values())
+        starts = memory.setdefault("starts", {})
+        if self.is_relative and state.version in working:
+            starts[state.version] = old
+        for version in starts.keys() - working:
+            del starts[version]
+        super().apply(state)
+        for pair in found:
+            mine = [(one, one["pairs"][pair.a]) for one in updates if pair.a in one["pairs"]]
+            if mine:
+                self.fold(state, pair, old[pair.a], *self._terms(mine, len(old[pair.a][1])))
+
+    def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
+        """Weigh an adapter, whose update weighs ``weight``."""
+        return weight
+
+    def _terms(self, updates: Sequence[tuple[dict[str, Any], Any]], rank: int) -> tuple[Tensor, list[Term]]:
+        """Return the share of each global rank that stays, and what is added."""
+        weights = torch.zeros(len(updates), rank, dtype=torch.float64)
+        for row, (one, (ranks, b, a, _)) in zip(weights, updates, strict=True):
+            row[ranks if self.by_rank else slice(None)] = self.weight_of(one["weight"], b, a)
+        factors = torch.tensor([one["factor"] for one, _ in updates], dtype=torch.float64)
+        shares = weights * factors[:, None] / weights.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+        keep, terms = torch.ones(rank, dtype=torch.float64), list[Term]()
+        for share, (_, (ranks, b, a, start)) in zip(shares, updates, strict=True):
+            terms.append((share[ranks], ranks, b, a))
+            if start is None:
+                keep[ranks] -= share[ranks]
+            else:
+                terms.append((-share[ranks], ranks, *start))
+            if self.sends == "values":
+                share[ranks] = 0.0
+                keep -= share
+        return keep, terms
+
+    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+        """Set A and B of a layer, and its base, in place.
+
+        Args:
+            state: what the inner merge has made of it.
+            pair: the adapter.
+            old: B and A before.
+            keep: the share of each of the old ranks that stays.
+            terms: what is added.
+        """
+        raise NotImplementedError
+
+
+class HetLoRA(LowRank):
+    """HetLoRA (Cho et al. 2024, arXiv:2401.06432): A and B apart, padded with zeros, weighed by ``||B_i A_i||_F``.
+
+    Not exact: a mean of factors. The norm is taken layer by layer, and multiplies the algorithm's own weight; where all are 0, that
+    alone counts. The paper's pruning of ranks on clients is not done. Staleness acts on A and B as on any value; an update that
+    is merged alone has nothing to be weighed against.
+    """
+
+    def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
+        """Multiply the weight by the norm of B A."""
+        squared = ((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item()
+        # so little more that it counts only where no adapter does anything yet
+        return weight * (math.sqrt(max(squared, 0.0)) + 1e-30)
+
+    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+        """Set both to their means."""
+        for (name, dim), was in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
+            new = was.movedim(dim, 0) * keep.to(was)[:, None]
+            for share, ranks, *factors in terms:
+                new[ranks] += factors[dim == 0].movedim(dim, 0) * share.to(was)[:, None]
+            state.values[name].copy_(new.movedim(0, dim))
+
+
+class FedEx(LowRank):
+    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): means of A and B, and what they lack of M' goes into the base.
+
+    ``W' = W + s (M' - B' A')`` with the inner merge's B' and A', so that ``W' + s B' A'`` is exact. The paper sends clients the
+    residual of a round as factors; here a client keeps nothing and may have missed any number of rounds, so it is sent
+    W of its adapted layers whole. A stale update's change is against the W, B and A that its client started from.
+    """
+
+    moves_base = True
+
+    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+        """Add the residual to the base."""
+        left, right = _stacked(old, keep, terms)
+        _add_to_base(state, pair, left @ right - state.values[pair.b].to(left) @ state.values[pair.a].to(left))
+
+
+class FLoRA(LowRank):
+    """FLoRA (Wang et al. 2024, arXiv:2409.05976): adapters stacked, ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]``, into the base.
+
+    Clients then begin with adapters of their own: B = 0 and a new A, drawn as PyTorch draws linear layers, by version and
+    layer. So an update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the
+    stack to clients that keep W; here a client is sent W of its adapted layers whole.
+    """
+
+    moves_base = True
+
+    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+        """Add the stack to the base, and begin with a new adapter."""
+        left, right = _stacked(old, keep, terms)
+        _add_to_base(state, pair, left @ right)
+        spectra = state.memory[MEMORY].setdefault("spectra", {})
+        spectra[pair.a] = (_svd(left, right)[1] * pair.scaling).tolist()
+        a = state.values[pair.a]
+        generator = torch.Generator().manual_seed(derive_seed("flora", state.version, pair.a))
+        a.copy_(torch.empty(a.shape).uniform_(-1.0, 1.0, generator=generator) / math.sqrt(a.shape[1]))
+        state.values[pair.b].zero_()
+
+
+class FlexLoRA(LowRank):
+    """FlexLoRA (Bai et al. 2024, arXiv:2402.11505): M' is cut to the model's rank by its singular values, ``B' A' = U S V^T``.
+
+    ``B' = U S, A' = V^T`` with the largest values first, so that the leading ranks, which a client of a lower rank is sent,
+    are the best of that rank; A of a rank without energy is not 0, and trains. Exact but for the values beyond the model's rank. The
+    base stays, so in FedAsync a stale update is mixed in as it is, ``(1 - a) M + a B_i A_i``, as FedAsync mixes values.
+    """
+
+    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+        """Set both to the truncated decomposition."""
+        u, s, v = _svd(*_stacked(old, keep, terms))
+        a, b = state.values[pair.a], state.values[pair.b]
+        num = min(len(a), len(s))
+        b.zero_()[:, :num].copy_(u[:, :num] * s[:num])
+        a[:num].copy_(v[:num])
+
+
+class RaFLoRA(FlexLoRA):
+    """raFLoRA (Wu et al. 2026, arXiv:2602.13486): FlexLoRA whose weights are shared out rank by rank, over those who have it.
+
+    ``M' = M + sum_k sum_{i has k} w_i a_i / (sum_{j has k} w_j) (b_ik a_ik - b_k a_k)``, b_k a_k being rank k's part of B A. As few
+    clients have the upper ranks, FlexLoRA's weights shrink these at every merge ("rank collapse"). A rank that nobody has stays.
+    Staleness as in FlexLoRA.
+    """
+
+    by_rank = True
+
+
+def rank_energy(state: GlobalState) -> dict[str, float]:
+    """Measure how much of the squared singular values of ``s B A`` lies in which ranks, over all adapters of the global model.
+
+    Returns:
+        share by slice of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B A is 0, and
+        empty for a model without adapters. After FLoRA's merge, whose adapters begin anew, of what was merged last; it may be of a
+        higher rank, and shares then sum to less than 1.
+    """
+    found, spectra = pairs(state.submodels), state.memory.get(MEMORY, {}).get("spectra", {})
+    if not found:
+        return {}
+    squares = []
+    for pair in found:
+        b, a = state.values[pair.b], state.values[pair.a]
+        values = spectra.get(pair.a) or (_svd(*_stacked((b, a), torch.ones(len(a)), []))[1] * pair.scaling).tolist()
+        squares.append([value**2 for value in values])
+    total, most = math.fsum(map(math.fsum, squares)), max(len(state.values[pair.a]) for pair in found)
+    shares, start = {}, 0
+    while start < most:
+        stop = min(max(2 * start, 1), most)
+        name = f"{stop}" if stop == start + 1 else f"{start + 1}-{stop}"
+        shares[f"rank_energy/{name}"] = math.fsum(v for one in squares for v in one[start:stop]) / (total or 1.0)
+        start = stop
+    return shares
+
+
+def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:
+    return factors[0][:, ranks], factors[1][ranks]
+
+
+def _stacked(old: tuple[Tensor, Tensor], keep: Tensor, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+    """Return M' as two factors, (out, n) and (n, in), in single precision at least."""
+    b, a = old
+    dtype = torch.promote_types(b.dtype, torch.float32)
+    left = [b.to(dtype) * keep.to(b.device, dtype), *(b.to(dtype) * c.to(b.device, dtype) for c, _, b, _ in terms)]
+    return torch.cat(left, 1), torch.cat([a, *(a for *_, a in terms)]).to(dtype)
+
+
+def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, S and V^T of a product of thin factors, whose size is never made."""
+    (q, r), (p, t) = torch.linalg.qr(left), torch.linalg.qr(right.T)
+    core = r @ t.T
+    if not core.isfinite().all():  # of which there is none: a model that has diverged is to end as one
+        core = torch.zeros_like(core)
+        q, p = q * math.nan, p * math.nan
+    u, s, v = torch.linalg.svd(core, full_matrices=False)
+    return q @ u, s, v @ p.T
+
+
+def _add_to_base(state: GlobalState, pair: Pair, product: Tensor) -> None:
+    state.values[pair.base].add_((product.T if pair.transposed else product) * pair.scaling)

@@ -1,0 +1,457 @@
+"""Merges of adapters by their products, against the slow obvious ones: whole matrices, in double precision, client by client."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+peft = pytest.importorskip("peft")
+
+from raafl.algorithms import fed_async, fed_avg, fed_buff
+from raafl.core import saving
+from raafl.core.state import GlobalState
+from raafl.core.types import Arrived, Update
+from raafl.errors import BadInput
+from raafl.parts import Rated
+from raafl.parts.lora import Adapted
+from raafl.parts.merge.low_rank import rank_energy
+from raafl.submodel import FlatTensors, Submodels
+from tests.tools import assigned, coordinator_for, join
+
+RANK, SCALING = 3, 2.0  # alpha 6 over rank 3
+A, B, BASE = "layer.lora_A.default.weight", "layer.lora_B.default.weight", "layer.base_layer.weight"
+RANKS = {1: 3, 2: 2, 3: 1}
+BY_RANK = Rated(rates=[1.0, 2 / 3, 1 / 3], rate_of="width")
+
+
+class Tiny(nn.Module):
+    """An adapted layer from 5 to 4 features, and a head."""
+
+    def __init__(self, target="layer", **more):
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 4, bias=False), nn.Linear(4, 2)
+        self.conv = nn.Conv1d(2, 2, 1)
+        self.conv.requires_grad_(False)
+        if target:
+            peft.inject_adapter_in_model(
+                peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=[target], **more), self
+            )
+            self.head.requires_grad_(True)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+
+BATCH = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
+
+
+def state_of(algorithm, seed=0):
+    torch.manual_seed(seed)
+    module = algorithm.local.prepare(Tiny())
+    submodels = Submodels(module, BATCH)
+    state = GlobalState(submodels, submodels.state(module))
+    state.values[B].normal_()  # peft starts it at 0
+    submodels.hold(state.values)
+    return state
+
+
+def started(algorithm, clients=3, state=None):
+    """A coordinator whose clients are at work, and their tasks."""
+    coordinator = coordinator_for(algorithm, state or state_of(algorithm), min_clients=clients)
+    return coordinator, assigned(join(coordinator, range(1, clients + 1)))
+
+
+def product(b, a):
+    return SCALING * b.double() @ a.double()
+
+
+def adapters(state, rank=RANK):
+    return product(state.values[B][:, :rank], state.values[A][:rank])
+
+
+def weight(state):
+    """What the adapted layer multiplies by."""
+    return state.values[BASE].double() + adapters(state)
+
+
+def trained(coordinator, task, num_samples=1):
+    """An answer with random values, and the product of its adapters; the tensors are only lent."""
+    state = coordinator.state
+    small = FlatTensors.empty(state.submodels.layout(task.spec, "trained"))
+    for buffer in small.buffers.values():
+        buffer.normal_(generator=torch.Generator().manual_seed(task.id))
+    wanted = product(small[B], small[A])
+    if coordinator.algorithm.merge.sends == "delta":
+        received = STARTS[task.id]
+        for name in (A, B):
+            small[name].sub_(received[name])
+    return Update(task.id, task.client, 0, small, num_samples), wanted
+
+
+STARTS: dict = {}
+
+
+def note_starts(state, tasks):
+    """What each client is sent: A and B of its rank, as they are now."""
+    for task in tasks.values():
+        sent = state.submodels.plan(task.spec, "sent").gather(state.values)
+        STARTS[task.id] = {name: sent[name].clone() for name in (A, B)}
+
+
+def give(coordinator, task, num_samples=1):
+    """Answer a task; return its product, and the tasks that follow."""
+    update, wanted = trained(coordinator, task, num_samples)
+    tasks = assigned(coordinator.handle(Arrived(update), 0.0))
+    for buffer in update.tensors.buffers.values():
+        buffer.fill_(torch.nan)
+    note_starts(coordinator.state, tasks)
+    return wanted, tasks
+
+
+def start_product(task):
+    return product(STARTS[task.id][B], STARTS[task.id][A])
+
+
+# ---- rounds: the mean of B A ----
+
+
+@pytest.mark.parametrize("lora", ["fedex", "flora"])
+def test_a_round_ends_at_the_exact_mean_of_the_products(lora):
+    """Of unequal ranks, weighed by samples, from adapters that are not 0, three rounds on end."""
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora=lora))
+    for _ in range(3):
+        base = coordinator.state.values[BASE].double().clone()
+        assert {client: task.spec.indices("layer.rank") for client, task in tasks.items()} == {
+            1: None, 2: range(2), 3: range(1)
+        }  # fmt: skip
+        answers, after = [], {}
+        for client, samples in ((2, 1), (1, 5), (3, 2)):
+            wanted, after = give(coordinator, tasks[client], samples)
+            answers.append(samples * wanted)
+        torch.testing.assert_close(weight(coordinator.state), base + sum(answers) / 8, rtol=0, atol=1e-6)
+        tasks = after
+
+
+def test_the_residual_by_hand():
+    """Two clients of rank 1, samples alike: B 1 and 3, A 1 and 5, all else 0. mean(BA) = 8, mean(B) mean(A) = 6: 2 s go to W."""
+    coordinator, tasks = started(fed_avg(submodel=Rated(rates=1 / 3, rate_of="width"), lora="fedex"), 2)
+    state = coordinator.state
+    before = state.values[BASE].clone()
+    state.values[B].zero_()
+    for task, b, a in ((tasks[1], 1.0, 1.0), (tasks[2], 3.0, 5.0)):
+        small = FlatTensors.zeros(state.submodels.layout(task.spec, "trained"))
+        small[B][0, 0], small[A][0, 0] = b, a
+        coordinator.handle(Arrived(Update(task.id, task.client, 0, small, 1)), 0.0)
+    assert (state.values[B][0, 0], state.values[A][0, 0]) == (2.0, 3.0)
+    assert (state.values[BASE] - before)[0, 0].item() == pytest.approx(SCALING * 2.0, abs=1e-6)
+    assert (state.values[BASE] - before).abs().sum().item() == pytest.approx(SCALING * 2.0, abs=1e-6)
+
+
+def test_a_transposed_base_takes_up_the_transposed_product():
+    """As of GPT-2's layers, whose weights are (in, out)."""
+    algorithm = fed_avg(lora="fedex")
+    torch.manual_seed(0)
+    module = Tiny(fan_in_fan_out=True)
+    module.layer.fan_in_fan_out = True  # peft warns, and clears it, for a Linear
+    module.layer.base_layer.weight = nn.Parameter(torch.randn(5, 4), requires_grad=False)
+    submodels = Submodels(algorithm.local.prepare(module))
+    state = GlobalState(submodels, submodels.state(module))
+    coordinator, tasks = started(algorithm, 2, state)
+    before = state.values[BASE].double().clone()
+    answers = [give(coordinator, task)[0] for task in tasks.values()]
+    expected = before + (sum(answers) / 2).T
+    torch.testing.assert_close(state.values[BASE].double() + adapters(state).T, expected, rtol=0, atol=1e-6)
+
+
+def test_flora_begins_anew_after_a_merge():
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora="flora"))
+    state = coordinator.state
+    before = state.values[A].clone()
+    for task in tasks.values():
+        give(coordinator, task)
+    assert not state.values[B].any() and state.values[A].abs().max() <= 1 / math.sqrt(5)
+    assert (state.values[A] != before).all() and state.values[A].unique().numel() == 15
+    other, tasks = started(fed_avg(submodel=BY_RANK, lora="flora"))
+    for task in tasks.values():
+        give(other, task)
+    assert torch.equal(other.state.values[A], state.values[A]), "drawn anew, and the same in a replay"
+
+
+def truncated(matrix, rank=RANK):
+    u, s, v = torch.linalg.svd(matrix)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
+
+
+def test_flexlora_keeps_the_largest_singular_values_and_each_rank_is_the_best_of_its_size():
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora="flexlora"))
+    base = coordinator.state.values[BASE].clone()
+    mean = sum(give(coordinator, task)[0] for task in tasks.values()) / 3
+    for rank in (1, 2, 3):
+        torch.testing.assert_close(adapters(coordinator.state, rank), truncated(mean, rank), rtol=0, atol=1e-5)
+    a = coordinator.state.values[A]
+    torch.testing.assert_close(a @ a.T, torch.eye(RANK), rtol=0, atol=1e-5)
+    assert torch.equal(coordinator.state.values[BASE], base)
+
+
+def test_raflora_shares_out_each_rank_among_those_who_have_it():
+    """Rank 1 is the mean of three, rank 2 of two, rank 3 client 1's own; weighed by samples."""
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora="raflora"))
+    samples, answers = {1: 1, 2: 3, 3: 4}, {}
+    for client, task in tasks.items():
+        update, _ = trained(coordinator, task)
+        answers[client] = [product(update.tensors[B][:, [k]], update.tensors[A][[k]]) for k in range(RANKS[client])]
+    for client, task in tasks.items():
+        give(coordinator, task, samples[client])
+    mean = torch.zeros(4, 5, dtype=torch.float64)
+    for k in range(RANK):
+        have = [client for client in RANKS if RANKS[client] > k]
+        mean += sum(samples[c] * answers[c][k] for c in have) / sum(samples[c] for c in have)
+    torch.testing.assert_close(adapters(coordinator.state), truncated(mean), rtol=0, atol=1e-5)
+
+
+def test_hetlora_weighs_padded_factors_by_the_norms_of_their_products():
+    coordinator, tasks = started(fed_avg(by_samples=False, submodel=BY_RANK, lora="hetlora"))
+    answers = {client: trained(coordinator, task) for client, task in tasks.items()}
+    norms = {client: wanted.norm() for client, (_, wanted) in answers.items()}
+    expected = {name: torch.zeros_like(coordinator.state.values[name]).double() for name in (A, B)}
+    for client, (update, _) in answers.items():
+        expected[A][: RANKS[client]] += update.tensors[A] * norms[client] / sum(norms.values())
+        expected[B][:, : RANKS[client]] += update.tensors[B] * norms[client] / sum(norms.values())
+    for task in tasks.values():
+        give(coordinator, task)
+    for name in (A, B):
+        torch.testing.assert_close(coordinator.state.values[name].double(), expected[name], rtol=0, atol=1e-6)
+
+
+def test_hetlora_of_adapters_that_do_nothing_is_the_plain_mean():
+    coordinator, tasks = started(fed_avg(lora="hetlora"), 2)
+    for task, value in ((tasks[1], 1.0), (tasks[2], 4.0)):
+        small = FlatTensors.zeros(coordinator.state.submodels.layout(task.spec, "trained"))
+        small[A].fill_(value)
+        coordinator.handle(Arrived(Update(task.id, task.client, 0, small, 1)), 0.0)
+    torch.testing.assert_close(coordinator.state.values[A], torch.full((3, 5), 2.5))
+
+
+@pytest.mark.parametrize("lora", ["hetlora", "flexlora", "raflora", "fedex", "flora"])
+def test_what_is_no_adapter_is_merged_as_ever(lora):
+    heads = []
+    for option in (lora, None):
+        coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora=option))
+        for client in (1, 2, 3):
+            update, _ = trained(coordinator, tasks[client], client)
+            for number, name in enumerate(("head.weight", "head.bias")):
+                update.tensors[name].fill_(client + number)
+            coordinator.handle(Arrived(update), 0.0)
+        heads.append([coordinator.state.values[name].clone() for name in ("head.weight", "head.bias")])
+    assert all(torch.equal(one, other) for one, other in zip(*heads, strict=True))
+
+
+# ---- without waiting ----
+
+
+def scenario(algorithm):
+    """Three clients start together; 1, 2 and 1 again report, then 3, which is by now stale. Yields before and after each."""
+    coordinator, tasks = started(algorithm)
+    note_starts(coordinator.state, tasks)
+    for client in (1, 2, 1, 3, 2):
+        state, task = coordinator.state, tasks[client]
+        before, old, version = weight(state).clone(), adapters(state).clone(), state.version
+        unseen = old - adapters(state, RANKS[client])
+        wanted, new = give(coordinator, task)
+        tasks |= new
+        yield coordinator, task, wanted, before, old, unseen, version - task.version
+
+
+@pytest.mark.parametrize("lora", ["fedex", "flora"])
+def test_fed_async_mixes_in_the_change_against_what_the_client_was_sent(lora):
+    """W' = W + a (s B_i A_i - s B A as sent), and ranks that it has not count as 0; a = 0.5 (1 + staleness)^-0.5."""
+    seen = []
+    algorithm = fed_async(0.5, "polynomial", submodel=BY_RANK, lora=lora)
+    for coordinator, task, wanted, before, _, unseen, staleness in scenario(algorithm):
+        share = 0.5 * (1 + staleness) ** -0.5
+        expected = before + share * (wanted - start_product(task) - unseen)
+        torch.testing.assert_close(weight(coordinator.state), expected, rtol=0, atol=1e-5)
+        seen.append(staleness)
+    assert seen == [0, 1, 1, 3, 2]
+
+
+def test_flexlora_in_fed_async_mixes_values():
+    """M' = (1 - a) M + a B_i A_i, cut to the rank, however stale."""
+    for coordinator, _, wanted, _, old, _, staleness in scenario(
+        fed_async(0.5, "polynomial", submodel=BY_RANK, lora="flexlora")
+    ):
+        share = 0.5 * (1 + staleness) ** -0.5
+        expected = truncated((1 - share) * old + share * wanted)
+        torch.testing.assert_close(adapters(coordinator.state), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", ["fedex", "flora", "flexlora", "raflora"])
+def test_fed_buff_adds_the_mean_of_changes_of_products(lora):
+    """K = 1: M' = M + eta s (B_i A_i - B A as sent, of its ranks); of what it has not it says nothing."""
+    algorithm = fed_buff(1, server_lr=0.7, submodel=BY_RANK, lora=lora)
+    for coordinator, task, wanted, before, old, _, staleness in scenario(algorithm):
+        change = 0.7 * (1 + staleness) ** -0.5 * (wanted - start_product(task))
+        if lora in ("fedex", "flora"):
+            torch.testing.assert_close(weight(coordinator.state), before + change, rtol=0, atol=1e-5)
+        else:
+            torch.testing.assert_close(adapters(coordinator.state), truncated(old + change), rtol=0, atol=1e-5)
+
+
+def test_a_buffer_of_fresh_and_stale_updates():
+    coordinator, tasks = started(fed_buff(2, lora="fedex"))
+    note_starts(coordinator.state, tasks)
+    for client in (1, 2):
+        tasks |= give(coordinator, tasks[client])[1]
+    assert coordinator.state.version == 1 and tasks[3].version == 0
+    before = weight(coordinator.state).clone()
+    changes = []
+    for client, factor in ((3, 2**-0.5), (1, 1.0)):
+        task = tasks[client]
+        changes.append(factor * (give(coordinator, task)[0] - start_product(task)))
+    assert coordinator.state.version == 2
+    torch.testing.assert_close(weight(coordinator.state), before + sum(changes) / 2, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [fed_avg, lambda **o: fed_async(0.5, **o), lambda **o: fed_buff(2, **o)])
+@pytest.mark.parametrize("lora", ["hetlora", "flexlora", "raflora", "fedex", "flora"])
+def test_a_run_that_is_cut_in_its_middle_goes_on_as_if_it_had_not_been(make, lora):
+    ends = []
+    for cut in (False, True):
+        coordinator, tasks = started(make(submodel=BY_RANK, lora=lora))
+        note_starts(coordinator.state, tasks)
+        for place, client in enumerate((1, 2, 3, 2, 1, 3)):
+            if cut and place in (1, 4):
+                saved, values = saving.save(coordinator), coordinator.state.values.clone()
+                coordinator = coordinator_for(make(submodel=BY_RANK, lora=lora), state_of(make(lora=lora)), min_clients=3)
+                saving.restore(coordinator, saved)
+                coordinator.state.values.copy_(values)
+            tasks |= give(coordinator, tasks[client])[1]
+        ends.append(coordinator.state.values)
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    assert coordinator.state.version >= 2
+
+
+def test_versions_that_nobody_works_on_are_forgotten():
+    coordinator, tasks = started(fed_async(lora="fedex"))
+    note_starts(coordinator.state, tasks)
+    for client in (1, 2, 1, 2):
+        tasks |= give(coordinator, tasks[client])[1]
+    assert sorted(coordinator.state.memory["lora"]["starts"]) == [0, 3]  # of client 3, and of client 1; 2 has the newest
+    give(coordinator, tasks[3])
+    assert sorted(coordinator.state.memory["lora"]["starts"]) == [3, 4]
+
+
+# ---- one factor at a time ----
+
+
+def test_ffa_freezes_a_and_the_mean_is_exact():
+    algorithm = fed_avg(lora="ffa")
+    state = state_of(algorithm)
+    coordinator, tasks = started(algorithm, 2, state)
+    assert A in state.submodels.frozen and A not in state.submodels.layout(part="sent").by_name
+    before, answers = state.values[A].clone(), []
+    for client, value in ((1, 1.0), (2, 4.0)):
+        small = FlatTensors.zeros(state.submodels.layout(tasks[client].spec, "trained"))
+        small[B].fill_(value)
+        answers.append(product(small[B], before))
+        coordinator.handle(Arrived(Update(tasks[client].id, client, 0, small, 1)), 0.0)
+    torch.testing.assert_close(adapters(state), sum(answers) / 2, rtol=0, atol=1e-6)
+    assert torch.equal(state.values[A], before)
+
+
+def test_rolora_trains_b_and_a_in_turn_and_each_mean_is_exact():
+    algorithm = fed_avg(submodel=BY_RANK, lora="rolora")
+    coordinator, tasks = started(algorithm)
+    state = coordinator.state
+    for version, (moves, still) in enumerate(((B, A), (A, B), (B, A))):
+        assert state.version == version
+        layouts = [state.submodels.layout(task.spec, "trained") for task in tasks.values()]
+        assert all(set(layout.by_name) == {moves, "head.weight", "head.bias"} for layout in layouts)
+        before = state.values[still].clone()
+        new = {}
+        for client, value in ((1, 1.0), (2, 2.0), (3, 6.0)):
+            small = FlatTensors.zeros(state.submodels.layout(tasks[client].spec, "trained"))
+            small[moves].fill_(value)
+            new = assigned(coordinator.handle(Arrived(Update(tasks[client].id, client, 0, small, 1)), 0.0))
+        tasks = new
+        assert torch.equal(state.values[still], before)
+        mean = state.values[moves] if moves == A else state.values[moves].T
+        assert mean.tolist() == [[3.0] * mean.shape[1], [1.5] * mean.shape[1], [1.0] * mean.shape[1]]
+
+
+# ---- what travels, what is measured, what is refused ----
+
+
+@pytest.mark.parametrize("lora", [None, "hetlora", "flexlora", "raflora", "fedex", "flora", "ffa", "rolora"])
+def test_bytes_of_each(lora):
+    """float32: head 4 x 2 + 2, A 5 and B 4 for each rank, base 5 x 4."""
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora=lora))
+    for client, rank in RANKS.items():
+        cost = coordinator.fleet.cost(tasks[client].spec)
+        up = {"ffa": 4 * rank, "rolora": 4 * rank}.get(lora, 9 * rank)
+        down = {"ffa": 4 * rank, "fedex": 9 * rank + 20, "flora": 9 * rank + 20}.get(lora, 9 * rank)
+        assert (cost.down_bytes, cost.up_bytes) == (4 * (10 + down), 4 * (10 + up))
+
+
+def test_rank_energy_by_hand():
+    """B A with singular values 3, 2 and 1 (and s = 2 throughout): 9, 4 and 1 of 14."""
+    state = state_of(fed_avg())
+    assert sum(rank_energy(state).values()) == pytest.approx(1.0)
+    state.values[A].copy_(torch.eye(3, 5)), state.values[B].copy_(torch.eye(4, 3) * torch.tensor([1.0, 3.0, 2.0]))
+    assert rank_energy(state) == {
+        "rank_energy/1": pytest.approx(9 / 14), "rank_energy/2": pytest.approx(4 / 14), "rank_energy/3": pytest.approx(1 / 14)
+    }  # fmt: skip
+    state.values[B].zero_()
+    assert set(rank_energy(state).values()) == {0.0}
+    state.values[B].fill_(math.nan)
+    assert all(math.isnan(share) for share in rank_energy(state).values())
+    plain = Submodels(Tiny(None))
+    assert rank_energy(GlobalState(plain, plain.state(Tiny(None)))) == {}
+
+
+def test_rank_energy_of_flora_is_that_of_what_was_merged_last():
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora="flora"))
+    mean = sum(give(coordinator, task)[0] for task in tasks.values()) / 3
+    squares = torch.linalg.svdvals(mean).square()
+    assert list(rank_energy(coordinator.state).values()) == pytest.approx((squares / squares.sum())[:3].tolist(), abs=1e-5)
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(BadInput, match="lora is 'flex': did you mean 'flexlora'"):
+        fed_avg(lora="flex")
+    with pytest.raises(BadInput, match="leave server_optimizer out, or use ffa or rolora"):
+        fed_buff(server_optimizer="adam", lora="fedex")
+    fed_buff(server_optimizer="adam", lora="ffa")
+    with pytest.raises(BadInput, match="but the model has no LoRA layers"):
+        Adapted("flexlora").prepare(Tiny(None))
+    with pytest.raises(BadInput, match="merges plain adapters of linear layers, but 'conv' is adapted otherwise"):
+        Adapted("flexlora").prepare(Tiny("conv"))
+    with pytest.raises(BadInput, match="but 'layer' is adapted otherwise"):
+        Adapted("flexlora").prepare(Tiny(use_dora=True))
+    small = Tiny()
+    small.layer.base_layer.weight = nn.Parameter(torch.zeros(10, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(BadInput, match=r"that is quantised \(torch.uint8\): use flexlora or raflora"):
+        Adapted("fedex").prepare(small)
+    Adapted("raflora").prepare(small)
+    tied = Tiny()
+    tied.other = nn.Linear(5, 4, bias=False)
+    tied.other.weight = tied.layer.base_layer.weight
+    with pytest.raises(BadInput, match="that is another layer's, too"):
+        Adapted("flora").prepare(tied)
+
+
+def test_joint_updates_are_refused():
+    from raafl.parts.protect.robust import Guard, guarded
+
+    with pytest.raises(BadInput, match="each client's own update"):
+        guarded(fed_avg(lora="fedex"), Guard(combine="median"))
+    clipped = guarded(fed_avg(lora="fedex"), Guard(clip_norm=1e9))
+    assert type(replace(clipped.merge).inner).__name__ == "FedEx"

@@ -1,10 +1,12 @@
 """Federated LoRA: which of the published ways of merging adapters an algorithm uses, and what clients do for it.
 
-`with_lora` gives FedAvg, FedBuff and FedAsync their option ``lora``. Five are merges of products B A (`raafl.parts.merge.low_rank`);
-two train one factor at a time, so that the mean of the other is the mean of the products, and need no merge of their own:
+`with_lora` gives FedAvg, FedBuff and FedAsync their option ``lora``. Five are merges of products B A
+(`raafl.parts.merge.low_rank`); two train one factor at a time, so that its mean is that of the products, and need no merge of
+their own:
 
-- ``ffa``: FFA-LoRA (Sun et al. 2024, arXiv:2403.12313). A stays as it was drawn, and is never sent; ``sum_i c_i B_i A`` is exact. By
-  coverage each rank is the mean over those who have it. Since A is the same in all versions, a stale B means what it meant.
+- ``ffa``: FFA-LoRA (Sun et al. 2024, arXiv:2403.12313). A stays as it was drawn, and is never sent; ``sum_i c_i B_i A`` is
+  exact. By coverage each rank is the mean over those who have it. Since A is the same in all versions, a stale B means what it
+  meant.
 - ``rolora``: RoLoRA (Chen et al. 2025, arXiv:2502.01755). B trains from even versions, A from odd ones; in rounds all
   have the same other factor, and the mean is exact. Asynchronously it is block coordinate descent with stale blocks: a B that
   was trained beside an older A is mixed in by its staleness beside the new one, and exact no more.
@@ -76,12 +78,13 @@ class Adapted(Local):
         found, others = pairs_of(module)
         if others:
             raise BadInput(
-                f"lora is '{self.lora}', which merges plain adapters of linear layers, but '{others[0]}' is adapted otherwise: leave "
-                "it out of target_modules, or leave lora out of the algorithm"
+                f"lora is '{self.lora}', which merges plain adapters of linear layers, but '{others[0]}' is adapted otherwise: "
+                "leave it out of target_modules, or leave lora out of the algorithm"
             )
         if not found:
             raise BadInput(
-                f"lora is '{self.lora}', but the model has no LoRA layers: give it some (model.lora), or leave lora out of the algorithm"
+                f"lora is '{self.lora}', but the model has no LoRA layers: give it some (model.lora), or leave lora "
+                "out of the algorithm"
             )
         if self.lora == "ffa":
             for pair in found:
@@ -99,16 +102,19 @@ class Adapted(Local):
 
 def _check_base(module: Any, pair: Pair, lora: str) -> None:
     """Raise `BadInput` unless the weight beside an adapter can take up a product, and is nobody else's."""
-    base, shape = module.get_parameter(pair.base), [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
+    base, shape = (
+        module.get_parameter(pair.base),
+        [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]],
+    )
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
         raise BadInput(
-            f"lora is '{lora}', which adds to '{pair.base}', but that is quantised ({base.dtype}): use flexlora or raflora, or load "
-            "the model in bf16"
+            f"lora is '{lora}', which adds to '{pair.base}', but that is quantised ({base.dtype}): use flexlora or raflora, or "
+            "load the model in bf16"
         )
     if sum(base is other for _, other in module.named_parameters(remove_duplicate=False)) > 1:
         raise BadInput(
-            f"lora is '{lora}', which adds to '{pair.base}', but that is another layer's, too: use flexlora or raflora, or leave it "
-            "out of target_modules"
+            f"lora is '{lora}', which adds to '{pair.base}', but that is another layer's, too: use flexlora or raflora, or leave "
+            "it out of target_modules"
         )
 
 

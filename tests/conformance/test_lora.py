@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from raafl.algorithms import fed_avg, fed_raa
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.commands.replay import replay
 from raafl.core.algorithm import Training
 from raafl.data import FederatedData, Iid
@@ -84,6 +84,20 @@ def test_both_runtimes_give_the_same_model(tmp_path, algorithm):
     assert 0 < min(frame) <= max(frame) < 4096, "beside the tensors only a header and the spec are sent"
 
 
+@pytest.mark.parametrize(
+    ("make", "lora"),
+    [(fed_buff, "fedex"), (fed_async, "flora"), (fed_async, "rolora")],
+    ids=["fedex", "flora", "rolora"],
+)
+def test_merges_of_products_give_the_same_model_on_both_clocks(tmp_path, make, lora):
+    algorithm = make(submodel=rated(), lora=lora)
+    base = lora_run(tmp_path / "simulated", algorithm, max_updates=8, emulate=False)
+    last = on_both_clocks(base, tmp_path / "real")[1].rows("metrics.csv")[-1]
+    energies = [name for name in last if name.startswith("rank_energy/")]
+    assert energies == ["rank_energy/1", "rank_energy/2", "rank_energy/3-4", "rank_energy/5-8"]
+    assert sum(float(last[name]) for name in energies) == pytest.approx(1.0)
+
+
 def test_several_processes_train_the_same_model(tmp_path):
     one, two = (
         finish(lora_run(tmp_path / str(n), fed_raa(submodel=rated()), max_updates=12, workers=n)) for n in (1, 2)
@@ -103,8 +117,9 @@ model:
     lora: {{rank: 8, alpha: 16.0, target_modules: [query, value]}}
 data: tests.adapted.Tokens
 algorithm:
-  class_path: raafl.fed_raa
+  class_path: raafl.{algorithm}
   init_args:
+    {lora}
     submodel:
       class_path: raafl.parts.Rated
       init_args: {{rates: [1.0, 0.5, 0.25, 0.125], rate_of: width}}
@@ -114,7 +129,10 @@ progress: quiet
 """
 
 
-def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
+@pytest.mark.parametrize(
+    ("algorithm", "lora"), [("fed_raa", ""), ("fed_buff", "lora: fedex"), ("fed_async", "lora: flora")]
+)
+def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path, algorithm, lora):
     import json
 
     from raafl.commands.run import simulate
@@ -122,12 +140,12 @@ def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
     from tests.adapted import BERT
 
     path = tmp_path / "lora.yaml"
-    path.write_text(CONFIG.format(architecture=json.dumps(BERT)))
+    path.write_text(CONFIG.format(architecture=json.dumps(BERT), algorithm=algorithm, lora=lora))
     parsed = parse("simulate", ["--config", str(path), f"--output={tmp_path / 'run'}"])
     summary = simulate(parsed.experiment, parsed.config_yaml)[0]
     result = replay(tmp_path / "run", trust_config=True)
     assert result["equal"] is True and result["model_digest"] == summary["model_digest"]
-    assert result["versions"] == 12
+    assert result["versions"] == summary["versions"]
 
 
 def test_a_client_whose_frozen_base_differs_is_refused_and_the_others_go_on(tmp_path, capfd, monkeypatch):

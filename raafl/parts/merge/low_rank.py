@@ -12,8 +12,8 @@ M_i is what update i stands against:
   a_i = 1 ends at the mean of B_i A_i, exactly; FedAsync's ``M' = (1 - a) M + a B_i A_i``.
 - in `Deltas` (FedBuff), what the client was sent, of the version that it started from and of its ranks alone.
 - where the merge changes the base W (FedEx-LoRA, FLoRA) and the update is stale, what the client was sent as well: part of
-  it lies in W by now, and would count twice. Ranks that it has not are zeros in a `Mean` all the same. So FedAsync mixes in the change
-  against the version that the client started from, and what was merged since is not taken back.
+  it lies in W by now, and would count twice. Ranks that it has not are zeros in a `Mean` all the same. So FedAsync mixes in the
+  change against the version that the client started from, and what was merged since is not taken back.
 
 For this the server keeps A and B of each version that somebody still works on. Memory, beside: A and B of all updates of a merge.
 """
@@ -181,11 +181,11 @@ class FedEx(LowRank):
 
 
 class FLoRA(LowRank):
-    """FLoRA (Wang et al. 2024, arXiv:2409.05976): adapters stacked, ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]``, into the base.
+    """FLoRA (Wang et al. 2024, arXiv:2409.05976): the stack ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]`` goes into the base.
 
-    Clients then begin with adapters of their own: B = 0 and a new A, drawn as PyTorch draws linear layers, by version and
-    layer. So an update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the
-    stack to clients that keep W; here a client is sent W of its adapted layers whole.
+    Clients then begin with new adapters: B = 0 and a new A, drawn as PyTorch draws linear layers, by version and layer. So
+    an update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the stack
+    to clients that keep W; here a client is sent W of its adapted layers whole.
     """
 
     moves_base = True
@@ -206,8 +206,8 @@ class FlexLoRA(LowRank):
     """FlexLoRA (Bai et al. 2024, arXiv:2402.11505): M' is cut to the model's rank by its singular values, ``B' A' = U S V^T``.
 
     ``B' = U S, A' = V^T`` with the largest values first, so that the leading ranks, which a client of a lower rank is sent,
-    are the best of that rank; A of a rank without energy is not 0, and trains. Exact but for the values beyond the model's rank. The
-    base stays, so in FedAsync a stale update is mixed in as it is, ``(1 - a) M + a B_i A_i``, as FedAsync mixes values.
+    are the best of that rank; A of a rank without energy is not 0, and trains. Exact but for the values beyond the model's rank.
+    The base stays, so in FedAsync a stale update is mixed in as it is, ``(1 - a) M + a B_i A_i``, as FedAsync mixes values.
     """
 
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
@@ -234,9 +234,9 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
     """Measure how much of the squared singular values of ``s B A`` lies in which ranks, over all adapters of the global model.
 
     Returns:
-        share by slice of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B A is 0, and
-        empty for a model without adapters. After FLoRA's merge, whose adapters begin anew, of what was merged last; it may be of a
-        higher rank, and shares then sum to less than 1.
+        share by slice of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B A is
+        0, and empty for a model without adapters. After FLoRA's merge, whose adapters begin anew, of what was merged last; it may
+        be of a higher rank, and shares then sum to less than 1.
     """
     found, spectra = pairs(state.submodels), state.memory.get(MEMORY, {}).get("spectra", {})
     if not found:
@@ -272,9 +272,8 @@ def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return U, S and V^T of a product of thin factors, whose size is never made."""
     (q, r), (p, t) = torch.linalg.qr(left), torch.linalg.qr(right.T)
     core = r @ t.T
-    if not core.isfinite().all():  # of which there is none: a model that has diverged is to end as one
-        core = torch.zeros_like(core)
-        q, p = q * math.nan, p * math.nan
+    if not core.isfinite().all():  # LAPACK has no answer, or never ends: a model that has diverged is to end as one
+        return q * math.nan, core.diagonal() * math.nan, p.T * math.nan
     u, s, v = torch.linalg.svd(core, full_matrices=False)
     return q @ u, s, v @ p.T
 

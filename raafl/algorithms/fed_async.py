@@ -39,7 +39,7 @@ def fed_async(
         cohort: clients kept at work, drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
-        lora: how adapters are merged (docs/fine-tuning.md); None = A and B apart, each rank over those who have it.
+        lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
     if prox < 0:
         raise BadInput(f"prox is {prox}: give 0 or more")

@@ -28,7 +28,7 @@ def fed_avg(
         concurrency: how many of them work at a time; None = no cap.
         by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
-        lora: how adapters are merged (docs/fine-tuning.md); None = A and B apart, each rank over those who have it.
+        lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
     algorithm = Algorithm(
         name="fed_avg",

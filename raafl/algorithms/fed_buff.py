@@ -44,7 +44,7 @@ def fed_buff(
         cohort: clients kept at work, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: cap on clients at work; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
-        lora: how adapters are merged (docs/fine-tuning.md); None = A and B apart, each rank over those who have it.
+        lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
     stale = Staleness(staleness, staleness_a, staleness_b)
     merge: Merge

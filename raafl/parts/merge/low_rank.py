@@ -71,7 +71,7 @@ class LowRank(Wrapped):
         """Keep the client's adapters, and pass the update on."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.get("at_work", {}).pop(update.client, None)
-        weight, factor = self.inner.weigh(update, staleness)
+        weight, factor = _weigh(self.inner, update, staleness)
         selections, mine = state.submodels.selections(state.submodels.normal(spec)), {}
         starts = memory["starts"][state.version - staleness] if self.is_relative and staleness else None
         for pair in pairs(state.submodels):
@@ -254,6 +254,13 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
         shares[f"rank_energy/{name}"] = math.fsum(v for one in squares for v in one[start:stop]) / (total or 1.0)
         start = stop
     return shares
+
+
+def _weigh(mean: Mean | Deltas, update: Update, staleness: int) -> tuple[float, float]:
+    """Return what ``mean`` makes of an update: its weight w_n and its factor a_n."""
+    if isinstance(mean, Mean):
+        return float(update.num_samples) if mean.by_samples else 1.0, mean.alpha * mean.staleness(staleness)
+    return 1.0, mean.server_lr * mean.staleness(staleness)
 
 
 def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:

@@ -141,14 +141,11 @@ class Mean(Merge):
         """Raise `BadInput` for alpha outside (0, 1]."""
         fraction("alpha", self.alpha)
 
-    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Weigh an update: w_n and a_n."""
-        return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
-
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Note the update: a lone one is mixed in by `apply` from its own tensors, several are summed first."""
         memory = state.memory.setdefault("mean", {})
-        weight, factor = self.weigh(update, staleness)
+        factor = self.alpha * self.staleness(staleness)
+        weight = float(update.num_samples) if self.by_samples else 1.0
         memory.setdefault("received", []).append((weight, factor))
         if len(memory["received"]) == 1 and memory.get("lone") is None:
             memory["lone"] = (update.tensors, spec)
@@ -266,10 +263,6 @@ class Deltas(Merge):
     def __post_init__(self) -> None:
         """Raise `BadInput` for a server learning rate of zero or less."""
         positive("server_lr", self.server_lr)
-
-    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Weigh an update: 1, of which all are the mean, and eta_g s."""
-        return 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the scaled delta to the buffer's sum."""

@@ -14,7 +14,7 @@ alone. A rule for another operation is added from anywhere:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,11 +59,9 @@ class Call:
         """Return the labels of an argument, or of the input at this place."""
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
-    def place(self, argument: str = "dim", default: int = 0, ndim: int | None = None) -> int:
-        """Return the dimension that an argument names, from 0."""
-        value = self.arguments.get(argument)
-        ndim = self.ins[0].dim() if ndim is None else ndim
-        return (default if value is None else value) % max(ndim, 1)
+    def place(self, more: int = 0) -> int:
+        """Return the dimension that ``dim`` names, from 0, of a tensor with so many more than the first."""
+        return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
         """Return labels of which nothing is known, or that are pinned."""
@@ -72,6 +70,18 @@ class Call:
     def others(self, first: Dims) -> list[Dims]:
         """Return the labels of all outputs, of which those after the first carry nothing on."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
+
+    def unify_last(self, dims: Dims, others: Dims) -> None:
+        """Make dimensions the same from the last on, but for those of one index, as they are broadcast."""
+        for dim, other in zip(reversed(dims), reversed(others), strict=False):
+            if dim.size != 1:
+                self.labels.unify(dim, other)
+
+    def unify_named(self, dim: Dim, *names: str) -> None:
+        """Make ``dim`` the same as the one dimension of these arguments, of those that were given."""
+        for name in names:
+            if self.has(name):
+                self.labels.unify(self.dims(name)[0], dim)
 
 
 Rule = Callable[[Call], Sequence[Dims]]
@@ -115,7 +125,7 @@ def rule_of(func: Any) -> Rule | None:
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
     """Return labels for the outputs of an operation; without a rule that fits, pin what it reads."""
-    if call.outs and all(x.numel() for x in (*(() if rule is _cat else call.ins), call.outs[0])):
+    if call.outs and all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
         try:
             found = list(rule(call)) if rule is not None else []
         except (Misfit, IndexError, KeyError):
@@ -140,10 +150,8 @@ def pointwise(call: Call) -> list[Dims]:
     for out in call.outs:
         dims: list[Dim | None] = [None] * out.dim()
         for tensor in call.ins:
-            for back, (dim, size) in enumerate(
-                zip(reversed(call.dims_of(tensor)), reversed(tensor.shape), strict=True), 1
-            ):
-                if back > out.dim() or size == 1 or size != out.shape[-back]:
+            for back, dim in enumerate(reversed(call.dims_of(tensor)), 1):
+                if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
                     continue  # a scalar, or one index for all
                 known = dims[-back]
                 if known is None:
@@ -157,9 +165,9 @@ def pointwise(call: Call) -> list[Dims]:
 
 
 @rule(
-    "clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "lift", "lift_fresh_copy", "native_dropout",
-    "bernoulli", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "fill", "zero", "uniform",
-    "normal", "dropout", "_conj", "resolve_conj", "resolve_neg", "view_as_real_copy",
+    "clone", "detach", "alias", "_to_copy", "lift_fresh", "lift", "lift_fresh_copy", "native_dropout", "bernoulli",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "fill", "zero", "uniform", "normal",
+    "_conj", "view_as_real_copy",
 )  # fmt: skip
 def _same(call: Call) -> list[Dims]:
     return [call.dims()] * len(call.outs)
@@ -180,37 +188,28 @@ def _made(call: Call) -> list[Dims]:
 
 # ---- the same elements, in another order or form ----
 
+FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
+    "t": lambda call, dims: dims[::-1],
+    "permute": lambda call, dims: [dims[i] for i in call["dims"]],
+    "unsqueeze": lambda call, dims: [*dims[: call.place(1)], Dim(), *dims[call.place(1) :]],
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "_reshape_alias"),
+        lambda call, dims: dims if call.ins[0].shape == call.outs[0].shape else call.labels.regroup(dims, call.outs[0].shape),
+    ),
+}  # fmt: skip
+"""By name: the labels of the one output, from those of the one input."""
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias")
-def _view(call: Call) -> list[Dims]:
-    before, after = list(call.ins[0].shape), list(call.outs[0].shape)
-    return [call.dims() if before == after else call.labels.regroup(call.dims(), after)]
 
-
-@rule("permute")
-def _permute(call: Call) -> list[Dims]:
-    dims = call.dims()
-    return [[dims[i] for i in call["dims"]]]
+@rule(*FORMS)
+def _form(call: Call) -> list[Dims]:
+    return [FORMS[call.name](call, call.dims())]
 
 
 @rule("transpose")
 def _transpose(call: Call) -> list[Dims]:
-    dims = call.dims()
+    dims, one, other = call.dims(), call["dim0"], call["dim1"]
     if dims:
-        one, other = call.place("dim0"), call.place("dim1")
         dims[one], dims[other] = dims[other], dims[one]
-    return [dims]
-
-
-@rule("t", "numpy_T", "mT")
-def _t(call: Call) -> list[Dims]:
-    return [call.dims()[::-1]]
-
-
-@rule("unsqueeze")
-def _unsqueeze(call: Call) -> list[Dims]:
-    dims = call.dims()
-    dims.insert(call.place(ndim=len(dims) + 1), Dim())
     return [dims]
 
 
@@ -237,76 +236,38 @@ def _repeat(call: Call) -> list[Dims]:
     return [[Dim([*call.labels.new(n).atoms, *dim.atoms]) for n, dim in zip(times, dims, strict=True)]]
 
 
-@rule("slice")
-def _slice(call: Call) -> list[Dims]:
-    dims, place, step = call.dims(), call.place(), call["step"] or 1
-    size = call.ins[0].shape[place]
-    taken = range(*slice(call["start"], call["end"], step).indices(size))
-    if step == 1:
-        dims[place] = call.labels.take(dims[place], taken.start, len(taken))
-    else:
-        call.labels.pin(dims[place], "a slice takes every other one")
-        dims[place] = call.labels.new(len(taken), "a slice takes every other one")
-    return [dims]
-
-
-@rule("narrow")
-def _narrow(call: Call) -> list[Dims]:
-    dims, place = call.dims(), call.place()
-    dims[place] = call.labels.take(dims[place], call["start"] % call.ins[0].shape[place], call["length"])
-    return [dims]
-
-
-@rule("select", "unbind")
-def _select(call: Call) -> list[Dims]:
-    dims, place = call.dims(), call.place()
-    call.labels.pin(dims[place], "one place of it is taken")
-    del dims[place]
-    return [dims] * len(call.outs)
-
-
-@rule(
-    "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "tensor_split",
-    "split_copy", "split_with_sizes_copy",
-)  # fmt: skip
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy", "split_with_sizes_copy")
 def _split(call: Call) -> list[Dims]:
-    place, start = call.place(), 0
-    whole: list[Dim] = call.dims()
+    place, start, whole = call.place(), 0, call.dims()
     found: list[Dims] = []
     for out in call.outs:
-        dims = list(whole)
-        dims[place] = call.labels.take(whole[place], start, out.shape[place])
+        part = call.labels.take(whole[place], start, out.shape[place])
         start += out.shape[place]
-        found.append(dims)
+        found.append([*whole[:place], part, *whole[place + 1 :]])
     return found
 
 
-@rule("cat", "concat")
+@rule("cat")
 def _cat(call: Call) -> list[Dims]:
-    place = call.place(ndim=call.outs[0].dim())
+    place = call["dim"] % call.outs[0].dim()
     rows = [call.dims(i) for i, tensor in enumerate(call.ins) if tensor.numel()]
-    found = list(rows[0])
     for row in rows[1:]:
         for i, dim in enumerate(row):
             if i != place:
-                call.labels.unify(found[i], dim)
-    found[place] = call.labels.join([row[place] for row in rows])
-    return [found]
+                call.labels.unify(rows[0][i], dim)
+    rows[0][place] = call.labels.join([row[place] for row in rows])
+    return [rows[0]]
 
 
 @rule("stack")
 def _stack(call: Call) -> list[Dims]:
-    found = call.dims()
-    for i in range(1, len(call.ins)):
-        for one, other in zip(found, call.dims(i), strict=True):
-            call.labels.unify(one, other)
-    found.insert(call.place(ndim=len(found) + 1), call.labels.new(len(call.ins), "values are stacked in it"))
-    return [found]
+    found, place = list(pointwise(replace(call, outs=call.ins[:1]))[0]), call.place(1)
+    return [[*found[:place], call.labels.new(len(call.ins), "values are stacked in it"), *found[place:]]]
 
 
 @rule("glu")
 def _glu(call: Call) -> list[Dims]:
-    dims, place = call.dims(), call.place(default=-1)
+    dims, place = call.dims(), call["dim"]
     half = dims[place].size // 2
     one, other = (call.labels.take(dims[place], start, half) for start in (0, half))
     call.labels.unify(one, other)

@@ -10,52 +10,42 @@ _GROUP = "the channels of a group only go together"
 # ---- products: what is summed over is the same on both sides ----
 
 
-def _product(call: Call, left: Dims, right: Dims) -> list[Dim]:
-    """Label ``left @ right``, both of two dimensions, or of three, the first of them side by side."""
-    inner = right[-2] if len(right) > 1 else right[-1]
-    call.labels.unify(left[-1], inner)
-    left[-1].is_read = inner.is_read = True
-    call.labels.mark(inner, "read")
-    for dim in (*left[-2:-1], *(right[-1:] if len(right) > 1 else ())):
+def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
+    """Note that a product sums over two dimensions, and makes others."""
+    call.labels.unify(one, weight)
+    one.is_read = weight.is_read = True
+    call.labels.mark(weight, "read")
+    for dim in makes:
         dim.is_made = True
+
+
+@rule("mm", "bmm", "mv", "dot", "vdot", "addmm", "baddbmm", "addmv")
+def _product(call: Call) -> list[Dims]:
+    """Follow ``left @ right``, both of two dimensions, or of three, the first of them side by side."""
+    left, right = call.dims(-2), call.dims(-1)
+    inner, last = right[-2 if len(right) > 1 else -1], right[-1:] if len(right) > 1 else []
+    _reads(call, left[-1], inner, *left[-2:-1], *last)
     if len(left) == 3:
         call.labels.unify(left[0], right[0])
         call.labels.mark(left[0], "batch")
         call.labels.mark(inner, "scored")
-    return [*left[:-1], *right[-1:]] if len(right) > 1 else [*left[:-1]]
-
-
-@rule("mm", "bmm", "mv", "dot", "vdot")
-def _mm(call: Call) -> list[Dims]:
-    return [_product(call, call.dims(0), call.dims(1))]
-
-
-@rule("addmm", "baddbmm", "addmv")
-def _addmm(call: Call) -> list[Dims]:
-    found = _product(call, call.dims(1), call.dims(2))
-    for dim, other in zip(reversed(call.dims(0)), reversed(found), strict=False):
-        if dim.size != 1:
-            call.labels.unify(dim, other)
+    found = [*left[:-1], *last]
+    call.unify_last(call.dims(0) if len(call.ins) == 3 else [], found)
     return [found]
 
 
 @rule("linear")
 def _linear(call: Call) -> list[Dims]:
     x, weight = call.dims("input"), call.dims("weight")
-    call.labels.unify(x[-1], weight[1])
-    weight[1].is_read = weight[0].is_made = True
-    call.labels.mark(weight[1], "read")
-    if call.has("bias"):
-        call.labels.unify(call.dims("bias")[0], weight[0])
+    _reads(call, x[-1], weight[1], weight[0])
+    call.unify_named(weight[0], "bias")
     return [[*x[:-1], weight[0]]]
 
 
 @rule("_grouped_mm")
 def _grouped_mm(call: Call) -> list[Dims]:
     left, right = call.dims(0), call.dims(1)
-    call.labels.unify(left[-1], right[-2])
-    right[-2].is_read = right[-1].is_made = True
-    call.labels.mark(right[-2], "read")
+    _reads(call, left[-1], right[-2], right[-1])
     for dim in right[:-2]:
         call.labels.pin(dim, "they are experts, of which a router chooses")
     for dim in (right[-2], right[-1]):
@@ -69,22 +59,17 @@ def _convolution(call: Call) -> list[Dims]:
     x, weight, groups, out = call.dims("input"), call.dims("weight"), call["groups"], call.outs[0]
     for dim in (*x[2:], *weight[2:]):
         call.labels.pin(dim, "they are pixels")
-    # of `groups` convolutions side by side, each reads its own channels and makes its own
+    # Of `groups` convolutions side by side, each reads its own channels and makes its own. The weight has all channels of
+    # one side, (out, in / groups, ...) or of a transposed one (in, out / groups, ...), and those of a group of the other.
     group = call.labels.new(groups)
-    if call["transposed"]:  # weight: (in, out / groups, ...)
-        inputs, outputs = weight[0], Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1]
-        weight[0].is_read = weight[1].is_made = True
-        if groups > 1:
-            call.labels.unify(inputs, Dim([*group.atoms, *call.labels.new(inputs.size // groups, _GROUP).atoms]))
-    else:  # weight: (out, in / groups, ...)
-        inputs, outputs = Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1], weight[0]
-        weight[1].is_read = weight[0].is_made = True
-        if groups > 1:
-            call.labels.unify(outputs, Dim([*group.atoms, *call.labels.new(outputs.size // groups, _GROUP).atoms]))
+    every, part = weight[0], Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1]
+    if groups > 1:
+        call.labels.unify(every, Dim([*group.atoms, *call.labels.new(every.size // groups, _GROUP).atoms]))
+    inputs, outputs = (every, part) if call["transposed"] else (part, every)
+    weight[not call["transposed"]].is_read = weight[call["transposed"]].is_made = True
     call.labels.unify(x[1], inputs)
     call.labels.mark(inputs, "read")
-    if call.has("bias"):
-        call.labels.unify(call.dims("bias")[0], outputs)
+    call.unify_named(outputs, "bias")
     return [[x[0], outputs, *call.new(out.shape[2:], "they are pixels")]]
 
 
@@ -105,23 +90,20 @@ def _attention(call: Call) -> list[Dims]:
     if call.arguments.get("scale") is None:
         call.labels.pin(q[3], "scores are divided by the root of its size")
     mask = next((name for name in ("attn_mask", "attn_bias") if call.has(name)), None)
-    for dim, other in zip(reversed(call.dims(mask) if mask else []), (k[2], q[2], q[1], q[0]), strict=False):
-        if dim.size != 1:
-            call.labels.unify(dim, other)
+    call.unify_last(call.dims(mask) if mask else [], [q[0], q[1], q[2], k[2]])
     return call.others([q[0], q[1], q[2], v[3]])
 
 
 # ---- norms ----
 
 
-@rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
+@rule("native_layer_norm", "_fused_rms_norm")
 def _layer_norm(call: Call) -> list[Dims]:
     x, last = call.dims("input"), len(call["normalized_shape"])
     for dim in x[-last:]:
         call.labels.span(dim, "a norm takes statistics across it")
     for name in ("weight", "bias"):
-        for dim, other in zip(call.dims(name) if call.has(name) else [], x[-last:], strict=False):
-            call.labels.unify(dim, other)
+        call.unify_last(call.dims(name) if call.has(name) else [], x)
     return call.others(x)
 
 
@@ -130,9 +112,7 @@ def _group_norm(call: Call) -> list[Dims]:
     x, groups = call.dims("input"), call["group"]
     inner = call.labels.new(x[1].size // groups, "its channels are one norm group")
     call.labels.unify(x[1], Dim([*call.labels.new(groups).atoms, *inner.atoms]))
-    for name in ("weight", "bias"):
-        if call.has(name):
-            call.labels.unify(call.dims(name)[0], x[1])
+    call.unify_named(x[1], "weight", "bias")
     return call.others(x)
 
 
@@ -142,13 +122,11 @@ def _group_norm(call: Call) -> list[Dims]:
 )  # fmt: skip
 def _batch_norm(call: Call) -> list[Dims]:
     x = call.dims("input")
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        if call.has(name):
-            call.labels.unify(call.dims(name)[0], x[1])
+    call.unify_named(x[1], "weight", "bias", "running_mean", "running_var")
     return call.others(x)
 
 
-@rule("_weight_norm_interface", "_weight_norm")
+@rule("_weight_norm_interface")
 def _weight_norm(call: Call) -> list[Dims]:
     v, g, place = call.dims("v"), call.dims("g"), call["dim"]
     call.labels.unify(v[place], next((dim for dim in g if dim.size != 1), Dim()))

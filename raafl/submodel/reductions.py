@@ -1,117 +1,91 @@
-"""Rules of operations along a dimension: sums, sorting, pixels, look-ups by index; see `operations`."""
+"""Rules of operations along some dimensions, as a table, and of look-ups by index; see `operations`."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from raafl.submodel.labels import Dim, Misfit
-from raafl.submodel.operations import Call, Dims, pointwise, rule
+from raafl.submodel.operations import RULES, Call, Dims, pointwise, rule
 
-# ---- along a dimension ----
-
-
-def _places(call: Call, argument: str = "dim") -> set[int]:
-    """Return the dimensions that are reduced; none named = all."""
-    ndim, value = call.ins[0].dim(), call.arguments.get(argument)
-    if value is None or value == []:
-        return set(range(ndim))
-    return {i % max(ndim, 1) for i in ([value] if isinstance(value, int) else value)}
+# ---- along dimensions ----
 
 
-def _left(call: Call, places: set[int]) -> list[Dims]:
-    keep = bool(call.arguments.get("keepdim"))
-    dims = [Dim() if i in places else dim for i, dim in enumerate(call.dims()) if keep or i not in places]
-    return [dims] * len(call.outs)
+class Along(NamedTuple):
+    """What an operation does to some of its input's dimensions.
+
+    Attributes:
+        where: the argument that names them; or how many of the last they are.
+        then: what becomes of them: they "stay", are "gone", or are "new", with other indices.
+        why: they cannot go; "" = they can, since zeros add nothing.
+        is_span: whether they can go all the same, though results for the others change.
+    """
+
+    where: str | int
+    then: str
+    why: str
+    is_span: bool = False
+
+    def __call__(self, call: Call) -> list[Dims]:
+        """Follow the operation."""
+        if call.name in ("max", "min") and len(call.ins) == 2:
+            return pointwise(call)
+        places = self.places(call)
+        for place in places if self.why else ():
+            (call.labels.span if self.is_span else call.labels.pin)(call.dims()[place], self.why.format(call.name))
+        return [self._left(call, out, places) for out in call.outs]
+
+    def places(self, call: Call) -> set[int]:
+        """Return the dimensions; none named = all."""
+        ndim = call.ins[0].dim()
+        if isinstance(self.where, int):
+            return set(range(ndim - self.where, ndim))
+        value = call.arguments.get(self.where)
+        if value is None or value == []:
+            return set(range(ndim))
+        return {i % max(ndim, 1) for i in ([value] if isinstance(value, int) else value)}
+
+    def _left(self, call: Call, out: torch.Tensor, places: set[int]) -> Dims:
+        if self.then == "stay":
+            return call.dims()
+        if self.then == "new":
+            return [call.labels.new(out.shape[i], self.why) if i in places else d for i, d in enumerate(call.dims())]
+        keep = bool(call.arguments.get("keepdim"))
+        return [Dim() if i in places else d for i, d in enumerate(call.dims()) if keep or i not in places]
 
 
-@rule("sum", "nansum", "linalg_vector_norm", "norm", "count_nonzero", "any")
-def _sum(call: Call) -> list[Dims]:
-    return _left(call, _places(call))  # zeros add nothing
+ALONG = {
+    "sum nansum linalg_vector_norm norm count_nonzero any": Along("dim", "gone", ""),
+    "mean var std var_mean std_mean": Along("dim", "gone", "statistics are taken across it", is_span=True),
+    "amax amin aminmax max min argmax argmin prod logsumexp all median mode":
+        Along("dim", "gone", "'{}' goes over all of it"),
+    "select unbind": Along("dim", "gone", "one place of it is taken"),
+    "_softmax _log_softmax _safe_softmax": Along("dim", "stay", "a softmax runs along it"),
+    "cumsum cumprod logcumsumexp cummax cummin": Along("dim", "stay", "'{}' runs along it"),
+    "flip roll": Along("dims", "stay", "its places are moved"),
+    "tril triu": Along(2, "stay", "a triangle of it is taken"),
+    "sort topk kthvalue": Along("dim", "new", "it is sorted"),
+    "_fft_r2c _fft_c2r _fft_c2c": Along("dim", "new", "it is transformed to frequencies"),
+    "avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d "
+    "upsample_linear1d": Along(1, "new", "they are pixels"),
+    "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d reflection_pad2d replication_pad2d "
+    "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa": Along(2, "new", "they are pixels"),
+    "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d replication_pad3d "
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": Along(3, "new", "they are pixels"),
+}  # fmt: skip
+RULES.update({name: along for names, along in ALONG.items() for name in names.split()})
 
 
-@rule("mean", "var", "std", "var_mean", "std_mean")
-def _mean(call: Call) -> list[Dims]:
-    for place in _places(call):
-        call.labels.span(call.dims()[place], "statistics are taken across it")
-    return _left(call, _places(call))
-
-
-@rule(
-    "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "prod", "logsumexp", "all", "median", "mode",
-)  # fmt: skip
-def _reduce(call: Call) -> list[Dims]:
-    if len(call.ins) == 2:
-        return pointwise(call)
-    for place in _places(call):
-        call.labels.pin(call.dims()[place], f"'{call.name}' goes over all of it")
-    return _left(call, _places(call))
-
-
-@rule(
-    "_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax",
-    "cummin",
-)  # fmt: skip
-def _along(call: Call) -> list[Dims]:
-    dims = call.dims()
-    if dims:
-        call.labels.pin(dims[call.place()], f"'{call.name.strip('_')}' runs along it")
-    return [dims] * len(call.outs)
-
-
-@rule("flip", "roll")
-def _moved(call: Call) -> list[Dims]:
-    dims = call.dims()
-    for place in _places(call, "dims"):
-        call.labels.pin(dims[place], "its places are moved")
+@rule("slice")
+def _slice(call: Call) -> list[Dims]:
+    dims, place, step = call.dims(), call.place(), call["step"] or 1
+    taken = range(*slice(call["start"], call["end"], step).indices(dims[place].size))
+    if step != 1:
+        return Along("dim", "new", "a slice takes every other one")(call)
+    dims[place] = call.labels.take(dims[place], taken.start, len(taken))
     return [dims]
-
-
-@rule("tril", "triu")
-def _triangle(call: Call) -> list[Dims]:
-    dims = call.dims()
-    for dim in dims[-2:]:
-        call.labels.pin(dim, "a triangle of it is taken")
-    return [dims]
-
-
-@rule("sort", "topk", "argsort", "kthvalue")
-def _sorted(call: Call) -> list[Dims]:
-    place = call.place(default=-1)
-    found: list[Dims] = []
-    for out in call.outs:
-        dims = call.dims()
-        call.labels.pin(dims[place], "it is sorted")
-        dims[place] = call.labels.new(out.shape[place], "it is sorted")
-        found.append(dims)
-    return found
-
-
-@rule("_fft_r2c", "_fft_c2r", "_fft_c2c")
-def _transformed(call: Call) -> list[Dims]:
-    dims = call.dims()
-    for place in _places(call):
-        call.labels.pin(dims[place], "it is transformed to frequencies")
-        dims[place] = call.labels.new(call.outs[0].shape[place], "it is transformed to frequencies")
-    return [dims]
-
-
-# ---- pixels ----
-
-
-@rule(*(
-    f"{kind}{ndim}d{ending}"
-    for ndim in (1, 2, 3)
-    for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "upsample_nearest",
-                 "_upsample_nearest_exact", "upsample_linear", "upsample_bilinear", "upsample_bicubic", "upsample_trilinear",
-                 "_upsample_bilinear", "_upsample_bicubic", "reflection_pad", "replication_pad")
-    for ending in ("", "_with_indices", "_aa")
-))  # fmt: skip
-def _pool(call: Call) -> list[Dims]:
-    pixels = next(n for n in (1, 2, 3) if f"{n}d" in call.name)
-    dims = call.dims()
-    for dim in dims[-pixels:]:
-        call.labels.pin(dim, "they are pixels")
-    return [[*dims[:-pixels], *call.new(out.shape[-pixels:], "they are pixels")] for out in call.outs]
 
 
 @rule("constant_pad_nd")
@@ -126,29 +100,20 @@ def _pad(call: Call) -> list[Dims]:
 
 @rule("unfold")
 def _unfold(call: Call) -> list[Dims]:
-    dims, place, out = call.dims(), call.place("dimension"), call.outs[0]
-    call.labels.pin(dims[place], "windows of it are taken")
-    dims[place] = call.labels.new(out.shape[place], "windows of it are taken")
-    return [[*dims, call.labels.new(out.shape[-1], "windows of it are taken")]]
+    (dims,) = Along("dimension", "new", "windows of it are taken")(call)
+    return [[*dims, call.labels.new(call.outs[0].shape[-1], "windows of it are taken")]]
 
 
 # ---- by index: what is looked up by number keeps its numbers ----
 
 
-@rule("embedding")
+@rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 def _embedding(call: Call) -> list[Dims]:
-    weight = call.dims("weight")
+    weight, out = call.dims("weight"), call.outs[0]
     call.labels.pin(weight[0], "its rows are a vocabulary")
     weight[1].is_made = True
-    return [[*call.dims("indices"), weight[1]]]
-
-
-@rule("_embedding_bag", "_embedding_bag_forward_only")
-def _embedding_bag(call: Call) -> list[Dims]:
-    weight = call.dims("weight")
-    call.labels.pin(weight[0], "its rows are a vocabulary")
-    weight[1].is_made = True
-    return call.others([call.labels.new(call.outs[0].shape[0], "they are samples"), weight[1]])
+    rows = call.dims("indices") if call.name == "embedding" else call.new(out.shape[:-1], "they are samples")
+    return call.others([*rows, weight[1]])
 
 
 def _indexed(call: Call) -> list[int]:
@@ -179,42 +144,27 @@ def _index(call: Call) -> list[Dims]:
 
 @rule("index_put", "_index_put_impl")
 def _index_put(call: Call) -> list[Dims]:
-    dims, places, values = call.dims("self"), _indexed(call), call.dims("values")
+    dims, places = call.dims("self"), _indexed(call)
     after = dims[max(places, default=-1) + 1 :]
     if len(after) + len(places) != len(dims):
         raise Misfit
-    for dim, other in zip(reversed(values), reversed(after), strict=False):
-        if dim.size != 1:
-            call.labels.unify(dim, other)
+    call.unify_last(call.dims("values"), after)
     return [dims]
 
 
-@rule("gather", "scatter", "scatter_add", "scatter_reduce")
+@rule("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy")
 def _gather(call: Call) -> list[Dims]:
     dims, place = call.dims("self"), call.place()
-    others = [call.dims(name) for name in ("index", "src") if call.has(name)]
-    for row in (dims, *others):
-        call.labels.pin(row[place], "it is indexed")
-    for row in others:
-        for i, (dim, other) in enumerate(zip(dims, row, strict=True)):
+    by_row = call.name.startswith("index_")  # the index itself has one dimension
+    others = [call.dims(name) for name in ("index", "src", "source") if call.has(name)][by_row:]
+    for i, dim in enumerate(dims):
+        for other in (row[i] for row in others):
             if i != place and dim.size == other.size:
                 call.labels.unify(dim, other)
-            elif i != place:
+            else:
                 call.labels.pin(dim, "it is indexed")
                 call.labels.pin(other, "it is indexed")
-    return [others[0] if call.name == "gather" else dims]
-
-
-@rule("index_select", "index_add", "index_copy")
-def _index_select(call: Call) -> list[Dims]:
-    dims, place = call.dims("self"), call.place()
     call.labels.pin(dims[place], "it is indexed")
-    if call.has("source"):
-        for i, (dim, other) in enumerate(zip(dims, call.dims("source"), strict=True)):
-            if i == place:
-                call.labels.pin(other, "it is indexed")
-            else:
-                call.labels.unify(dim, other)
-    else:
+    if call.name == "index_select":
         dims[place] = call.labels.new(call.outs[0].shape[place], "it is looked up by an index")
-    return [dims]
+    return [others[0] if call.name == "gather" else dims]

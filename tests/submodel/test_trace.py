@@ -109,7 +109,7 @@ def test_a_width_that_stays_whole_says_why_and_where():
 
     found = find_axes(Step(Spread()), (torch.randn(2, 4), torch.tensor([0, 1])))
     assert found.axes == []
-    assert found.kept_whole["model.up"].startswith("'softmax' runs along it (test_trace.py:")
+    assert found.kept_whole["model.up"].startswith("a softmax runs along it (test_trace.py:")
 
 
 def test_a_span_is_an_axis_only_where_it_is_asked_for():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raafl.submodel.aside import draw_
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
@@ -80,10 +80,8 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
                 value.add_(0.3 * noise.abs())
         elif name in buffers:
             value.zero_()
-        elif value.dim() > 1:
-            value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
         else:
-            value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+            draw_(name, value, noise)
     return values
 
 

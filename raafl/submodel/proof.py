@@ -8,20 +8,18 @@ buffers stay as they are, and so that a replay comes to the same axes.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, count
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from raafl.submodel.aside import line_of, settle, undisturbed, watch_outputs
 from raafl.submodel.axes import Axis
 from raafl.submodel.declared import within
 from raafl.submodel.flat import FlatTensors
@@ -93,7 +91,7 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
         return {}
     too_large = f"not proven: no step is tried of a model of more than {MOST_VALUES:,} parameters"
     found = dict.fromkeys(submodels.axes, too_large)
-    with _undisturbed():
+    with undisturbed(), torch.enable_grad():
         for one, built, some in _candidates(submodels, module, batch):
             for dtype in TOLERANCES:
                 proof = _Proof(one, built, some, dtype)
@@ -115,18 +113,6 @@ def _candidates(submodels: Submodels, module: nn.Module, batch: Any) -> Iterator
         yield submodels, module, batch
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave all random states as they are."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([]), torch.enable_grad():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
 class _Proof:
     """The whole model with drawn values, beside which small ones are held."""
 
@@ -144,7 +130,7 @@ class _Proof:
             self.whole = self._made(FULL, self.values)
             self.first = self._step(self.whole)
         except Exception as error:
-            return f"its training step does not run on drawn values: {_line(error)}"
+            return f"its training step does not run on drawn values: {line_of(error)}"
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
             return "its training step gives no finite numbers on drawn values"
@@ -199,7 +185,7 @@ class _Proof:
         try:
             small = self._step(self._made(equal, plan.gather(self.values)))
         except Exception as error:
-            return f"its training step does not run: {_line(error)}"
+            return f"its training step does not run: {line_of(error)}"
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, 1)
         for name, value in kept.items():
@@ -215,7 +201,7 @@ class _Proof:
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)))
         except Exception as error:
-            return f"its training step does not run: {_line(error)}"
+            return f"its training step does not run: {line_of(error)}"
         if not all(torch.isfinite(x).all() for x in _tensors(small)):
             return "its training step gives no finite numbers"
         return next((p for p in self._outputs(spec, small, self.first, math.inf)), None)
@@ -230,7 +216,12 @@ class _Proof:
         module.zero_grad(set_to_none=True)
         done, mode = _Step(), _Plain()
         torch.manual_seed(5)
-        handles = _watch(module, done)
+        handles = watch_outputs(
+            module,
+            lambda path, given: done.outputs.append(
+                (path, [x.detach().clone() for x in given if x.is_floating_point()])
+            ),
+        )
         try:
             with mode:
                 answer = module.training_step(self.batch, 0)
@@ -290,35 +281,9 @@ class _Proof:
                     yield p
 
 
-def _watch(module: nn.Module, done: _Step) -> list[Any]:
-    """Note what each module gives that the training step itself calls, the outermost ones."""
-    depth = [0]
-
-    def begin(layer: nn.Module, args: Any) -> None:
-        depth[0] += 1
-
-    def end(path: str) -> Any:
-        def note(layer: nn.Module, args: Any, answer: Any) -> None:
-            depth[0] -= 1
-            if depth[0] == 0:
-                leaves = [
-                    x.detach().clone()
-                    for x in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer)
-                    if isinstance(x, Tensor)
-                ]
-                done.outputs.append((path, [x for x in leaves if x.is_floating_point()]))
-
-        return note
-
-    handles: list[Any] = []
-    for path, layer in module.named_modules():
-        handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end(path))]
-    return handles
-
-
 def _settle(module: nn.Module) -> None:
     """Make a small copy run without dropout, and without a trainer, in training mode."""
-    module.train()
+    settle(module)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
@@ -328,9 +293,6 @@ def _settle(module: nn.Module) -> None:
             part.lower = part.upper = (part.lower + part.upper) / 2
         elif type(part).__name__ in ("StochasticDepth", "DropPath"):
             part.eval()
-    for name in ("log", "log_dict"):
-        if hasattr(module, name):
-            module.__dict__[name] = _ignore
     if hasattr(type(module), "fabric"):
         module._fabric = _fabric()  # as on a client
 
@@ -340,10 +302,6 @@ def _fabric() -> Any:
     from lightning.fabric import Fabric
 
     return Fabric(accelerator="cpu", devices=1)
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:
@@ -390,7 +348,3 @@ def _tensors(step: _Step) -> Iterator[Tensor]:
     if step.loss is not None:
         yield step.loss
     yield from (g for g in step.gradients.values() if g is not None)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

@@ -7,8 +7,6 @@ followed without values, as long as it asks for conditions alone: those are take
 
 from __future__ import annotations
 
-import math
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raafl.submodel import products, reductions  # noqa: F401  # the rules they register
+from raafl.submodel.aside import draw_, is_theirs, line_of, place_of, settle, undisturbed, watch_outputs
 from raafl.submodel.copying import copy_structure
 from raafl.submodel.declared import within
 from raafl.submodel.examples import made_batch
@@ -135,7 +133,7 @@ def place_in_code() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and "/raafl/submodel/" not in name and not name.startswith("<"):
+        if is_theirs(name):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -151,7 +149,7 @@ def trace(module: nn.Module, batch: Any) -> Seen:
     first, runs = None, (step, call) if has_step(module) else (call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
-    with _undisturbed():
+    with undisturbed():
         if batch is None:
             runs, batch = (call,), made_batch(module, partial(_runs, module))
             if batch is None:
@@ -202,7 +200,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     watch = Watch(copy, tracer.labels, tracer.dims_of, tracer.knows)
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
     seen = Seen(dims, tracer.labels, parameters, watch)
-    _note_outputs(copy, tracer, seen)
+    watch_outputs(copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)])))
     for time in range(TIMES if values else 1):
         if values:
             tracer.forget()
@@ -212,7 +210,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
             with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
                 run(copy, batch)
         except Exception as error:
-            seen.problem = problem_of(error)
+            seen.problem = ": ".join(filter(None, (place_of(error), line_of(error))))
             break
     beside = [path for path, part in copy.named_modules() if getattr(part, "is_beside_axes", False)]
     seen.untouched = {name for name in tracer.untouched() & parameters if not within(name, beside)}
@@ -235,39 +233,6 @@ def call(module: Any, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(batch[0] if isinstance(batch, list | tuple) else batch)
-
-
-def problem_of(error: Exception) -> str:
-    """Return an error of the user's code in one line, with its place."""
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        name = frame.tb_frame.f_code.co_filename
-        if "/torch/" not in name and "/raafl/submodel/" not in name:
-            place = f"{Path(name).name}:{frame.tb_lineno}: "
-        frame = frame.tb_next
-    return f"{place}{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _note_outputs(module: nn.Module, tracer: Tracer, seen: Seen) -> None:
-    """Note what each module gives that nothing but the step itself calls."""
-    depth = [0]
-
-    def begin(layer: nn.Module, args: Any) -> None:
-        depth[0] += 1
-
-    def end(path: str) -> Any:
-        def note(layer: nn.Module, args: Any, answer: Any) -> None:
-            depth[0] -= 1
-            if depth[0] == 0:
-                leaves = tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer)
-                dims = [d for x in leaves if isinstance(x, Tensor) for d in tracer.dims_of(x)]
-                seen.given.append((path, dims))
-
-        return note
-
-    for path, layer in module.named_modules():
-        layer.register_forward_pre_hook(begin)
-        layer.register_forward_hook(end(path))
 
 
 def _copy(module: nn.Module, values: bool) -> nn.Module:
@@ -302,11 +267,7 @@ def _draw(module: nn.Module, seed: int) -> None:
         if not value.is_floating_point():
             value.zero_()
             continue
-        noise = torch.randn(value.shape, generator=generator)
-        if value.dim() > 1:
-            value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
-        else:
-            value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+        draw_(name, value, torch.randn(value.shape, generator=generator))
 
 
 def _on_meta(batch: Any) -> Any:
@@ -319,18 +280,6 @@ def _on_meta(batch: Any) -> Any:
     return type(batch)(map(_on_meta, batch)) if isinstance(batch, list | tuple) else batch
 
 
-def settle(module: nn.Module) -> None:
-    """Make a copy run in training mode without a trainer."""
-    module.train()
-    for name in ("log", "log_dict"):
-        if hasattr(module, name):
-            module.__dict__[name] = _ignore
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 @contextmanager
 def _unfused() -> Iterator[None]:
     """Have recurrent layers run step by step: torch's fused ones are one operation."""
@@ -340,15 +289,3 @@ def _unfused() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave all random states as they are."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

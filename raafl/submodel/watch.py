@@ -207,36 +207,35 @@ class Watch(TorchFunctionMode):
         attributes = {key: extent for key, extent in attributes.items() if extent.axes}
         samples: list[Counts] = [{axis: max(1, n // k) for axis, n in full.items()} for k in (2, 3)]
         samples += [{axis: max(1, n - 1 - i % 3) for i, (axis, n) in enumerate(full.items())}]
-        for key in self._spoiling(attributes, extents, extent_of, samples):
+
+        def comes_to(origin: Origin, attributes: Mapping[Attribute, Extent]) -> list[int | None]:
+            return [self._works_out(origin, attributes, extent_of, counts) for counts in samples]
+
+        def is_right(asked: Asked, extent: Extent) -> bool:
+            found = comes_to(asked.origin, attributes)
+            return all(one in (extent(counts), -1) for one, counts in zip(found, samples, strict=True))
+
+        for key in self._spoiling(attributes, extents, comes_to, samples):
             del attributes[key]
-        calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}
-        parted: dict[tuple[tuple[str, str], Site], dict[Where, Extent]] = {}
-        unequal, varied = _unequal_chunks(self.asked, extents), self._varied(extents)
+        places: dict[tuple[tuple[str, str], Site], list[tuple[Asked, Extent | None]]] = {}
         for asked, extent in zip(self.asked, extents, strict=True):
-            place = asked.method, asked.site
-            if extent is None or place in varied:
-                continue
-            right = all(self._works_out(asked.origin, attributes, extent_of, n) in (extent(n), -1) for n in samples)
-            if asked.name in PARTS:
-                parted.setdefault(place, {})[asked.where] = extent
-            if not right or place in unequal:
-                calls.setdefault(asked.method, {}).setdefault(asked.site, {})[asked.where] = extent
-                if asked.name in PARTS:  # their sizes are given all together
-                    calls[asked.method][asked.site] = parted[place]
+            places.setdefault((asked.method, asked.site), []).append((asked, extent))
+        calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}
+        for (method, site), noted in places.items():
+            sizes: dict[Where, Extent | None] = {}
+            if any(sizes.setdefault(asked.where, extent) != extent for asked, extent in noted):
+                continue  # it is made with one size now and with another then, and cannot be corrected
+            wrong = {asked.where for asked, extent in noted if extent is not None and not is_right(asked, extent)}
+            name = noted[0][0].name
+            if name in PARTS and (wrong or (name == "chunk" and len(set(sizes.values())) > 1)):
+                wrong = set(sizes)  # their sizes are given all together
+            replaced = {where: extent for where, extent in sizes.items() if extent is not None and where in wrong}
+            if replaced:
+                calls.setdefault(method, {})[site] = replaced
         return Sizes(attributes, calls)
 
-    def _varied(self, extents: list[Extent | None]) -> set[tuple[tuple[str, str], Site]]:
-        """Return the calls that are made with one size now and with another then: they cannot be corrected."""
-        found: dict[tuple[tuple[str, str], Site], dict[Where, Extent | None]] = {}
-        return {
-            (asked.method, asked.site)
-            for asked, extent in zip(self.asked, extents, strict=True)
-            if found.setdefault((asked.method, asked.site), {}).setdefault(asked.where, extent) != extent
-        }
-
     def _spoiling(
-        self, attributes: Mapping[Attribute, Extent], extents: list[Extent | None],
-        extent_of: Callable[[Dim], Extent | None], samples: list[Counts],
+        self, attributes: Mapping[Attribute, Extent], extents: list[Extent | None], comes_to: Any, samples: list[Counts]
     ) -> set[Attribute]:  # fmt: skip
         """Return the attributes from which code works out other sizes, that were right if they stayed as they are.
 
@@ -249,11 +248,8 @@ class Watch(TorchFunctionMode):
             if extent is None or not keys or isinstance(asked.origin, Attr):
                 continue
             less = {key: value for key, value in attributes.items() if key not in keys}
-            with_, without = (
-                all(self._works_out(asked.origin, some, extent_of, n) == extent(n) for n in samples)
-                for some in (attributes, less)
-            )
-            if without and not with_:
+            sizes = [extent(counts) for counts in samples]
+            if comes_to(asked.origin, less) == sizes != comes_to(asked.origin, attributes):
                 found |= keys
         return found
 
@@ -277,15 +273,6 @@ class Watch(TorchFunctionMode):
             except ZeroDivisionError:
                 return None
         return -1 if origin is None else int(origin)
-
-
-def _unequal_chunks(asked: list[Asked], extents: list[Extent | None]) -> set[tuple[tuple[str, str], Site]]:
-    """Return the calls that cut a dimension into equal parts whose sizes follow different axes."""
-    found: dict[tuple[tuple[str, str], Site], set[Extent | None]] = {}
-    for one, extent in zip(asked, extents, strict=True):
-        if one.name == "chunk":
-            found.setdefault((one.method, one.site), set()).add(extent)
-    return {place for place, sizes in found.items() if len(sizes) > 1}
 
 
 def _attributes_in(origin: Origin) -> Iterable[Attribute]:

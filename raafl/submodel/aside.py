@@ -1,0 +1,92 @@
+"""Steps of a copy of the model, aside from any run: no trainer, no trace in random states, what the parts give is noted."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Note = Callable[[str, list[Tensor]], None]
+"""``note(path, tensors)``: the module of this path has given these."""
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave all random states as they are."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def settle(module: nn.Module) -> None:
+    """Make a copy run in training mode without a trainer."""
+    module.train()
+    for name in ("log", "log_dict"):
+        if hasattr(module, name):
+            module.__dict__[name] = _ignore
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
+    """Note what each module gives that nothing but the training step itself calls; return the hooks' handles."""
+    depth = [0]
+
+    def begin(layer: nn.Module, args: Any) -> None:
+        depth[0] += 1
+
+    def end(path: str) -> Any:
+        def noted(layer: nn.Module, args: Any, answer: Any) -> None:
+            depth[0] -= 1
+            if depth[0] == 0:
+                leaves = tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer)
+                note(path, [x for x in leaves if isinstance(x, Tensor)])
+
+        return noted
+
+    handles: list[Any] = []
+    for path, layer in module.named_modules():
+        handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end(path))]
+    return handles
+
+
+def draw_(name: str, value: Tensor, noise: Tensor) -> None:
+    """Give a parameter values like those that layers begin with, made of standard normal ``noise``."""
+    if value.dim() > 1:
+        value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
+    else:
+        value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+
+
+def place_of(error: Exception) -> str:
+    """Return the last line outside torch and this package that an error went through, as ``file.py:line``."""
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        if is_theirs(frame.tb_frame.f_code.co_filename):
+            place = f"{Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return place
+
+
+def is_theirs(file: str) -> bool:
+    """Check whether a file has code of the user's: neither torch's nor this package's."""
+    return "/torch/" not in file and "/raafl/submodel/" not in file and not file.startswith("<")
+
+
+def line_of(error: Exception) -> str:
+    """Return an error of the user's code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

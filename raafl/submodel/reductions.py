@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from raafl.submodel.labels import Dim, Misfit
-from raafl.submodel.operations import RULES, Call, Dims, pointwise, rule
+from raafl.submodel.operations import Call, Dims, pointwise, rule
 
 # ---- along dimensions ----
 
@@ -75,7 +75,8 @@ ALONG = {
     "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d replication_pad3d "
     "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": Along(3, "new", "they are pixels"),
 }  # fmt: skip
-RULES.update({name: along for names, along in ALONG.items() for name in names.split()})
+for _names, _along in ALONG.items():
+    rule(*_names.split())(_along.__call__)
 
 
 @rule("slice")

@@ -10,9 +10,18 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+MADE: Final = "made:llama"
+
+_LLAMA: Final[Mapping[str, Any]] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 261, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "initializer_range": 0.2,
+}  # fmt: skip
+"""Tokens are bytes and five special ones, of which 0 pads and 1 ends."""
 
 
 def make(
@@ -23,7 +32,8 @@ def make(
     Args:
         task: what follows ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, MaskedLM.
         name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python package;
-            None = the architecture alone.
+            ``made:llama`` for a tiny LLaMA with the same random weights everywhere, for `raafl.data.FineTuning`'s tokenizer
+            ``bytes``; None = the architecture alone.
         pretrained: take the weights from there too; a head that does not fit starts at random.
         architecture: fields of the model's config that differ from what is there, or the whole (with ``model_type``).
 
@@ -46,6 +56,10 @@ def make(
             raise ValueError("name_or_path is null and architecture has no model_type: give one of them")
         config = transformers.AutoConfig.for_model(**fields)
         return maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if name_or_path == MADE:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return make(task, None, False, {**_LLAMA, **fields})
     where = located(name_or_path)
     fields.pop("model_type", None)  # the files say it
     if where.startswith((".", "/", "~")) and not Path(where).is_dir():

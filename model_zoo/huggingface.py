@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from model_zoo import hub
 from model_zoo.adamw import Optimizer, adamw
 from model_zoo.classifier import Classifier
-from model_zoo.language import LanguageModel
-from model_zoo.lora import LoRA, adapt, merged
+from model_zoo.language import Batch, LanguageModel
+from model_zoo.lora import LoRA, adapt, merged, save_adapter
+from model_zoo.metrics import IGNORED
 
 
 class _Wrapped:
@@ -44,8 +47,13 @@ class _Wrapped:
         return adamw(self, self.lr, self.weight_decay, self.warmup_steps, self.optimizer)  # type: ignore[arg-type]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model so that transformers' ``from_pretrained(folder)`` reads it; LoRA adapters become part of it."""
+        """Write the model so that transformers' ``from_pretrained(folder)`` reads it, with its generation config.
+
+        LoRA adapters become part of it, and lie in ``folder/adapter`` alone, for peft.
+        """
         hub.save(self.model if self.lora is None else merged(self.model), folder)
+        if self.lora is not None:
+            save_adapter(self.model, Path(folder) / "adapter")
 
 
 class HFClassifier(_Wrapped, Classifier):
@@ -82,7 +90,8 @@ class HFSequenceClassifier(HFClassifier):
 
         Args:
             name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python
-                package; null = ``architecture`` says all, and weights are random.
+                package, or ``made:llama`` for a tiny LLaMA made on the spot; null = ``architecture`` says all, and weights are
+                random.
             num_classes: number of logits.
             pretrained: start from the weights found there, with a new head; false = random weights of that shape.
             architecture: fields of the model's config to set, such as ``{hidden_dropout_prob: 0.0}``.
@@ -152,12 +161,23 @@ class HFLanguageModel(_Wrapped, LanguageModel):
         LanguageModel.__init__(self, lr)
         self._wrap(model, lr, weight_decay, warmup_steps, optimizer)
 
+    def _logits_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if not isinstance(batch, Mapping):
+            return super()._logits_and_targets(batch)
+        inputs = dict(batch)
+        targets = F.pad(
+            inputs.pop("labels"), (-1, 1), value=IGNORED
+        )  # what each position predicts is the label after it
+        return self(**inputs), targets
+
 
 class HFCausalLM(HFLanguageModel):
     """Any causal language model of transformers (LLaMA, Mistral, Qwen2, GPT-2, ...), trained with AdamW.
 
     Takes tokens (batch, length) int64, padding at the end; returns logits (batch, length, vocab_size). No mask is needed:
-    no position sees what comes after it.
+    no position sees what comes after it. Batches are ``(tokens, targets)``, or tables as `raafl.data.FineTuning` and the collators
+    of transformers give them: ``input_ids``, ``labels`` (those of the tokens themselves; -100 = does not count), and where several
+    texts are packed in a row ``position_ids``, which begin anew with each.
     """
 
     def __init__(
@@ -178,9 +198,9 @@ class HFCausalLM(HFLanguageModel):
         self.save_hyperparameters()
         self._stand_alone()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the logits of the next token at each position."""
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+    def forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
+        """Return the logits of the next token at each position; ``more`` is what else transformers' model takes."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
 
 

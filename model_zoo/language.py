@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from model_zoo.metrics import IGNORED, Perplexity
+from model_zoo.metrics import IGNORED, ExactMatch, Perplexity
+
+Batch = Sequence[Tensor] | Mapping[str, Tensor]
 
 
 class LanguageModel(LightningModule):
@@ -24,24 +26,30 @@ class LanguageModel(LightningModule):
         super().__init__()
         self.lr, self.momentum = lr, momentum
 
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss over the tokens of a batch."""
-        tokens, targets = batch
-        return next_token_loss(self(tokens), targets)
+        return next_token_loss(*self._logits_and_targets(batch))
 
-    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return and log the mean loss and accuracy over the tokens of a batch; log perplexity."""
-        tokens, targets = batch
-        logits = self(tokens)
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return and log the mean loss and accuracy over the tokens of a batch; log perplexity, and of examples exact match."""
+        logits, targets = self._logits_and_targets(batch)
         counted = targets != IGNORED
         hits, num_tokens = (logits.argmax(dim=-1) == targets) & counted, int(counted.sum())
         metrics = {"loss": next_token_loss(logits, targets), "accuracy": hits.sum() / max(num_tokens, 1)}
         if "perplexity" not in self._modules:  # not before: copies that only train do without it
-            self.perplexity = Perplexity().to(logits.device)
+            self.perplexity, self.exact_match = Perplexity().to(logits.device), ExactMatch().to(logits.device)
         self.perplexity.update(logits, targets)
+        found = {**metrics, "perplexity": self.perplexity}
+        if isinstance(batch, Mapping):
+            self.exact_match.update(logits, targets)
+            found["exact_match"] = self.exact_match
         if num_tokens:  # each token weighs the same, however many a batch has
-            self.log_dict({**metrics, "perplexity": self.perplexity}, batch_size=num_tokens)
+            self.log_dict(found, batch_size=num_tokens)
         return metrics
+
+    def _logits_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, targets = batch
+        return self(tokens), targets
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD over the parameters that train."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -111,6 +112,25 @@ def merged(model: Any) -> Any:
             setattr(plain.get_submodule(parent), own, layer.get_base_layer())
     del plain.peft_config
     return plain
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapters, and a head that trains with them, as peft's ``PeftModel.from_pretrained(base, folder)`` reads them."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    (config,) = model.peft_config.values()
+    tensors = get_peft_model_state_dict(model)
+    heads = {name: value for name, value in model.named_parameters() if value.requires_grad and ".lora_" not in name}
+    config = copy.deepcopy(config)
+    config.base_model_name_or_path = model.name_or_path or None
+    config.modules_to_save = sorted({name.rpartition(".")[0] for name in heads}) or None
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # a set, which would be written in another order each time
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {f"base_model.model.{name}": value.detach().contiguous() for name, value in {**tensors, **heads}.items()}
+    save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
 
 
 def _linear_names(model: Any) -> list[str]:

@@ -72,3 +72,36 @@ class Perplexity(Metric):
     def compute(self) -> Tensor:
         """Return the perplexity, a scalar of at least 1; 1 where there are no tokens."""
         return torch.exp(self.loss / self.num_tokens.clamp(min=1))
+
+
+class ExactMatch(Metric):
+    """Share of the answers that are predicted whole, each token from those before it as they should be.
+
+    An answer is a run of targets that count, in one text. Writing the likeliest token again and again after its prompt gives
+    exactly these answers: where one token is wrong the rest does not matter, and up to there both see the same.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    right: Tensor
+    num_answers: Tensor
+
+    def __init__(self) -> None:
+        """Start with no answers."""
+        super().__init__()
+        self.add_state("right", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("num_answers", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Count logits (batch, length, vocab_size) and targets (batch, length); a target of -100 is left out."""
+        counted = targets != IGNORED
+        begins = counted & ~F.pad(counted, (1, -1))
+        answer = begins.flatten().cumsum(0).reshape_as(targets)  # numbers the answers from 1
+        num_answers = begins.sum()
+        wrong = answer[counted & (logits.argmax(dim=-1) != targets)].unique()
+        self.right = self.right + num_answers - len(wrong)
+        self.num_answers = self.num_answers + num_answers
+
+    def compute(self) -> Tensor:
+        """Return the share, a scalar from 0 to 1; 0 where there are no answers."""
+        return self.right / self.num_answers.clamp(min=1)

@@ -16,7 +16,8 @@ from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
 
 DATA: Final = (
-    "AGNews", "CIFAR10", "CIFAR100", "Digits", "FPB", "HuggingFace", "HuggingFaceText", "MNIST", "SST2", "Shakespeare",
+    "AGNews", "CIFAR10", "CIFAR100", "Digits", "FPB", "FineTuning", "HuggingFace", "HuggingFaceText", "MNIST", "SST2",
+    "Shakespeare",
 )  # fmt: skip
 PARTITIONS: Final = ("ByColumn", "ClassesPerClient", "Dirichlet", "Iid", "QuantitySkew")
 _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm", "partition": "partition"}

@@ -37,9 +37,13 @@ Text = Callable[[str], bool]
 """Whether a text is one that a parameter may be given by a server."""
 
 _TEXTS: Final[Mapping[str, Text]] = {
-    **{f"{name}.tokenizer": lambda text: text == "words" or _is(_PACKAGE, text) for name in ("AGNews", "FPB", "SST2")},
     **{
-        f"{name}.name_or_path": lambda text: _is(_PACKAGE, text)
+        f"{name}.tokenizer": lambda text: text in ("words", "bytes") or _is(_PACKAGE, text)
+        for name in ("AGNews", "FPB", "FineTuning", "SST2")
+    },
+    "FineTuning.path": "made:sums".__eq__,
+    **{
+        f"{name}.name_or_path": lambda text: text == "made:llama" or _is(_PACKAGE, text)
         for name in ("HFCausalLM", "HFImageClassifier", "HFSequenceClassifier")
     },
     "ByColumn.column": lambda text: _is(_WORD, text),

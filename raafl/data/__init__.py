@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raafl.data.federated import ClientData, FederatedData
+    from raafl.data.fine_tuning import FineTuning
     from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
     from raafl.data.shakespeare import Shakespeare
     from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, HuggingFace
@@ -29,6 +30,7 @@ _HOME = {
     "Dirichlet": "partition",
     "FPB": "text",
     "FederatedData": "federated",
+    "FineTuning": "fine_tuning",
     "HuggingFace": "sources",
     "HuggingFaceText": "text",
     "Iid": "partition",
@@ -55,6 +57,7 @@ __all__ = [
     "Digits",
     "Dirichlet",
     "FederatedData",
+    "FineTuning",
     "HuggingFace",
     "HuggingFaceText",
     "Iid",

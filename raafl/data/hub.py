@@ -1,4 +1,4 @@
-"""Data sets of the package `datasets`: from the Hugging Face hub, its cache, or a local folder."""
+"""Data sets of the package `datasets`: from the Hugging Face hub, its cache, a local folder or a file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 from raafl.errors import BadInput, installing
 
+_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
 
 def load_splits(path: str, name: str | None) -> Any:
     """Return the splits of a data set, by name.
 
     Args:
-        path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
+        path: name on the hub, a folder that `datasets.load_dataset` or `load_from_disk` reads, or a file of JSON lines, parquet
+            or CSV, which is one split, ``train``.
         name: configuration of the data set, where it has several.
 
     Raises:
@@ -25,11 +28,18 @@ def load_splits(path: str, name: str | None) -> Any:
     try:
         if Path(path, "dataset_dict.json").is_file():
             return datasets.load_from_disk(path)
+        if Path(path).is_file():
+            kind = _KINDS.get(Path(path).suffix)
+            if kind is None:
+                raise BadInput(f"cannot load the data set '{path}': a file is to end in {', '.join(_KINDS)}")
+            return datasets.load_dataset(kind, data_files=path)
         return datasets.load_dataset(path, name)
+    except BadInput:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(
-            f"cannot load the data set '{path}' ({reason}): give a folder of parquet files or a name on the hub"
+            f"cannot load the data set '{path}' ({reason}): give a file (JSON lines, parquet), a folder or a name on the hub"
         ) from error
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raafl.data.made import BYTES, byte_tokenizer
 from raafl.data.tensors import GatherDataset
 from raafl.errors import BadInput, installing
 
@@ -24,7 +25,7 @@ WORDS = "words"
 _UNKNOWN = 1  # 0 is padding
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
-          "tokenizer.model", "spiece.model")  # fmt: skip
+          "tokenizer.model", "spiece.model", "chat_template.jinja")  # fmt: skip
 
 
 class TensorTokens(GatherDataset):
@@ -135,7 +136,7 @@ class Tokenizer:
             numbers = vocabulary(training_texts(), self.vocab_size)
             encoded = [[numbers.get(word, _UNKNOWN) for word in _words(text)] for text in texts]
             return _padded(encoded, max_length, 0)
-        tokenizer = _load(self.name)
+        tokenizer = load_tokenizer(self.name)
         found = tokenizer(list(texts), truncation=True, max_length=max_length, return_attention_mask=False)
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return _padded(found["input_ids"], max_length, next(token for token in ids if token is not None))
@@ -180,11 +181,21 @@ def _padded(encoded: Sequence[Sequence[int]], max_length: int, padding: int) -> 
     return tokens, lengths
 
 
-def _load(name: str) -> Any:
+def load_tokenizer(name: str) -> Any:  # a transformers.PreTrainedTokenizerBase
+    """Load a tokenizer of transformers.
+
+    Args:
+        name: name on the hub, folder, `package:NAME/FOLDER`, or `bytes` for the one that is made here.
+
+    Raises:
+        BadInput: there is no such tokenizer, or transformers is not installed.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise BadInput(f"tokenizer is '{name}', which needs the package transformers: {installing('hf')}") from error
+    if name == BYTES:
+        return byte_tokenizer()
     try:
         return AutoTokenizer.from_pretrained(located(name), trust_remote_code=False)
     except BadInput:
@@ -193,5 +204,5 @@ def _load(name: str) -> Any:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(
             f"tokenizer is '{name}', which cannot be loaded ({reason}): give a folder with a tokenizer, a name on the hub "
-            f"(and a network to fetch it; HF_HUB_OFFLINE unset), or '{WORDS}'"
+            f"(and a network to fetch it; HF_HUB_OFFLINE unset), '{BYTES}' or '{WORDS}'"
         ) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
-from raafl.data.tokens import WORDS, Tokenizer, located
+from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
 from raafl.runtime.saver import cause
 from raafl.watch.progress import Progress
 
@@ -82,9 +82,7 @@ def tokenizer_of(datamodule: Any) -> Any:
         return tokenizer
     if not isinstance(tokenizer, Tokenizer) or tokenizer.name == WORDS:
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(located(tokenizer.name), trust_remote_code=False)
+    return load_tokenizer(tokenizer.name)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo.classifier import Classifier
 from model_zoo.language import IGNORED, LanguageModel
-from model_zoo.metrics import MacroF1
+from model_zoo.metrics import ExactMatch, MacroF1
 from raafl.local.evaluate import Evaluator
 from raafl.submodel import Submodels
 
@@ -128,3 +128,19 @@ def test_loss_accuracy_and_perplexity_of_a_language_model_are_means_over_tokens(
         "accuracy": pytest.approx(hits / 15),
         "perplexity": pytest.approx(math.exp(mean), rel=1e-5),
     }
+
+
+def test_exact_match_by_hand():
+    score = ExactMatch()
+    #  answers: row 0 has 1 2 (right) and 3 (wrong), row 1 has 4 at its end (right), row 2 has 5 6 from its start (6 is wrong)
+    targets = torch.tensor([[IGNORED, 1, 2, IGNORED, 3], [IGNORED] * 4 + [4], [5, 6, IGNORED, IGNORED, IGNORED]])
+    predicted = torch.tensor([[0, 1, 2, 7, 0], [1, 1, 1, 1, 4], [5, 0, 0, 0, 0]])
+    for row, wanted in zip(torch.eye(8)[predicted].split(1), targets.split(1), strict=True):
+        score.update(row, wanted)
+    assert score.compute().item() == pytest.approx(2 / 4)
+    whole = ExactMatch()
+    whole.update(torch.eye(8)[predicted], targets)
+    assert whole.compute() == score.compute()
+    whole.reset()
+    whole.update(torch.eye(8)[predicted], torch.full_like(targets, IGNORED))
+    assert whole.compute() == 0

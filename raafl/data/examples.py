@@ -1,0 +1,117 @@
+"""Examples for language models as tokens, and which of them count: chats, prompts with completions, plain and classified texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from raafl.errors import BadInput
+
+Task = Literal["causal", "classification"]
+Tokens = tuple[list[int], list[int]]
+"""Tokens of an example, and its labels: each token itself or -100, or one class."""
+Ints = npt.NDArray[np.int64]
+
+IGNORED: Final = -100
+"""Label of a token that the loss leaves out."""
+
+FORMS: Final[Mapping[Task, tuple[tuple[str, ...], ...]]] = {
+    "causal": (("messages",), ("prompt", "completion"), ("text",)),
+    "classification": (("text", "label"),),
+}
+"""Columns in which the examples of a task may come; the first that are there are taken."""
+
+
+def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) -> Callable[..., Tokens]:
+    """Choose what makes tokens and labels of the cells of a row.
+
+    Args:
+        tokenizer: of transformers.
+        task: what is trained.
+        form: the columns of the cells, one of `FORMS`.
+        max_length: tokens kept of each example, special ones included.
+    """
+
+    def tokens(text: str, **more: Any) -> list[int]:
+        return list(tokenizer(text, truncation=True, max_length=max_length, **more)["input_ids"])
+
+    def plain(text: str) -> Tokens:
+        ids = tokens(text)
+        return _counted(ids + (end if ids[-1:] != end else []), 1, max_length)
+
+    def completed(prompt: str, completion: str) -> Tokens:
+        before = tokens(prompt)
+        return _counted(before + tokens(completion, add_special_tokens=False) + end, len(before), max_length)
+
+    def classified(text: str, label: int) -> Tokens:
+        if type(label) is not int:
+            raise BadInput(f"data: label is {label!r}: give classes as whole numbers from 0")
+        return tokens(text), [label]
+
+    def chatted(messages: Sequence[Mapping[str, Any]]) -> Tokens:
+        ids, labels = chat(tokenizer, messages)
+        return ids[:max_length], labels[:max_length]
+
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if task == "classification":
+        return classified
+    if form[0] == "messages":
+        return chatted
+    return completed if form[0] == "prompt" else plain
+
+
+def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
+    """Write a chat by the tokenizer's template; what the assistant says is labelled, and nothing else.
+
+    The template marks it with ``{% generation %}``. Without that mark it is what each of the assistant's messages adds to the
+    chat before it, provided that it only adds to it.
+
+    Raises:
+        BadInput: the tokenizer has no template, or one that tells neither way what the assistant says.
+    """
+    template = str(tokenizer.chat_template or "")
+    if not template:
+        raise BadInput(
+            "data: the tokenizer has no chat template, which the column messages needs: name a file with one as "
+            "chat_template, or give columns prompt and completion"
+        )
+    if "endgeneration" in template:
+        found = tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+        return list(found["input_ids"]), [token if said else IGNORED for token, said in pairs]
+    ids: list[int] = []
+    labels: list[int] = []
+    for end in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        for upto, counts in ((messages[:end], False), (messages[: end + 1], True)):
+            written = tokenizer.apply_chat_template(list(upto), add_generation_prompt=not counts, return_dict=False)
+            if written[: len(ids)] != ids:
+                raise BadInput(
+                    "data: the chat template writes what came before anew as a chat goes on, so that nothing tells what the "
+                    "assistant says: put {% generation %} and {% endgeneration %} around it in a file, named as chat_template"
+                )
+            labels += written[len(ids) :] if counts else [IGNORED] * (len(written) - len(ids))
+            ids = list(written)
+    return ids, labels
+
+
+def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
+    """Put examples of one group together, in order, in rows of at most ``max_length`` tokens; return the numbers in each row."""
+    rows: list[list[int]] = []
+    for group in np.unique(groups):
+        left = 0
+        for example in np.flatnonzero(groups == group):
+            if lengths[example] > left:
+                rows.append([])
+                left = max_length
+            rows[-1].append(int(example))
+            left -= int(lengths[example])
+    return [np.array(row, np.int64) for row in rows]
+
+
+def _counted(ids: list[int], first: int, max_length: int) -> Tokens:
+    """Label the tokens from ``first`` on with themselves; nothing comes before the first of all, which would predict it."""
+    first = max(first, 1)
+    return ids[:max_length], ([IGNORED] * first + ids[first:])[:max_length]

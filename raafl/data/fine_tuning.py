@@ -1,0 +1,306 @@
+"""Examples to fine-tune a language model of transformers on: chats, prompts with completions, plain and classified texts.
+
+An ordinary LightningDataModule. A batch is a table as transformers' models take it: ``input_ids`` and ``labels``, and where they
+are needed ``attention_mask`` and ``position_ids``. Texts are tokenised once per machine; its ranks share the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from raafl.data import made, readers
+from raafl.data.examples import FORMS, IGNORED, Ints, Task, encoder, pack
+from raafl.data.hub import load_splits, rows_of
+from raafl.data.sources import Classes
+from raafl.data.tokens import Tokenizer, load_tokenizer
+from raafl.errors import BadInput
+
+_log = logging.getLogger(__name__)
+_PARTS = ("ids", "starts", "labels", "label_starts", "group")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples as tokens, one after the other; may lie in memory-mapped files.
+
+    Attributes:
+        ids: tokens of all examples.
+        starts: `(n + 1,)` where those of each begin, and the last ends.
+        labels: labels of all examples, see `raafl.data.examples.Tokens`.
+        label_starts: the same for them.
+        group: `(n,)` whose example each is, as a number; 0 where the data does not say.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    labels: Tensor
+    label_starts: Tensor
+    group: Tensor
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.group)
+
+    def of(self, example: int) -> tuple[Tensor, Tensor]:
+        """Copy the tokens and labels of one example, int64."""
+        (a, b), (c, d) = self.starts[example : example + 2].tolist(), self.label_starts[example : example + 2].tolist()
+        return self.ids[a:b].to(torch.int64), self.labels[c:d].to(torch.int64)
+
+
+class TokenRows(Dataset[dict[str, Tensor]]):
+    """Rows of tokens with their labels, each of one example or of several.
+
+    Args:
+        encoded: the examples.
+        rows: the numbers of the examples in each row.
+        packed: positions begin anew with each example of a row, by which transformers keeps them apart.
+
+    Attributes:
+        group: `(n,)` whose each row is; the column of natural clients.
+        labels: `(n,)` the class of each row; there where examples are classified.
+    """
+
+    def __init__(self, encoded: Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
+        """Note which rows there are; tokens are copied when one is asked for."""
+        self._encoded, self._rows, self._packed, self._classified = encoded, rows, packed, classified
+        firsts = torch.tensor([int(row[0]) for row in rows])
+        self.group = encoded.group[firsts]
+        if classified:
+            self.labels = encoded.labels[firsts].to(torch.int64)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One row, not padded: int64 ``input_ids``, ``labels`` (one class: no dimension), ``position_ids`` where packed."""
+        ids, labels = zip(*(self._encoded.of(int(example)) for example in self._rows[index]), strict=True)
+        if self._classified:
+            return {"input_ids": ids[0], "labels": labels[0][0]}
+        row = {"input_ids": torch.cat(ids), "labels": torch.cat(labels)}
+        return {**row, "position_ids": torch.cat([torch.arange(len(one)) for one in ids])} if self._packed else row
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Collates rows of tokens, padded at the end to one length.
+
+    Attributes:
+        token: what ``input_ids`` are padded with.
+        length: of every batch; None = of the longest row in it.
+        masked: batches have an ``attention_mask``, 1 where there is a token. Where no position sees what comes after it none is
+            needed.
+    """
+
+    token: int
+    length: int | None
+    masked: bool
+
+    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the batch."""
+        batch = {name: self._padded([row[name] for row in rows], name) for name in rows[0]}
+        if self.masked:
+            ones = [torch.ones_like(row["input_ids"]) for row in rows]
+            batch["attention_mask"] = self._padded(ones, "attention_mask")
+        return batch
+
+    def _padded(self, values: list[Tensor], name: str) -> Tensor:
+        if values[0].dim() == 0:
+            return torch.stack(values)
+        value = {"input_ids": self.token, "labels": IGNORED}.get(name, 0)
+        padded = pad_sequence(values, batch_first=True, padding_value=value)
+        return padded if self.length is None else F.pad(padded, (0, self.length - padded.shape[1]), value=value)
+
+
+class FineTuning(Classes):
+    """Examples for a causal language model or a classifier of transformers.
+
+    Columns say what an example is: ``messages`` (a chat, a list of tables with role and content), ``prompt`` and ``completion``,
+    or ``text``; for classification ``text`` and ``label``. Of a chat the loss counts what the assistant says, of a prompt with
+    its completion the completion, of a text all.
+
+    Args:
+        path: a file (JSONL, parquet, CSV), a folder or a name on the hub that `datasets` loads, or `made:sums` for sums that are
+            made on the spot.
+        tokenizer: of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no files.
+        task: causal or classification.
+        test_path: the same for evaluation; null = the split `test` of path, or without one a share of its examples.
+        test_share: that share.
+        name: configuration of the data set, where it has several.
+        columns: names of the data's columns where they differ: `{prompt: question, completion: answer}`. `{group: author}` says
+            whose an example is, for `ByColumn("group")`.
+        chat_template: file with a Jinja template for chats; null = the tokenizer's own.
+        max_length: tokens kept of an example.
+        packing: put several examples, of one group, in a row of max_length tokens when training; none sees another.
+        padding: max_length, or longest: to the longest row of a batch. With it costs are predicted from the longest rows of all.
+        batch_size: rows in a batch.
+        num_train: train on so many rows, evenly spaced; null = all.
+        num_test: evaluate on so many examples, evenly spaced; null = all.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str,
+        task: Task = "causal",
+        test_path: str | None = None,
+        test_share: float = 0.1,
+        name: str | None = None,
+        columns: dict[str, str] | None = None,
+        chat_template: str | None = None,
+        max_length: int = 512,
+        packing: bool = False,
+        padding: Literal["max_length", "longest"] = "max_length",
+        batch_size: int = 8,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read yet."""
+        super().__init__(batch_size, num_train, num_test)
+        if task not in FORMS or padding not in ("max_length", "longest"):
+            raise BadInput(
+                f"FineTuning: task is '{task}', padding '{padding}': give {', '.join(FORMS)}; max_length, longest"
+            )
+        if max_length < 2:
+            raise BadInput(f"FineTuning: max_length is {max_length}: give at least 2")
+        if not 0 < test_share < 1:
+            raise BadInput(f"FineTuning: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
+        if packing and task != "causal":
+            raise BadInput(
+                f"FineTuning: packing is on and task is {task}: only rows of causal models hold several examples"
+            )
+        self.path, self.test_path, self.test_share, self.name = path, test_path, test_share, name
+        self.task, self.columns, self.max_length = task, dict(columns or {}), max_length
+        self.packing, self.padding = packing, padding
+        self._tokenizer, self._chat_template = tokenizer, chat_template
+
+    @property
+    def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
+        """The tokenizer, with the template that was given; it is saved with the model."""
+        tokenizer = load_tokenizer(self._tokenizer)
+        if self._chat_template is not None:
+            tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8")
+        return tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Tokenise the examples, or map what was tokenised before.
+
+        Raises:
+            BadInput: data or tokenizer are missing, or the data has not the columns.
+        """
+        if hasattr(self, "train"):
+            return
+        splits = self._splits(self.path)
+        whole = self._encoded(splits, self.path, "train")
+        tests = splits if self.test_path is None else self._splits(self.test_path)
+        split = next((one for one in ("test", "validation") if one in tests), None if tests is splits else "train")
+        if split is not None:
+            test, train_rows = self._encoded(tests, self.test_path or self.path, split), np.arange(len(whole))
+            test_rows = np.arange(len(test))
+        else:
+            order = np.random.Generator(np.random.PCG64(0)).permutation(len(whole))
+            num_test = max(1, round(self.test_share * len(order)))
+            test, test_rows, train_rows = whole, np.sort(order[:num_test]), np.sort(order[num_test:])
+        classified = self.task == "classification"
+        self._set(
+            TokenRows(whole, self._rows(whole, train_rows), packed=self.packing, classified=classified),
+            TokenRows(test, list(test_rows[:, None]), packed=False, classified=classified),
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches of the training set."""
+        return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self._collate())
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Batches of the test set, in order."""
+        return DataLoader(self.test, self.batch_size, collate_fn=self._collate())
+
+    def _collate(self) -> Padding:
+        tokenizer = self.tokenizer
+        token = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+        return Padding(token, self.max_length if self.padding == "max_length" else None, self.task != "causal")
+
+    def _rows(self, encoded: Encoded, examples: Ints) -> list[Ints]:
+        """Share examples out among rows."""
+        lengths = np.diff(encoded.starts.numpy())[examples].astype(np.int64)
+        if self.packing:
+            return [examples[row] for row in pack(lengths, encoded.group.numpy()[examples], self.max_length)]
+        if (
+            self.padding == "longest"
+        ):  # what a step costs is predicted from the first rows: nobody gets what does not fit
+            examples = examples[np.argsort(-lengths, kind="stable")]
+        return list(examples[:, None])
+
+    def _splits(self, path: str) -> Any:
+        if not path.startswith("made:"):
+            return load_splits(path, self.name)
+        from datasets import Dataset as Rows
+
+        return {"train": Rows.from_list(made.examples(path))}
+
+    def _encoded(self, splits: Any, path: str, split: str) -> Encoded:
+        rows = rows_of(splits, path, split)
+        form = self._form(path, rows.column_names)
+        cells = [self.columns.get(name, name) for name in form]
+        group = self.columns.get("group")
+        if group is not None:
+            rows_of(splits, path, split, group)
+        version = "made" if path.startswith("made:") else rows._fingerprint
+        facts = [
+            path, version, split, self.task, repr(form), repr(cells), repr(group), f"max_length {self.max_length}",
+            *Tokenizer(self._tokenizer).facts(), *([] if self._chat_template is None else [Path(self._chat_template)]),
+        ]  # fmt: skip
+        found = readers.cached(
+            facts, readers.data_root(None), f"fine-tuning-{split}", lambda: self._read(rows, form, cells, group), _PARTS
+        )
+        return Encoded(*found)
+
+    def _form(self, path: str, names: Sequence[str]) -> tuple[str, ...]:
+        """Find the columns that the data has."""
+        forms = FORMS[self.task]
+        found = next((form for form in forms if all(self.columns.get(one, one) in names for one in form)), None)
+        if found is None:
+            wanted = ", or ".join(" and ".join(form) for form in forms)
+            raise BadInput(
+                f"data: '{path}' has columns {', '.join(names)}: for task {self.task} it needs {wanted}; columns: {{NAME: COLUMN}} "
+                "says which stands for which"
+            )
+        return found
+
+    def _read(self, rows: Any, form: Sequence[str], cells: Sequence[str], group: str | None) -> readers.Arrays:
+        """Tokenise all rows; those of which nothing would count are left out."""
+        encode = encoder(self.tokenizer, self.task, form, self.max_length)
+        encoded = [encode(*values) for values in zip(*(rows[cell] for cell in cells), strict=True)]
+        kept = [i for i, (ids, labels) in enumerate(encoded) if ids and any(label != IGNORED for label in labels)]
+        if len(kept) < len(encoded):
+            _log.warning(
+                "FineTuning: %d of %d examples are left out: nothing of them counts within max_length %d",
+                len(encoded) - len(kept), len(encoded), self.max_length,
+            )  # fmt: skip
+        if not kept:
+            raise BadInput(
+                f"data: no example of '{self.path}' has anything to learn within max_length {self.max_length}: raise it"
+            )
+        whose = (
+            np.zeros(len(encoded), np.int64) if group is None else np.unique(list(rows[group]), return_inverse=True)[1]
+        )
+        return *_flat([encoded[i][0] for i in kept]), *_flat([encoded[i][1] for i in kept]), whose[kept]
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], Ints]:
+    """Put lists one after the other; return them, and where each begins and the last ends."""
+    starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return np.fromiter(chain.from_iterable(lists), np.int32, count=int(starts[-1])), starts

@@ -49,10 +49,12 @@ class _Wrapped:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model so that transformers' ``from_pretrained(folder)`` reads it, with its generation config.
 
-        LoRA adapters become part of it, and lie in ``folder/adapter`` alone, for peft.
+        LoRA adapters become part of it, and lie in ``folder/adapter`` alone, for peft, unless the base has changed as well.
         """
         hub.save(self.model if self.lora is None else merged(self.model), folder)
-        if self.lora is not None:
+        if self.lora is not None and not getattr(
+            self, "submodel_sent", ()
+        ):  # else they belong to a base that nobody has
             save_adapter(self.model, Path(folder) / "adapter")
 
 

@@ -13,6 +13,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo import MLP
+from raafl.algorithms import fed_async
 from raafl.commands.run import simulate
 from raafl.core.algorithm import Training
 from raafl.runfolder.outcome import summary_lines
@@ -53,9 +54,9 @@ def bert(**more):
     return HFSequenceClassifier(num_classes=2, architecture=BERT, lr=1e-2, **more)
 
 
-def run_of(tmp_path, **fields):
+def run_of(tmp_path, algorithm="fed_async", **fields):
     fields = {"model": bert, "data": Texts, "max_updates": 4, "train": Training(num_epochs=None, num_steps=1)} | fields
-    return experiment(tmp_path / "run", "fed_async", **fields)
+    return experiment(tmp_path / "run", algorithm, **fields)
 
 
 def digest(model):
@@ -81,11 +82,15 @@ def test_plain_transformers_loads_the_final_model_with_equal_outputs(tmp_path):
     assert json.loads(run.text("summary.json"))["model"] == "model"
 
 
-def test_a_model_with_adapters_is_saved_as_a_plain_one(tmp_path):
+@pytest.mark.parametrize("lora", [None, "fedex"])
+def test_a_model_with_adapters_is_saved_as_a_plain_one(tmp_path, lora):
+    """The adapters alone beside it, unless they belong to a base that the server has changed."""
     pytest.importorskip("peft")
     from model_zoo.lora import LoRA
 
-    run = finish(run_of(tmp_path, model=lambda: bert(lora=LoRA(rank=2, target_modules=["query"]))))
+    algorithm = fed_async(lora=lora)
+    run = finish(run_of(tmp_path, algorithm=algorithm, model=lambda: bert(lora=LoRA(rank=2, target_modules=["query"]))))
+    assert (run.folder / "model" / "adapter").is_dir() is (lora is None)
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(run.folder / "model").eval()
     (last,) = (run.folder / "checkpoints").iterdir()
     module = HFSequenceClassifier.load_from_checkpoint(last, map_location="cpu").eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -39,7 +40,7 @@ class LanguageModel(LightningModule):
         if "perplexity" not in self._modules:  # not before: copies that only train do without it
             self.perplexity, self.exact_match = Perplexity().to(logits.device), ExactMatch().to(logits.device)
         self.perplexity.update(logits, targets)
-        found = {**metrics, "perplexity": self.perplexity}
+        found: dict[str, Any] = {**metrics, "perplexity": self.perplexity}
         if isinstance(batch, Mapping):
             self.exact_match.update(logits, targets)
             found["exact_match"] = self.exact_match
@@ -48,7 +49,7 @@ class LanguageModel(LightningModule):
         return metrics
 
     def _logits_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, targets = batch
+        tokens, targets = cast("Sequence[Tensor]", batch)
         return self(tokens), targets
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -98,7 +98,7 @@ class ExactMatch(Metric):
         begins = counted & ~F.pad(counted, (1, -1))
         answer = begins.flatten().cumsum(0).reshape_as(targets)  # numbers the answers from 1
         num_answers = begins.sum()
-        wrong = answer[counted & (logits.argmax(dim=-1) != targets)].unique()
+        wrong = torch.unique(answer[counted & (logits.argmax(dim=-1) != targets)])
         self.right = self.right + num_answers - len(wrong)
         self.num_answers = self.num_answers + num_answers
 

@@ -78,9 +78,8 @@ def test_print_config_prints_one_that_loads(capsys, tmp_path):
     printed = yaml.safe_load(texts[0])
     assert printed["clients"] == 3
     assert printed["model"]["init_args"]["hidden"] == [8, 4]
-    assert printed["algorithm"] == {
-        "class_path": "raafl.fed_avg", "init_args": {"cohort": None, "concurrency": None, "by_samples": True, "submodel": None},
-    }  # fmt: skip
+    given = {"cohort": None, "concurrency": None, "by_samples": True, "submodel": None, "lora": None}
+    assert printed["algorithm"] == {"class_path": "raafl.fed_avg", "init_args": given}
 
 
 def test_options_win_over_the_file_wherever_they_stand(summary, tmp_path):

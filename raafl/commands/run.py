@@ -143,6 +143,7 @@ class Run:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
         module, data = self.evaluator.module, self.parts.data
         self.watcher.begin(self, saved)
+        self.evaluator.fill(self.parts.coordinator.state.values)
         try_training(module, data.example_batch(2), self.parts.experiment.server_device)
         with explained(module, "validation_step", next(iter(data.test_batches()))):
             metrics = self.evaluator(self.parts.coordinator.state.values)

@@ -47,10 +47,15 @@ class Evaluator:
                 "that the global model can be measured"
             )
 
+    @torch.no_grad()
+    def fill(self, values: FlatTensors) -> None:
+        """Give the module these values, and the buffers that it was made with; until then its memory holds anything."""
+        self._buffers.restore()
+        self._present.copy_(values)
+
     def __call__(self, values: FlatTensors) -> dict[str, float]:
         """Return the metrics that ``validation_step`` logs or returns, over all samples; see `raafl.local.metrics.measure`."""
+        self.fill(values)
         with torch.no_grad():
-            self._buffers.restore()
-            self._present.copy_(values)
             self._prepare(self._present)
         return measure(self.module, self._recorder, self._batches(), self._device)

@@ -12,6 +12,7 @@ from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
+from raafl.runtime.setup import make_model
 from tests.federation import SPEEDS, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(120)
@@ -218,3 +219,18 @@ def test_a_failed_run_leaves_no_thread(tmp_path):
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
+
+
+def test_the_step_that_is_tried_before_a_run_has_the_models_own_values(tmp_path):
+    tried = []
+
+    class Watched(MLP):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) == 2 and not batch[0].is_meta:  # no task, and no prediction of costs
+                tried.append([parameter.detach().clone() for parameter in self.parameters()])
+            return super().training_step(batch, batch_idx)
+
+    one = experiment(tmp_path / "r", fed_async(), model=lambda: Watched(64, (24,), 10), max_updates=1, seed=4)
+    expected = list(make_model(one).parameters())
+    finish(one)
+    assert tried and all(map(torch.equal, tried[-1], expected))

@@ -44,7 +44,7 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 
 
 def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Return what is left of the whole model with a share of each of ``axes``.
+    """Measure the part of the whole model that is left with a share of each of ``axes``.
 
     Args:
         axes: those that are cut; what has none is left as it is.

@@ -22,6 +22,7 @@ from raafl.runtime.executors import Executor
 from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, load_data, make_model, proven
 from raafl.runtime.simulated import Simulation
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
+from raafl.submodel.narrow import num_values
 from raafl.submodel.trace import MOST_VALUES
 
 MOST_UPDATES = 2000
@@ -174,7 +175,7 @@ def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:
         max_updates = min(wanted or MOST_UPDATES, max(MOST_UPDATES, 20 * len(world.clients)))
-    problem, is_large = "", sum(world.submodels(algorithm).parameters.values()) > MOST_VALUES
+    problem, is_large = "", num_values(world.submodels(algorithm)) > MOST_VALUES
     for real in (False,) if is_large else (False, True):  # most need no values
         try:
             return _gone_through(world, algorithm, name, max_updates, wanted, real)

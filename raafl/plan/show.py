@@ -29,7 +29,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
-    """Return what `raafl.plan.axes.facts` found as text, of long tables the first ``most`` rows."""
+    """Write the findings of `raafl.plan.axes.facts` as text, of long tables the first ``most`` rows."""
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, f"{one['parameters']:.2f}", f"{one['flops']:.2f}"] for rate, one in facts["rates"].items()]
     places: dict[str, list[str]] = {}

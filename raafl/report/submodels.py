@@ -134,7 +134,7 @@ def specs(groups: Sequence[Group]) -> Chart:
 
 
 def axes(groups: Sequence[Group]) -> Chart:
-    """Return what of the model shrank, how much rates left of it, and what stayed whole, by the summary of one run of each."""
+    """Tabulate the axes, the shares that rates leave and the layers that stay whole, by the summary of one run of each."""
     tables: list[Table] = []
     for group in groups:
         summary: Mapping[str, Any] = next((run.summary for run in group.runs if run.summary), {})

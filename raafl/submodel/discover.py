@@ -42,7 +42,7 @@ class Found:
     problem: str | None = None
 
     def follows(self) -> dict[str, Any]:
-        """Return what a small module is built with, beside its tensors; see `raafl.submodel.shrink.Structure`."""
+        """Collect the arguments of `raafl.submodel.shrink.Structure` that tracing has found."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 

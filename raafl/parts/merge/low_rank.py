@@ -257,7 +257,7 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
 
 
 def _weigh(mean: Mean | Deltas, update: Update, staleness: int) -> tuple[float, float]:
-    """Return what ``mean`` makes of an update: its weight w_n and its factor a_n."""
+    """Weigh an update as ``mean`` does; return its weight w_n and its factor a_n."""
     if isinstance(mean, Mean):
         return float(update.num_samples) if mean.by_samples else 1.0, mean.alpha * mean.staleness(staleness)
     return 1.0, mean.server_lr * mean.staleness(staleness)

@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from raafl.lean_import import import_lightning, quick_imports
+from tests.emulated_cuda import emulated_cuda  # noqa: F401
 from tests.guards import (  # noqa: F401  fixtures and hooks, which pytest finds by name here
     leaves_nothing_behind,
     pytest_runtest_call,
@@ -43,6 +45,7 @@ PROCESSES = (
     *(f"runtime/transport/test_{name}" for name in ("listener", "hostile", "gloo", "nccl", "ranks", "tcp")),
 )
 """Folders and files whose tests are marked ``processes``: they start some, and may run beside one other test."""
+NEEDS_GPU = "needs a GPU"
 
 
 @cache
@@ -52,12 +55,22 @@ def _starts_processes(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes."""
+    """Mark what starts processes, and what needs a GPU where there is none."""
+    without_gpu = pytest.mark.skip(reason=NEEDS_GPU) if not torch.cuda.is_available() else None
     for item in items:
+        if without_gpu is not None and item.get_closest_marker("gpu"):
+            item.add_marker(without_gpu)
         if _starts_processes(item.path):
             item.add_marker("processes")
         if unnamed(list(item.iter_markers("slow"))):
             raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.slow says why, in a string")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much was not seen for want of a GPU."""
+    skipped = [report for report in terminalreporter.getreports("skipped") if NEEDS_GPU in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests marked gpu were skipped: torch sees no GPU here")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import psutil
 import pytest
-import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
@@ -290,7 +289,7 @@ def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
     assert psutil.Process().children() == []
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU: a server and clients on cuda")
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", [fed_async(), fed_buff(buffer_size=3)], ids=lambda a: a.name)
 def test_a_model_may_lie_on_a_gpu(tmp_path, algorithm):
     from raafl.commands.run import simulate

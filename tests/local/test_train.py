@@ -355,7 +355,7 @@ def test_a_scheduler_that_needs_a_metric_is_refused():
         Bench.of(Plateau).run(assignment(epochs=1))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: local steps on cuda")
+@pytest.mark.gpu
 @pytest.mark.parametrize("sends", ["values", "delta"])
 def test_steps_on_a_gpu_give_nearly_the_same(sends):
     task = assignment(epochs=1)

@@ -1,0 +1,291 @@
+"""A CUDA that is not there: two GPUs whose tensors lie in the CPU's memory, and refuse what a GPU's tensors refuse.
+
+Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
+mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
+draw from a generator of its own, and counts copies and what the CPU must wait for a device for. What it does not have:
+autocast, streams, NCCL, foreach and fused optimisers, the bits of a GPU's kernels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+NUM_DEVICES, NUM_BYTES = 2, 2**30
+MIXES_SCALARS = {aten.fill_, aten.masked_fill, aten.masked_fill_}
+COPIES = {aten.copy_, aten._to_copy, aten._copy_from, aten._foreach_copy_}
+INDEXING = {
+    aten.index,
+    aten._unsafe_index,
+    aten.index_put,
+    aten.index_put_,
+    aten._index_put_impl_,
+    aten._unsafe_index_put,
+}
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
+"""Operations whose answer the CPU must have before it goes on."""
+
+
+class OnDevice(Tensor):
+    """A tensor in the CPU's memory that says it lies on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    index: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return self.index
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, _, memory_format = torch._C._nn._parse_to(
+            *args, **{k: v for k, v in kwargs.items() if k != "copy"}
+        )
+        device, dtype = self.device if device is None else EMULATED[-1].full(device), dtype or self.dtype
+        if (device, dtype) == (self.device, self.dtype) and not kwargs.get("copy"):
+            return self
+        return aten._to_copy(self, device=device, dtype=dtype, memory_format=memory_format)
+
+    def cpu(self) -> Tensor:
+        return self.to(CPU)
+
+    def cuda(self, device: Any = None, *_: Any) -> Tensor:
+        return self.to(torch.device("cuda") if device is None else device)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __format__(self, how: str) -> str:
+        return format(self.cpu(), how)
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+
+    __array__ = numpy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise TypeError(f"a file with a tensor on {self.device} can only be read where there is such a device")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return EMULATED[-1].compute(func, args, kwargs or {})
+
+
+def on(tensor: Tensor, index: int) -> Tensor:
+    """Mark ``tensor``, whose memory is shared, as lying on a device."""
+    marked: Any = torch.Tensor._make_subclass(OnDevice, tensor)
+    marked.index = index
+    return marked
+
+
+EMULATED: list[Emulated] = []
+"""The one in use."""
+
+
+class Emulated(TorchDispatchMode):
+    """All that is done on emulated devices.
+
+    Attributes:
+        counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
+        current: index of the current device.
+        generators: of each device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.current = 0
+        self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
+
+    def full(self, device: Any) -> torch.device:
+        """Return a device with its index."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type != "cuda":
+            return device
+        if (device.index or 0) >= NUM_DEVICES:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return torch.device("cuda", self.current if device.index is None else device.index)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.compute(func, args, kwargs or {})
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        place = where(func, args, kwargs, tensors)
+        if kwargs.get("device") is not None:
+            place = self.full(kwargs["device"])
+            kwargs = {**kwargs, "device": CPU if place.type == "cuda" else place}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        self._count(func, tensors, place)
+        with self._drawing(func, place), torch._C._DisableTorchDispatch():
+            answer = func(*args, **kwargs)
+        known = {id(tensor) for tensor in tensors}
+
+        def mark(item: Any) -> Any:
+            if not isinstance(item, Tensor) or id(item) in known:
+                return item
+            if place.type == "cuda":
+                return on(item, place.index)
+            return torch.Tensor._make_subclass(Tensor, item) if isinstance(item, OnDevice) else item
+
+        return tree_map(mark, answer)
+
+    def _count(self, func: Any, tensors: list[Tensor], place: torch.device) -> None:
+        packet = func.overloadpacket
+        if packet in WAITS and place.type == "cuda":
+            self.counts["waits"] += 1
+        source = tensors[-1].device if packet in COPIES and tensors else place
+        if source != place:
+            to = {"cuda": "to device", "cpu": "to host"}[place.type] if CPU in (source, place) else "between"
+            self.counts[to] += 1
+            self.counts["waits"] += to == "to host"
+
+    @contextmanager
+    def _drawing(self, func: Any, place: torch.device) -> Iterator[None]:
+        """Have what draws on a device draw from its generator."""
+        if place.type != "cuda" or torch.Tag.nondeterministic_seeded not in func.tags:
+            yield
+            return
+        outer, own = torch.default_generator.get_state(), self.generators[place.index]
+        torch.default_generator.set_state(own.get_state())
+        try:
+            yield
+        finally:
+            own.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(outer)
+
+
+def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
+    """Return the device that an operation computes on, by PyTorch's own rules; raises where it would."""
+    devices = [tensor.device for tensor in tensors]
+    first, packet = (devices or [CPU])[0], func.overloadpacket
+    if len(set(devices)) < 2 or packet in COPIES:
+        return first
+    if packet in INDEXING:
+        of, indices, *values = args[:3]
+        if any(i is not None and i.device not in (CPU, of.device) for i in indices):
+            raise RuntimeError(
+                f"indices should be either on cpu or on the same device as the indexed tensor ({of.device})"
+            )
+        if any(value.device != of.device and value.dim() for value in values):
+            raise _mixed([of.device, values[0].device])
+        return of.device
+    if packet is aten._pack_padded_sequence:  # wants the lengths on the CPU
+        return first
+    lists = [item for item in args if isinstance(item, list | tuple) and item and isinstance(item[0], Tensor)]
+    if len(lists) > 1 and func.__name__.startswith("_foreach"):
+        for together in zip(*lists, strict=True):
+            where(aten.add.Tensor, (), {}, list(together))
+        return first
+    common = next((device for device in devices if device.type == "cuda"), CPU)
+    written = {id(value) for value, of in zip(args, func._schema.arguments, strict=False) if of.is_write}
+    written |= {id(kwargs.get(of.name)) for of in func._schema.arguments if of.is_write}
+    pointwise = torch.Tag.pointwise in func.tags or packet in MIXES_SCALARS or func.__name__.startswith("_foreach")
+    others = [t for t in tensors if t.device != common]
+    if not pointwise or any(t.dim() or t.device != CPU or id(t) in written for t in others):
+        raise _mixed(devices)
+    if len(others) > 1 and packet is not aten.where:
+        raise _mixed(devices)
+    return common
+
+
+def _mixed(devices: list[torch.device]) -> RuntimeError:
+    names = " and ".join(map(str, dict.fromkeys(devices)))
+    return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {names}!")
+
+
+@pytest.fixture
+def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    """Two GPUs of 1 GiB, in every thread and forked process that the test starts."""
+    made = Emulated()
+    start, tensor, as_tensor = threading.Thread.start, torch.tensor, torch.as_tensor
+
+    def start_inside(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def inside() -> None:
+            with made:
+                run()
+
+        thread.run = inside  # type: ignore[method-assign]
+        start(thread)
+
+    def moved(function: Any) -> Any:  # made in C++, which looks for a real device
+        def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            found = function(data, *args, **kwargs) if not isinstance(data, OnDevice) else data.to(kwargs.get("dtype"))
+            return found if device is None else found.to(made.full(device))
+
+        return make
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(
+            name="Emulated GPU",
+            major=9,
+            minor=0,
+            total_memory=NUM_BYTES,
+            uuid=f"GPU-emulated-{made.full(device or 0).index}",
+        )
+
+    def index(device: Any = None) -> int:
+        return made.full("cuda" if device is None else device).index
+
+    def set_device(device: Any) -> None:
+        made.current = index(device)
+
+    fake: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: NUM_DEVICES,
+        "current_device": lambda: made.current,
+        "set_device": set_device,
+        "manual_seed": lambda seed: made.generators[made.current].manual_seed(seed),
+        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in made.generators],
+        "get_rng_state": lambda device="cuda": made.generators[index(device)].get_state(),
+        "set_rng_state": lambda state, device="cuda": made.generators[index(device)].set_state(state),
+        "get_device_properties": properties,
+        "get_device_name": lambda device=None: "Emulated GPU",
+        "get_device_capability": lambda device=None: (7, 0),
+        "mem_get_info": lambda device=None: (NUM_BYTES, NUM_BYTES),
+        "max_memory_allocated": lambda device=None: 2**20,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: made.counts.update(waits=1),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(threading.Thread, "start", start_inside)
+    monkeypatch.setattr(torch, "tensor", moved(tensor))
+    monkeypatch.setattr(torch, "as_tensor", moved(as_tensor))
+    swap = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.data =` keeps a tensor's own class
+    EMULATED.append(made)
+    try:
+        with made:
+            yield made
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(swap)
+        EMULATED.remove(made)

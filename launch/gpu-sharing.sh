@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One machine whose GPUs are shared by several clients each: rank 0 coordinates on the CPU, and the client of local rank r takes
-# GPU r modulo their number. CUDA MPS, where it is there, lets their kernels run side by side instead of in turn.
+# One machine whose GPUs are shared by several clients each: rank 0 coordinates on the CPU, and the clients take the GPUs
+# in turn (docs/gpu.md). CUDA MPS, where it is there, lets their kernels run side by side instead of in turn.
 #
 #   RANKS_PER_GPU=4 launch/gpu-sharing.sh configs/mnist-cnn-fed-raa.yaml [raafl options]
 #

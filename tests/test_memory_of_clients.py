@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from raafl.algorithms import ALGORITHMS
+from raafl.devices.gpus import Place
 from raafl.devices.measure import Room
 from raafl.errors import BadInput
 from raafl.runtime import memory
@@ -27,8 +28,8 @@ def asked(tmp_path, monkeypatch, algorithm="fed_avg", room=ROOM, **fields):
     made.check()
     data = load_data(made)
     submodels, _ = client_parts(made, data, made.fabric)
-    monkeypatch.setattr(memory, "memory_room", lambda device: room)
-    info, notes = memory.with_memory(made, client_infos(made, data)[2], submodels, data, "cpu")
+    monkeypatch.setattr(memory, "memory_room", lambda device, num_sharing: room)
+    info, notes = memory.with_memory(made, client_infos(made, data)[2], submodels, data, torch.device("cpu"), Place())
     return info.profile.memory_bytes, notes
 
 

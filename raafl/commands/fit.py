@@ -13,6 +13,7 @@ from raafl.commands.run import Run
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import Watcher
+from raafl.devices.gpus import Place
 from raafl.errors import RunFailed
 from raafl.runtime import resume
 from raafl.runtime.client_setup import ClientSetup
@@ -124,7 +125,8 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
 
 def take_part(experiment: Experiment, transport: Transport) -> None:
     """Work as the client whose end of the transport this is, until told to stop; it connects once."""
-    setup = ClientSetup.make(experiment, transport.client, experiment.fabric.on_this_machine())
+    place = Place.here(experiment.server_device, experiment.fabric.device)
+    setup = ClientSetup.make(experiment, transport.client, place)
     client = setup.info.id
     for note in setup.notes:
         Progress("plain", sys.stderr).note(f"raafl, client {client}: {note}")

@@ -11,6 +11,7 @@ import torch
 
 from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
+from raafl.devices.gpus import Place
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.executors import work
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data
@@ -40,7 +41,7 @@ def _train(experiment: Experiment, transport: Transport) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(experiment.threads)
     data = load_data(experiment)
-    options, num_built = experiment.fabric.on_this_machine(), min(MAX_BUILT, 2 * experiment.clients)
+    options, num_built = experiment.fabric.at(Place.here(None)), min(MAX_BUILT, 2 * experiment.clients)
     _, trainer = client_parts(experiment, data, options, num_built)
     try:
         with transport.connect(trainer.fabric.device) as pair:

@@ -246,8 +246,13 @@ class Experiment:
             yield f"fabric.gradient_clip_val is {clip}: give a number above 0, or null for no clipping"
         if accelerator not in ACCELERATORS:
             yield f"fabric.accelerator is '{accelerator}': {nearest(accelerator, ACCELERATORS)}"
-        if self.workers > 1 and accelerator in ("cuda", "gpu"):
-            yield f"workers is {self.workers}, which is for the CPU: use 1 with fabric.accelerator {accelerator}"
+        if self.workers > 1 and (
+            accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
+        ):
+            yield (
+                f"workers is {self.workers}, whose processes are forked and can use no GPU: leave it out with "
+                f"fabric.accelerator {accelerator}, or start `torchrun --nproc-per-node {self.workers} -m raafl simulate`"
+            )
         try:
             device = torch.device(self.server_device)
         except RuntimeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ def measure(name: str = "measured", device: str | torch.device = "cpu", duration
     return Profile(
         name=name,
         flops_per_s=measure_flops_per_s(device, duration_s),
-        memory_bytes=memory_room(device, num_sharing=1).for_task_bytes,
+        memory_bytes=memory_room(device).for_task_bytes,
     )
 
 
@@ -112,7 +111,7 @@ def measure_machine(
 
     link = {} if address is None else asdict(measure_link(address, duration_s))
     flops_per_s, bytes_per_s = measure_speeds(device, duration_s)
-    room = memory_room(device, num_sharing=1).for_task_bytes
+    room = memory_room(device).for_task_bytes
     return Profile(name=name, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, memory_bytes=room, **link)
 
 
@@ -123,21 +122,25 @@ class Room:
     Attributes:
         num_bytes: before the limit is met, or before this process would have more than its share of what all use.
         limit: which limit that is, in words.
+        reserve_bytes: what libraries keep for themselves, beside a tenth for allocators.
     """
 
     num_bytes: float
     limit: str
+    reserve_bytes: int = 64 * 2**20
 
     @property
     def for_task_bytes(self) -> float:
-        """What the tensors of a task may take of it: the rest is for what libraries and allocators keep for themselves."""
-        return max((1 - RESERVE_SHARE) * self.num_bytes - RESERVE_BYTES, 1.0)
+        """What the tensors of a task may take of it."""
+        return max((1 - RESERVE_SHARE) * self.num_bytes - self.reserve_bytes, 1.0)
 
 
-RESERVE_SHARE, RESERVE_BYTES = 0.1, 64 * 2**20
+RESERVE_SHARE = 0.1
+GPU_RESERVE_BYTES = 512 * 2**20
+"""Of a GPU, for each process: its context, kernels that are loaded when first used, workspaces of cuBLAS and cuDNN. Assumed."""
 
 
-def memory_room(device: str | torch.device = "cpu", num_sharing: int | None = None) -> Room:
+def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Room:
     """Measure the memory that this process can still get on top of what it has, by the limit that is met first.
 
     For the CPU these are its own limits (``RLIMIT_AS``, ``RLIMIT_DATA``), those of the control groups that it is in (v1 or
@@ -147,16 +150,14 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int | None = No
 
     Args:
         device: where the client will train.
-        num_sharing: processes that share what is not this one's own; None = the ranks on this machine (``LOCAL_WORLD_SIZE``).
+        num_sharing: processes that share what is not this one's own: those on the GPU, or on this machine.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if num_sharing is None else num_sharing
     if str(device).startswith("cuda"):
         import torch
 
-        on_device = ranks if num_sharing is not None else math.ceil(ranks / max(torch.cuda.device_count(), 1))
-        return Room(torch.cuda.mem_get_info(device)[0] / on_device, f"free on {device}")
+        return Room(torch.cuda.mem_get_info(device)[0] / num_sharing, f"free on {device}", GPU_RESERVE_BYTES)
     shared = [Room(_system_available_bytes(), "available memory"), Room(_cgroup_left_bytes(), "control group")]
-    rooms = [*_own_limits(), *(Room(room.num_bytes / ranks, room.limit) for room in shared)]
+    rooms = [*_own_limits(), *(Room(room.num_bytes / num_sharing, room.limit) for room in shared)]
     return min(rooms, key=lambda room: room.num_bytes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from raafl.core.masked_loss import CLASSES
 from raafl.core.payload import Bundles, Payload
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
+from raafl.devices.gpus import Place
 from raafl.errors import BadInput, briefly
 from raafl.local.buffers import Buffers
 from raafl.local.draws import Draws, seed_everything
@@ -40,7 +40,7 @@ class FabricOptions:
 
     Attributes:
         accelerator: cpu, cuda or auto.
-        device: index of the GPU a rank uses; None = by local rank.
+        device: index of the GPU that all who train use; None = theirs in turn.
         precision: 32-true, bf16-mixed, ...
         gradient_clip_val: largest gradient norm; None = no clipping.
         accumulate_grad_batches: batches to one optimiser step.
@@ -52,12 +52,10 @@ class FabricOptions:
     gradient_clip_val: float | None = None
     accumulate_grad_batches: int = 1
 
-    def on_this_machine(self) -> FabricOptions:
-        """Return these options with the GPU of this process's ``LOCAL_RANK``, where none is named; GPUs are shared in turn."""
-        on_gpu = self.accelerator in ("cuda", "gpu", "auto") and torch.cuda.is_available()
-        if not on_gpu or self.device is not None or "LOCAL_RANK" not in os.environ:
-            return self
-        return replace(self, device=int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    def at(self, place: Place) -> FabricOptions:
+        """Return these options with the GPU of a process's place, where they train on GPUs and name none."""
+        on_gpu = self.accelerator in ("cuda", "gpu", "auto")
+        return replace(self, device=place.gpu) if on_gpu and self.device is None else self
 
 
 class Stopped(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +13,9 @@ from raafl.config.shared import sections
 from raafl.core.types import ClientInfo
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
+from raafl.devices.gpus import Place
 from raafl.errors import BadInput
-from raafl.local.train import FabricOptions, LocalTrainer
+from raafl.local.train import LocalTrainer
 from raafl.runtime.client import Client
 from raafl.runtime.memory import settle_heap, with_memory
 from raafl.runtime.setup import client_infos, client_parts, load_data
@@ -63,11 +65,14 @@ class ClientSetup:
         if not 1 <= client <= experiment.clients:
             raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
         alike = sections(config_yaml, own_data=own_data or data_named)
-        return cls.make(experiment, client, experiment.fabric.on_this_machine(), own_data=own_data, alike=alike)
+        # torchrun's ranks are all this client's; without it, the processes here are those of `fit --local`, the server's first
+        server_device = None if "RANK" in os.environ else experiment.server_device
+        place = Place.here(server_device, experiment.fabric.device)
+        return cls.make(experiment, client, place, own_data=own_data, alike=alike)
 
     @classmethod
     def make(
-        cls, experiment: Experiment, client: int, options: FabricOptions, *, own_data: bool = False,
+        cls, experiment: Experiment, client: int, place: Place, *, own_data: bool = False,
         alike: dict[str, str] | None = None,
     ) -> ClientSetup:  # fmt: skip
         """Make the parts of a client that the run is known to have, of an experiment that is checked.
@@ -75,7 +80,7 @@ class ClientSetup:
         Args:
             experiment: the run's.
             client: its id.
-            options: where it trains.
+            place: where it trains.
             own_data: all of the training data is this client's; else its share.
             alike: sections of the config that the server is to compare.
         """
@@ -88,8 +93,8 @@ class ClientSetup:
         else:
             data = load_data(experiment)
             mine, info = data.client(client), client_infos(experiment, data)[client - 1]
-        submodels, trainer = client_parts(experiment, data, options)
-        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device)
+        submodels, trainer = client_parts(experiment, data, experiment.fabric.at(place))
+        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device, place)
         settle_heap(experiment, info, submodels, data, trainer.fabric.device)
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
 

@@ -6,7 +6,6 @@ import math
 import random
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from raafl.core.algorithm import Fleet
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.data.federated import FederatedData
+from raafl.devices.gpus import Place
 from raafl.devices.measure import memory_room
 from raafl.errors import BadInput
 from raafl.local import heap
@@ -26,7 +26,12 @@ _HOLES = 1.5
 
 
 def with_memory(
-    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: Any
+    experiment: Experiment,
+    info: ClientInfo,
+    submodels: Submodels,
+    data: FederatedData,
+    device: torch.device,
+    place: Place,
 ) -> tuple[ClientInfo, list[str]]:
     """Describe this client for the server, once its process holds all but a task, with notes for the user.
 
@@ -35,7 +40,7 @@ def with_memory(
     """
     notes = []
     if experiment.measures_memory and info.profile.memory_bytes == math.inf:
-        room = memory_room(device)
+        room = memory_room(device, place.num_sharing(device.index if device.type == "cuda" else None))
         if room.num_bytes < math.inf:
             found = math.floor(room.for_task_bytes)
             info = replace(info, profile=replace(info.profile, memory_bytes=float(found)))

@@ -14,6 +14,7 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData, reading
+from raafl.devices.gpus import Place
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.parts.merge.pooled import pooled
@@ -194,7 +195,7 @@ def make_executor(
     from raafl.runtime.executors import Inline, OverRanks, Pool
 
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
-    options = parts.experiment.fabric.on_this_machine() if ranks else parts.experiment.fabric
+    options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
     trainer = make_trainer(parts.experiment, parts.submodels, options, max_built)
 
     def data_of(client: int) -> ClientData:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+import torch
 from torch import nn
 
 import raafl
@@ -93,7 +94,8 @@ def test_a_sound_experiment_has_no_problem():
         ({"fabric": FabricOptions(accelerator="gpus")}, "fabric.accelerator is 'gpus': did you mean 'gpu'?"),
         (
             {"fabric": FabricOptions(accelerator="cuda"), "workers": 2},
-            "workers is 2, which is for the CPU: use 1 with fabric.accelerator cuda",
+            "workers is 2, whose processes are forked and can use no GPU: leave it out with fabric.accelerator cuda, or start "
+            "`torchrun --nproc-per-node 2 -m raafl simulate`",
         ),
         ({"server_device": "gpu"}, "server_device is 'gpu': give cpu, or a GPU such as cuda:0"),
         ({"server_device": "meta"}, "server_device is 'meta': give cpu, or a GPU such as cuda:0"),
@@ -115,6 +117,15 @@ def test_a_sound_experiment_has_no_problem():
 )
 def test_each_problem_is_one_line(fields, line):
     assert problems(**fields) == [line]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_workers_are_for_the_cpu_also_where_the_accelerator_is_found(monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    found = problems(fabric=FabricOptions(accelerator="auto"), workers=2)
+    assert [line.partition(":")[0] for line in found] == [
+        "workers is 2, whose processes are forked and can use no GPU"
+    ] * there
 
 
 @pytest.mark.parametrize(

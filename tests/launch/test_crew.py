@@ -14,7 +14,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Hook, Local
 from raafl.errors import BadInput
 from raafl.local.spanning import ClientProcesses, Share
-from raafl.local.train import FabricOptions, Stopped
+from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec
 from tests.local.bench import Bench, Net, assignment
 
@@ -181,29 +181,6 @@ def test_what_cannot_be_shared_is_refused_in_every_process(net, options, complai
         assert isinstance(error, BadInput)
         assert complaint in str(error)
         assert "join with one process, without torchrun" in str(error)
-
-
-@pytest.mark.parametrize(
-    "local_rank, count, options, device",
-    [
-        ("0", 2, {}, 0),
-        ("1", 2, {}, 1),
-        ("5", 2, {}, 1),
-        ("4", 1, {}, 0),
-        (None, 2, {}, None),
-        ("3", 4, {"device": 1}, 1),
-        ("3", 4, {"accelerator": "cpu"}, None),
-        ("3", 0, {}, None),
-    ],
-)
-def test_a_process_takes_the_gpu_of_its_local_rank(monkeypatch, local_rank, count, options, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    found = FabricOptions(**{"accelerator": "cuda", **options})
-    assert found.on_this_machine().device == device
 
 
 def test_algorithms_that_cannot_span_are_those_that_say_so():

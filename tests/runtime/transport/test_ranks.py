@@ -8,11 +8,9 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from raafl.errors import BadInput
-from raafl.local.train import FabricOptions
 from raafl.runtime.transport import Meeting
 from raafl.runtime.transport.ranks import Ranks
 
@@ -128,15 +126,3 @@ def test_a_store_that_has_gone_says_nothing():
     del store
     gc.collect()
     assert client.let_go() is None
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "local_rank", "accelerator", "device"),
-    [(0, "3", "auto", None), (2, "3", "auto", 1), (8, "3", "cuda", 3), (1, "3", "cuda", 0), (4, "3", "cpu", None)],
-)
-def test_each_rank_takes_the_gpu_of_its_local_rank(monkeypatch, num_gpus, local_rank, accelerator, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert FabricOptions(accelerator=accelerator).on_this_machine().device == device
-    assert FabricOptions(accelerator=accelerator, device=0).on_this_machine().device == 0

@@ -55,6 +55,10 @@ class TaskFailed(CodeFailed):
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 
+class GpuLost(TaskFailed):
+    """An error of the GPU itself, after which it takes no more work from the client's process; others may go on."""
+
+
 class Unsound(ValueError):
     """What was received cannot be used; whoever has sent it is told, and goes on.
 

@@ -14,7 +14,7 @@ from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import Watcher
 from raafl.devices.gpus import Place
-from raafl.errors import RunFailed
+from raafl.errors import GpuLost, RunFailed
 from raafl.runtime import resume
 from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.distributed import Server
@@ -133,6 +133,9 @@ def take_part(experiment: Experiment, transport: Transport) -> None:
     try:
         with transport.connect(setup.trainer.fabric.device) as pair:
             reason = setup.client(pair).run()
+    except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
+        Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
+        return
     except (PeerLost, PeerTimeout, Refused) as error:
         reason = transport.let_go() or f"failed: the server is gone: {error}"
     if reason.startswith(("refused", "failed")):

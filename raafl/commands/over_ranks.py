@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.devices.gpus import Place
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, GpuLost, RunFailed
 from raafl.runtime.executors import work
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data
 from raafl.runtime.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
+from raafl.watch.progress import Progress
 
 
 def simulate_over_ranks(
@@ -46,5 +48,7 @@ def _train(experiment: Experiment, transport: Transport) -> None:
     try:
         with transport.connect(trainer.fabric.device) as pair:
             work(pair, trainer, data.client)
+    except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
+        Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:
         raise RunFailed(f"rank 0 is gone: {error}") from None

@@ -12,13 +12,14 @@ import torch
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput, CodeFailed, TaskFailed
+from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed
 from raafl.foreign import foreign
 from raafl.local.train import Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
+GPU_LOST: Final = "gpu"
 _LONGEST: Final = 200
 _FILE: Final = "failure.txt"
 _LONG: Final = 20_000
@@ -28,6 +29,7 @@ class Trains(Protocol):
     """What runs a task: `LocalTrainer`, or a half of one."""
 
     crew: Any
+    fabric: Any
 
     @property
     def place(self) -> str:
@@ -48,6 +50,7 @@ def attempt(trainer: Trains, assignment: Assignment, received: FlatTensors, data
 
     Raises:
         TaskFailed: the user's code, or a library under it, has raised an error.
+        GpuLost: one that the GPU does not get over.
         BadInput: as `LocalTrainer.run`.
         Stopped: as `LocalTrainer.run`.
     """
@@ -78,7 +81,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _failed(trainer: Trains, assignment: Assignment, error: Exception) -> TaskFailed:
     where = f"task {assignment.task}, {_in_words(assignment.spec)}, {trainer.place}"
+    if _is_lost(trainer.fabric.device):
+        return GpuLost(assignment.client, where, f"{said(error)}; its GPU takes no more work from it", in_full(error))
     return TaskFailed(assignment.client, where, said(error), in_full(error))
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Ask a GPU whether an error stays with this process: after an illegal access or a failed assertion every call raises it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 @contextmanager
@@ -115,18 +130,20 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
 
 def to_meta(failure: TaskFailed, *, private: bool) -> dict[str, str]:
     """Return a failure as a client tells it to the server; where its data are ``private`` only of what kind it is, and where."""
+    reason = {"reason": GPU_LOST} if isinstance(failure, GpuLost) else {}
     if not private:
-        return {"where": failure.where, "error": failure.error, "traceback": failure.traceback}
+        return {**reason, "where": failure.where, "error": failure.error, "traceback": failure.traceback}
     kind, place = failure.error.partition(":")[0], failure.error.rpartition(" (")[2]
     at = f" ({place}" if place.endswith(")") else ""
-    return {"where": failure.where, "error": kind.partition(" (")[0] + at}
+    return {**reason, "where": failure.where, "error": kind.partition(" (")[0] + at}
 
 
 def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:
     """Return the failure that `to_meta` described, or anybody else's words, cleaned and cut."""
     lines = str(meta.get("traceback", ""))[-_LONG:].splitlines()
     told = "\n".join(map(foreign, lines))
-    return TaskFailed(client, foreign(meta.get("where", "")), foreign(meta.get("error", ""), 2 * _LONGEST), told)
+    made = GpuLost if meta.get("reason") == GPU_LOST else TaskFailed
+    return made(client, foreign(meta.get("where", "")), foreign(meta.get("error", ""), 2 * _LONGEST), told)
 
 
 def place_of(error: BaseException) -> str:

@@ -29,9 +29,9 @@ from raafl.core.types import (
     Update,
     assignment_to_json,
 )
-from raafl.errors import TaskFailed, Unsound
+from raafl.errors import GpuLost, TaskFailed, Unsound
 from raafl.foreign import foreign
-from raafl.local.failure import from_meta, out_of_memory
+from raafl.local.failure import GPU_LOST, from_meta, out_of_memory
 from raafl.local.train import Stopped
 from raafl.runtime.answers import TooMany, client_of, count_of, extra_of, metrics_of
 from raafl.runtime.exchange import Conversation, ServerSide
@@ -156,6 +156,8 @@ class Session(threading.Thread):
             self._take_late(hello)
             self._serve(pair)
             reason = "stopped"
+        except GpuLost as lost:
+            reason = f"{GPU_LOST}: {lost.where}: {lost.error}"
         except TaskFailed as failed:
             failure, reason = failed, f"failed: {failed.where}: {failed.error}"
             self._part(failed, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from model_zoo import MLP
 from raafl.config.options import Waits
 from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Stop
+from raafl.local import failure
 from raafl.runfolder import checkpoints as checkpoint
 from tests import ranks as of_this_process
 from tests.federation import experiment
@@ -58,6 +60,25 @@ def test_code_that_fails_in_a_rank_ends_the_run(tmp_path):
     assert run.rows()[-1]["client"] and checkpoint.load(run.folder).raafl["finished"] is None
     (lost,) = run.events("lost")
     assert lost["client"] == 2 and lost["reason"].startswith("failed: task ")
+
+
+def _no_gpu_any_more(rank: int) -> None:
+    failure._is_lost = lambda device: True
+
+
+def test_a_gpu_that_fails_ends_its_client_alone_with_a_message(tmp_path, capfd):
+    made = experiment(tmp_path / "run", "fed_async", model=lambda: FailsAtClient2(64, (8,), 10), **ENDLESS)
+    with ranks(made, _no_gpu_any_more) as started:
+        run = started.serve(until(1, lambda event: isinstance(event, Lost), 1))
+        codes = started.exit_codes()
+    assert run.summary["finished"] == "stopped: seen"
+    assert codes == {1: 0, 2: 0}  # or torchrun would end all
+    (lost,) = [row for row in run.events("lost") if row["client"] == 2]
+    assert lost["reason"].startswith("gpu: task ") and lost["reason"].endswith("; its GPU takes no more work from it")
+    assert any(row["outcome"].startswith("lost:gpu: ") for row in run.rows())
+    assert re.search(
+        r"raafl: client 2, task .*; its GPU takes no more work from it; the others go on", capfd.readouterr().err
+    )
 
 
 class HungryAtClient1(MLP):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from raafl.errors import TaskFailed
-from raafl.local.failure import from_meta, one_line, to_meta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from raafl.errors import GpuLost, TaskFailed
+from raafl.local.failure import attempt, from_meta, one_line, to_meta
+from tests.local.bench import assignment
 
 FAILED = TaskFailed(3, "task 0, submodel full, batch 2", "KeyError: 'Ann (34)' (data.py:7)", "Traceback\n  of Ann")
 
@@ -26,6 +32,40 @@ def test_what_a_peer_says_is_cleaned_and_cut():
     assert len(told.traceback) <= 20_000 and "\x07" not in told.traceback
     assert from_meta(1, {"where": 3}).where == "3"
     assert one_line("a\n  b\tc" + "d" * 500) == "a b c" + "d" * 192 + "..."
+
+
+ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+
+class Trainer:
+    """Its task raises an error, and so does what a GPU is asked from then on, where it does not get over it."""
+
+    crew, place = None, "batch 2"
+
+    def __init__(self, monkeypatch, device, error, stays):
+        self.fabric, self.error, self.stays = SimpleNamespace(device=torch.device(device)), error, stays
+        monkeypatch.setattr(torch.cuda, "synchronize", self.ask)
+
+    def ask(self, device):
+        if self.stays:
+            raise self.error
+
+    def run(self, assignment, received, data):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("device", "stays", "kind"), [("cuda:1", True, GpuLost), ("cuda:1", False, TaskFailed), ("cpu", True, TaskFailed)]
+)
+def test_an_error_that_stays_with_the_gpu_is_told_from_one_of_the_users_code(monkeypatch, device, stays, kind):
+    trainer = Trainer(monkeypatch, device, ILLEGAL, stays)
+    with pytest.raises(
+        TaskFailed, match=r"client 1, task 0, .*batch 2: RuntimeError: CUDA error: an illegal"
+    ) as raised:
+        attempt(trainer, assignment(), None, None)
+    assert type(raised.value) is kind
+    for private in (True, False):
+        assert type(from_meta(1, to_meta(raised.value, private=private))) is kind
 
 
 def test_failures_are_alike_by_kind_and_place():

@@ -25,6 +25,7 @@ from raafl.core.hooks import Hooks
 from raafl.core.types import derive_seed
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
+from raafl.local import failure
 from raafl.runtime.executors import Executor, Inline, OverRanks, Pool, work
 from raafl.runtime.executors import ranks as ranks_module
 from raafl.runtime.transport import PeerLost
@@ -281,6 +282,19 @@ def test_a_failure_in_another_rank_is_told_with_its_own_words_when_its_turn_come
         with pytest.raises(TaskFailed, match="ZeroDivisionError: in the user's code"):
             executor.result(first.id)
         assert not executor._tasks
+
+
+def test_a_rank_whose_gpu_fails_gives_its_task_back_and_ends(monkeypatch):
+    monkeypatch.setattr(failure, "_is_lost", lambda device: True)
+    data, bench = clients(), Bench.of(Failing, max_built=2)
+    ((task, values),) = todo = tasks_of(bench, 1)
+    expected = one_by_one(bench, data, todo)
+    with ranks(bench, data, 2) as executor:
+        executor.submit(task, values, 0.0)
+        while not executor.warnings:
+            time.sleep(0.005)
+        assert {task.id: told(executor.result(task.id))} == expected
+    assert executor.warnings[0].startswith("rank 1 is lost (") and executor.codes == [1]
 
 
 def test_a_rank_with_another_model_takes_no_part():

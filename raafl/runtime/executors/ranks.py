@@ -18,7 +18,7 @@ from typing import Any
 import raafl
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_from_json, assignment_to_json
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed
+from raafl.errors import GpuLost, TaskFailed
 from raafl.foreign import foreign
 from raafl.local.failure import from_meta, out_of_memory, to_meta
 from raafl.local.heap import give_back
@@ -255,6 +255,7 @@ def work(pair: Pair, trainer: LocalTrainer, data: Callable[[int], ClientData]) -
     One thread receives all the time, so that the end of the run interrupts a task that nobody needs any more.
 
     Raises:
+        GpuLost: this process's GPU is; another rank trains the task.
         PeerLost: rank 0 is gone.
         Refused: it has sent what is not raafl's.
     """
@@ -270,6 +271,8 @@ def work(pair: Pair, trainer: LocalTrainer, data: Callable[[int], ClientData]) -
         inline.submit(assignment, values, 0.0)
         try:
             pair.send(_answer(inline.result(assignment.id)))
+        except GpuLost:
+            raise
         except TaskFailed as failed:
             pair.send(Message(Kind.FAILED, assignment.id, meta=to_meta(failed, private=False)))
         except Stopped:

@@ -30,7 +30,6 @@ class CodeFailed(RunFailed):
     """
 
     def __init__(self, text: str, traceback: str) -> None:
-        """Say what has failed, and where."""
         super().__init__(text)
         self.traceback = traceback
 
@@ -45,7 +44,6 @@ class TaskFailed(CodeFailed):
     """
 
     def __init__(self, client: int, where: str, error: str, traceback: str) -> None:
-        """Say what has failed, and where."""
         super().__init__(f"client {client}, {where}: {error}", traceback)
         self.client, self.where, self.error = client, where, error
 
@@ -67,7 +65,6 @@ class Unsound(ValueError):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        """Name the reason, and say what was found."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
 

@@ -76,7 +76,6 @@ class Regularised(Local):
         return _Steps(task)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"SGD on the loss, dynamically regularised with {self.prox:g}"
 
 
@@ -126,5 +125,4 @@ class Corrected(WithVariates):
             state.values[name].sub_(torch.where(on[name] > 0, h[name], 0.0), alpha=1 / self.alpha)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.inner}, less the mean gradient / {self.alpha:g}"

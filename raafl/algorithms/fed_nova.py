@@ -141,5 +141,4 @@ class Normalised(Merge):
         memory["done"].clear()
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"mean of deltas by step, {'weighted by samples' if self.by_samples else 'unweighted'}"

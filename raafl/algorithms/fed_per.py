@@ -127,5 +127,4 @@ class Personal(Wrapped):
         return {**super().report(state), "own_parameters": sum(layout[n].numel for n in self.own(state.submodels))}
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.inner}, but for each client's own {self.local}"

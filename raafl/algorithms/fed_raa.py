@@ -18,7 +18,7 @@ The paper leaves open, and this does:
   updates that cover it, every client alike.
 - An axis with fewer units than fragments (two heads, three fragments): each fragment has one unit, and some have the same.
   A model without axes is one fragment, whatever M; the run says so.
-- K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.submodels.offline_bound`.
+- K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.ranking.Ranking.bound`.
 
 Table 3's rows: Gre-RAA (the default); Random ``select="random"``; MP ``select="fewest_updates"``; Sync ``trigger="all"``.
 """

@@ -96,7 +96,6 @@ class Contrastive(Local):
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"SGD on the loss + contrastive term {self.mu:g}, temperature {self.temperature:g}"
 
 

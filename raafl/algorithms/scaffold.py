@@ -91,7 +91,6 @@ class Controlled(Local):
         return self.option == 2
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"SGD with control variates, option {'I' * self.option}"
 
 

@@ -97,7 +97,6 @@ class LambdaCallback(Callback):
         self._names = tuple(functions)
 
     def __repr__(self) -> str:
-        """Return its parts."""
         return f"LambdaCallback({', '.join(self._names)})"
 
 
@@ -173,7 +172,6 @@ class EarlyStopping(Callback):
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def __repr__(self) -> str:
-        """Return the object that it watches."""
         return (
             f"EarlyStopping(metric={self.metric!r}, patience={self.patience}, mode={self.mode!r}, "
             f"min_delta={self.min_delta:g})"
@@ -202,5 +200,4 @@ class Printing(Callback):
         file.flush()
 
     def __repr__(self) -> str:
-        """Return its name."""
         return "Printing()"

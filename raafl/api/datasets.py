@@ -58,7 +58,6 @@ class Datasets(LightningDataModule):
         return [] if self.test is None else DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
 
     def __repr__(self) -> str:
-        """Return its contents."""
         train, test = (
             "None" if one is None else f"{type(one).__name__} of {len(one)}" for one in (self.train, self.test)
         )

@@ -60,7 +60,6 @@ class Result:
     module: nn.Module
 
     def __repr__(self) -> str:
-        """Sum it up on one line."""
         summary = self.summary
         final = ", ".join(f"{name} {value:.4g}" for name, value in self.final.items())
         return (
@@ -126,7 +125,6 @@ class Federation:
         self._watcher: CallbackWatcher | None = None
 
     def __repr__(self) -> str:
-        """Return the algorithm, the clients and their devices, and the settings that are not as they are by default."""
         given = {f.name: f for f in dataclasses.fields(Experiment)}
         shown = [
             f"{name}={without_addresses(repr(value))[:60]}" for name, value in self._fields.items() if name in given

@@ -103,7 +103,6 @@ class _Search:
     """Looks for a server again and again, ever less often, for so long as it has been without one."""
 
     def __init__(self, connect: Callable[[], Pair], address: str, alone_s: float, say: Callable[[str], None]) -> None:
-        """Start the clock."""
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
 

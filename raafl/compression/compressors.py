@@ -43,7 +43,6 @@ class Compress:
     top_k: float = 0.1
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a value out of range."""
         for field, name in (("down", self.down), ("up", self.up)):
             if name not in NAMES:
                 raise BadInput(f"compress.{field} is '{name}': {nearest(str(name), NAMES)}")

@@ -14,7 +14,6 @@ class Snapshots:
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        """Cut from the coordinator's state as it goes on."""
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
         self._current: dict[Spec, FlatTensors] = {}

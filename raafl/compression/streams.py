@@ -215,7 +215,6 @@ class CompressedSnapshots(Snapshots):
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        """Cut from the coordinator's state as it goes on."""
         super().__init__(coordinator)
         self._plan = CompressionPlan.on(coordinator)
         self._part = self._plan.submodels if self._plan.submodels.whole is not None else None

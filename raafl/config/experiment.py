@@ -72,7 +72,6 @@ class SubmodelOptions:
     exits: list[int] | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a value out of range."""
         if self.residual_width not in (True, False, None):
             raise BadInput(f"submodels.residual_width is {self.residual_width!r}: give true, false or null")
         if self.batch_norm not in ("merged", "static", None):

@@ -52,7 +52,6 @@ class Wrong(ValueError):
     """One problem; ``field`` is the dotted name of what it is about."""
 
     def __init__(self, field: str, text: str) -> None:
-        """Say it."""
         super().__init__(text)
         self.field = field
 

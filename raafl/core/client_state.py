@@ -20,7 +20,6 @@ class ClientState:
     """
 
     def __init__(self) -> None:
-        """Start with nothing kept."""
         self.kept: dict[str, dict[int, FlatTensors]] = {}
 
     def find(self, name: str, client: int) -> FlatTensors | None:

@@ -69,7 +69,6 @@ class Hook:
     """
 
     def __init__(self, task: Task) -> None:
-        """Begin; called after the task's seed is set, before its first batch."""
         self.task = task
 
     def loss(self, batch: Any, index: int) -> torch.Tensor:
@@ -200,7 +199,6 @@ class Local:
         return [] if why is None else [Warn(f"masked loss: nothing is masked, clients train on the plain loss: {why}")]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = "SGD on the loss"
         if self.prox:
             words += f" + proximal term {self.prox:g}"

@@ -27,7 +27,6 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        """Start with nobody."""
         self.clients: dict[int, ClientInfo] = {}
         self.kept_out: dict[int, ClientInfo] = {}
         self.said_bytes: dict[int, float] = {}

@@ -13,20 +13,16 @@ class IdlePool:
     """Clients without work: adding, removing and drawing at random each cost the same however many there are."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._order: list[int] = []
         self._place: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Count the idle."""
         return len(self._order)
 
     def __contains__(self, client: int) -> bool:
-        """Check whether ``client`` is idle."""
         return client in self._place
 
     def __iter__(self) -> Iterator[int]:
-        """Go through the idle clients."""
         return iter(self._order)
 
     def add(self, client: int) -> None:
@@ -76,7 +72,6 @@ class Sample:
     concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a count below one."""
         positive("cohort", self.cohort, optional=True)
         positive("concurrency", self.concurrency, optional=True)
 
@@ -102,6 +97,5 @@ class Sample:
         return idle.draw(max(0, limit - num_busy), rng)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = "all" if self.cohort is None else f"{self.cohort} at random"
         return words if self.concurrency is None else f"{words}, at most {self.concurrency} at a time"

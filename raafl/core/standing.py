@@ -29,7 +29,6 @@ class Standing:
     """
 
     def __init__(self, most: int) -> None:
-        """Start with everybody in good standing."""
         self.most = most
         self.refused: Counter[int] = Counter()
         self.times: Counter[int] = Counter()

@@ -59,7 +59,6 @@ class Columns(Mapping[str, Sequence[Any]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        """Look nothing up yet."""
         self._base, self._rows = unwrap(dataset)
 
     def __getitem__(self, name: str) -> Sequence[Any]:
@@ -76,11 +75,9 @@ class Columns(Mapping[str, Sequence[Any]]):
         return column if self._rows is None else [column[row] for row in self._rows.tolist()]
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the columns that the data set declares."""
         return iter(_column_names(self._base))
 
     def __len__(self) -> int:
-        """Number of columns that the data set declares."""
         return len(_column_names(self._base))
 
 

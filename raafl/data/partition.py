@@ -132,7 +132,6 @@ class Dirichlet(Partition):
     min_samples: int = 1
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check_alpha("Dirichlet", self.alpha)
         _check_min_samples("Dirichlet", self.min_samples)
 
@@ -175,7 +174,6 @@ class ClassesPerClient(Partition):
     num_classes: int
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         if self.num_classes < 1:
             raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes}: give at least 1")
 
@@ -233,7 +231,6 @@ class QuantitySkew(Partition):
     needs_labels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check_alpha("QuantitySkew", self.alpha)
         _check_min_samples("QuantitySkew", self.min_samples)
 

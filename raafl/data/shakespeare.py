@@ -53,7 +53,6 @@ class Shakespeare(Classes):
         num_train: int | None = None,
         num_test: int | None = None,
     ) -> None:
-        """Check the arguments; nothing is read yet."""
         super().__init__(batch_size, num_train, num_test)
         if length < 1 or min_speeches < 1:
             raise BadInput(f"Shakespeare: length is {length}, min_speeches {min_speeches}: give at least 1 of each")

@@ -89,7 +89,6 @@ class Digits(Classes):
     image_shape: ClassVar[tuple[int, int, int]] = (1, 8, 8)
 
     def __init__(self, batch_size: int = 32, test_share: float = 0.2, seed: int = 0) -> None:
-        """Check the arguments; `setup` reads the file."""
         super().__init__(batch_size)
         if not 0 < test_share < 1:
             raise BadInput(f"Digits: test_share is {test_share}: give a share between 0 and 1, such as 0.2")
@@ -195,7 +194,6 @@ class MNIST(_FromFolder):
     mean, std = (0.1307,), (0.3081,)
 
     def __init__(self, root: str | Path | None = None, batch_size: int = 64, download: bool = True) -> None:
-        """Remember where to look; nothing is read yet."""
         super().__init__(root, batch_size, download)
 
     def _find(self) -> Path | None:
@@ -289,7 +287,6 @@ class HuggingFace(Classes):
         mean: float = 0.5,
         std: float = 0.5,
     ) -> None:
-        """Remember what to load; nothing is read yet."""
         super().__init__(batch_size)
         self.path, self.name = path, name
         self.image_column, self.label_column = image_column, label_column

@@ -34,7 +34,6 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
         """The samples at `indices` (`(n,)` int64) as tensors whose first dimension is n, newly allocated."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        """One sample."""
         return tuple(tensor[0] for tensor in self.gather(torch.tensor([range(len(self))[index]])))
 
 
@@ -55,7 +54,6 @@ class TensorImages(GatherDataset):
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Keep the tensors as they are."""
         if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels):
             raise BadInput(
                 f"images are {tuple(images.shape)} {images.dtype} with {len(labels)} labels: "
@@ -69,7 +67,6 @@ class TensorImages(GatherDataset):
         self._std_c11 = (torch.tensor(std, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,7 +226,6 @@ class HuggingFaceText(_Texts):
         num_train: int | None = None,
         num_test: int | None = None,
     ) -> None:
-        """Remember what to load; nothing is read yet."""
         super().__init__(tokenizer, max_length, train_length, vocab_size, batch_size, num_train, num_test)
         self.path, self.name = path, name
         self.text_column, self.label_column = text_column, label_column

@@ -41,7 +41,6 @@ class TensorTokens(GatherDataset):
     """
 
     def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> None:
-        """Keep the tensors as they are."""
         if tokens.ndim != 2 or not len(tokens) == len(lengths) == len(labels):
             raise BadInput(
                 f"tokens are {tuple(tokens.shape)} with {len(lengths)} lengths and {len(labels)} labels: "
@@ -51,7 +50,6 @@ class TensorTokens(GatherDataset):
         self._positions = torch.arange(tokens.shape[1])
 
     def __len__(self) -> int:
-        """Number of texts."""
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,7 +71,6 @@ class TensorWindows(GatherDataset):
     """
 
     def __init__(self, windows: torch.Tensor, speaker: Sequence[str]) -> None:
-        """Keep the tensors as they are."""
         if windows.ndim != 2 or windows.shape[1] < 2 or len(windows) != len(speaker):
             raise BadInput(
                 f"windows are {tuple(windows.shape)} with {len(speaker)} speakers: "
@@ -84,7 +81,6 @@ class TensorWindows(GatherDataset):
         self.labels = torch.tensor([numbers[name] for name in speaker], dtype=torch.int64)
 
     def __len__(self) -> int:
-        """Number of windows."""
         return len(self.speaker)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +103,6 @@ class Tokenizer:
     vocab_size: int = 20000
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         if self.vocab_size < 3:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 

@@ -232,16 +232,15 @@ def _not_said(device: Device) -> list[str]:
     return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 
 
-def assign(devices: Sequence[Profile], num_clients: int, seed: int | None = None) -> list[Profile]:
+def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
     """Give each client a profile; entry `i - 1` belongs to client `i`.
 
     The devices, each repeated `count` times, form a pattern. It is dealt in order and starts again when it is used up;
-    of a pattern longer than the number of clients the first ones are taken. With a seed the pattern is shuffled first,
-    which draws a random cohort from a long list of devices.
+    of a pattern longer than the number of clients the first ones are taken.
 
     Raises:
-        ValueError: no devices or no clients; or, without a seed, counts above 1 that add up to more clients than there
-            are, where taking the first ones would quietly drop whole kinds of device.
+        ValueError: no devices or no clients; or counts above 1 that add up to more clients than there are, where taking the first
+            ones would quietly drop whole kinds of device.
     """
     if num_clients < 1:
         raise ValueError(f"num_clients is {num_clients}; there must be at least 1 client")
@@ -251,59 +250,12 @@ def assign(devices: Sequence[Profile], num_clients: int, seed: int | None = None
     for device in devices:
         pattern += device.profiles() if isinstance(device, Device) else [device]
     counted = any(isinstance(device, Device) and device.count > 1 for device in devices)
-    if counted and seed is None and len(pattern) > num_clients:
+    if counted and len(pattern) > num_clients:
         raise ValueError(
             f"the counts in devices add up to {len(pattern)} but num_clients is {num_clients}; "
             f"lower the counts or set num_clients to {len(pattern)}"
         )
-    if seed is not None:
-        pattern = [pattern[i] for i in _permutation(len(pattern), seed)]
     return [pattern[i % len(pattern)] for i in range(num_clients)]
-
-
-def two_classes(
-    num_clients: int,
-    share_slow: float,
-    slow_flops_per_s: float = 1e9,
-    fast_flops_per_s: float = 3e9,
-    *,
-    down_bytes_per_s: float = _INF,
-    up_bytes_per_s: float = _INF,
-    latency_s: float = 0.0,
-    slow_memory_bytes: float = _INF,
-    fast_memory_bytes: float = _INF,
-    seed: int | None = None,
-) -> list[Profile]:
-    """Two classes of client, as in the experiments of Fed-RAA: extremely low (1) and low (3) capability.
-
-    Args:
-        num_clients: N.
-        share_slow: beta, the share of class 1; `beta * N` is rounded to the nearest client, halves up.
-        slow_flops_per_s: speed of class 1.
-        fast_flops_per_s: speed of class 3; by default three times the other, the ratio of the two class numbers.
-        down_bytes_per_s: link speed to every client.
-        up_bytes_per_s: link speed from every client.
-        latency_s: seconds added to each transfer.
-        slow_memory_bytes: memory of class 1.
-        fast_memory_bytes: memory of class 3.
-        seed: the paper does not say which clients are slow. Without a seed the first ones are, which reads well in
-            tables; give a seed to scatter them (a partition that hands out data in client order would otherwise go
-            together with speed).
-
-    Raises:
-        ValueError: `share_slow` is outside 0..1, or a profile field is out of range.
-    """
-    if num_clients < 1:
-        raise ValueError(f"num_clients is {num_clients}; there must be at least 1 client")
-    if not 0.0 <= share_slow <= 1.0:
-        raise ValueError(f"share_slow is {share_slow}; it is a share of the clients, from 0 to 1")
-    links = (down_bytes_per_s, up_bytes_per_s, latency_s)
-    slow = Profile("slow", slow_flops_per_s, *links, slow_memory_bytes)
-    fast = Profile("fast", fast_flops_per_s, *links, fast_memory_bytes)
-    num_slow = math.floor(share_slow * num_clients + 0.5)
-    order = range(num_clients) if seed is None else _permutation(num_clients, seed)
-    slow_clients = set(list(order)[:num_slow])
-    return [slow if i in slow_clients else fast for i in range(num_clients)]
 
 
 def load_devices(path: str | Path) -> list[Device]:
@@ -333,9 +285,3 @@ def load_devices(path: str | Path) -> list[Device]:
     if not devices:
         raise ValueError(f"{path} holds no devices; write at least one entry")
     return devices
-
-
-def _permutation(n: int, seed: int) -> list[int]:
-    import numpy as np
-
-    return [int(i) for i in np.random.Generator(np.random.PCG64(seed)).permutation(n)]

@@ -11,7 +11,6 @@ class Buffers:
     """A small module's buffers, which are views into its flat storage and are to stay so."""
 
     def __init__(self, module: nn.Module, present: FlatTensors) -> None:
-        """Note which they are, while they are still views."""
         self._views = [
             (part, name, buffer)
             for path, part in module.named_modules()

@@ -33,7 +33,6 @@ class Draws:
     _in_use = threading.Lock()
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
-        """Begin a stream."""
         self._device, self._inside = device, False
         self._own: tuple[Any, ...] | None = None
         self._outer: tuple[Any, ...] = ()

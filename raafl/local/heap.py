@@ -40,11 +40,6 @@ def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
     return trim is not None and _free_bytes() > worth_bytes and bool(trim(0))
 
 
-def is_glibc() -> bool:
-    """Check whether the C library is one that can be told."""
-    return _glibc("mallopt") is not None
-
-
 _USAGE = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
 )  # fmt: skip

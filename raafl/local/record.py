@@ -20,7 +20,6 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        """Start empty, weighing every value by 1."""
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
         self._metrics: dict[str, Any] = {}
         self.weight = 1.0

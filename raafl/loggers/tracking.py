@@ -201,7 +201,6 @@ class Tables:
     """A run's tables, read from its folder once, whichever thread comes first."""
 
     def __init__(self, folder: Path) -> None:
-        """Read nothing yet."""
         self._folder, self._lock = folder, threading.Lock()
         self._found: tuple[dict[str, Table], Any] | None = None
 

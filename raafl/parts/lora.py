@@ -96,7 +96,6 @@ class Adapted(Local):
         return module
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return super().__str__() + (", A frozen" if self.lora == "ffa" else "")
 
 
@@ -147,5 +146,4 @@ class Alternating(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=trained))
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{super().__str__()}, of adapters B or A in turn"

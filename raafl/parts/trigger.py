@@ -23,7 +23,6 @@ class EachArrival(Trigger):
         return max(num_at_work - 1, 0)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return "each arrival"
 
 
@@ -39,7 +38,6 @@ class Buffered(Trigger):
     folds_rest: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a buffer below one."""
         positive("buffer_size", self.size)
 
     def due(self, waiting: Waiting) -> bool:
@@ -47,7 +45,6 @@ class Buffered(Trigger):
         return len(waiting.arrived_s) >= self.size
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.size} in the buffer"
 
 
@@ -62,35 +59,7 @@ class AllReported(Trigger):
         return waiting.num_active == 0
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return "all"
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline(Trigger):
-    """Merge what has arrived ``seconds`` after work started, or earlier when nothing is out any more.
-
-    An update that comes later waits for the next merge. Attributes: seconds: the deadline.
-    """
-
-    seconds: float = 60.0
-    restart: ClassVar[Restart] = "merge"
-
-    def __post_init__(self) -> None:
-        """Raise `BadInput` for a deadline of zero or less."""
-        positive("deadline seconds", self.seconds)
-
-    def due(self, waiting: Waiting) -> bool:
-        """Check whether the deadline has passed or everyone has reported."""
-        return waiting.num_active == 0 or waiting.now_s >= waiting.opened_s + self.seconds
-
-    def wake_at(self, waiting: Waiting) -> float | None:
-        """Return the deadline."""
-        return waiting.opened_s + self.seconds
-
-    def __str__(self) -> str:
-        """Return the answer in words."""
-        return f"deadline of {self.seconds:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +74,6 @@ class MinRatio(Trigger):
     restart: ClassVar[Restart] = "merge"
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a ratio outside [0, 1] or a negative wait."""
         fraction("min_ratio", self.min_ratio, zero=True)
         if self.wait_s < 0:
             positive("wait_s", self.wait_s)
@@ -126,7 +94,6 @@ class MinRatio(Trigger):
         return waiting.arrived_s[needed - 1] + self.wait_s
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.min_ratio:.0%} reported, then {self.wait_s:g} s"
 
 

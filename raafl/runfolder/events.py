@@ -58,7 +58,6 @@ class Undone:
     """
 
     def __init__(self) -> None:
-        """Start before the first line."""
         self.num_lines = 0
         self._events = array("q")  # numbers of the lines that are events, and count
         self._ranges: list[range] = []
@@ -74,7 +73,6 @@ class Undone:
             del self._events[kept:]
 
     def __contains__(self, number: int) -> bool:
-        """Whether line ``number`` no longer counts."""
         return any(number in one for one in self._ranges)
 
 

@@ -28,7 +28,6 @@ class NewLines:
     """The whole lines that a growing file has got since the last look."""
 
     def __init__(self, path: Path) -> None:
-        """Begin at the file's beginning, once it is there."""
         self.path = path
         self._inode, self._read = 0, 0
 

@@ -84,7 +84,6 @@ class Tasks:
         self.kind = np.array(found, np.int64)
 
     def __len__(self) -> int:
-        """Number of tasks."""
         return len(self.client)
 
     def __getitem__(self, name: str) -> Numbers:

@@ -15,7 +15,6 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def put(self, event: Event) -> None:

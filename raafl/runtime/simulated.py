@@ -67,7 +67,6 @@ class Simulation(Driver):
         hooks: Hooks | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Set the clock to 0 and let every available client join."""
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor
         self._now = 0.0

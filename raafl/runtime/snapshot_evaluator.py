@@ -18,7 +18,6 @@ class SnapshotEvaluator(threading.Thread):
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
-        """Prepare; `start` begins."""
         super().__init__(name="evaluator", daemon=True)
         self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
         self._next: tuple[int, float, FlatTensors] | None = None

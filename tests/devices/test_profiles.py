@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raafl.devices import Device, Profile, assign, load_devices, two_classes
+from raafl.devices import Device, Profile, assign, load_devices
 
 
 def test_task_time_is_latency_plus_size_over_rate():
@@ -106,7 +106,7 @@ def test_windows_must_lie_within_the_period():
 def test_counts_deal_consecutive_clients_and_the_pattern_repeats():
     devices = [Device(name="phone", flops_per_s=1e9, count=2), Profile(name="laptop")]
     assert [p.name for p in assign(devices, 7)] == ["phone", "phone", "laptop"] * 2 + ["phone"]
-    assert type(assign(devices, 1, seed=0)[0]) is Profile
+    assert type(assign(devices, 7)[0]) is Profile
 
 
 def test_counts_that_do_not_fit_are_an_error_but_a_plain_list_is_cut():
@@ -115,39 +115,11 @@ def test_counts_that_do_not_fit_are_an_error_but_a_plain_list_is_cut():
     assert [p.name for p in assign([Profile(name=str(i)) for i in range(5)], 3)] == ["0", "1", "2"]
 
 
-def test_a_seed_draws_without_replacement():
-    devices = [Profile(name=str(i)) for i in range(50)]
-    drawn = [p.name for p in assign(devices, 20, seed=3)]
-    assert len(set(drawn)) == 20
-    assert drawn == [p.name for p in assign(devices, 20, seed=3)] != [p.name for p in assign(devices, 20, seed=4)]
-
-
 def test_no_devices_or_no_clients_is_an_error():
     with pytest.raises(ValueError, match="devices is empty"):
         assign([], 3)
     with pytest.raises(ValueError, match="num_clients is 0"):
         assign([Profile()], 0)
-
-
-@pytest.mark.parametrize(("beta", "expected"), [(0.0, 0), (0.3, 3), (0.25, 3), (0.9, 9), (1.0, 10)])
-def test_two_classes_rounds_the_share_halves_up(beta, expected):
-    for seed in (None, 7):
-        names = [p.name for p in two_classes(10, beta, seed=seed)]
-        assert names.count("slow") == expected and len(names) == 10
-
-
-def test_two_classes_defaults_are_capabilities_1_and_3_and_the_first_are_slow():
-    slow, *_, fast = profiles = two_classes(4, 0.5, up_bytes_per_s=1e6)
-    assert [p.name for p in profiles] == ["slow", "slow", "fast", "fast"]
-    assert fast.flops_per_s == 3 * slow.flops_per_s
-    assert slow.up_bytes_per_s == fast.up_bytes_per_s == 1e6
-    scattered = {tuple(p.name for p in two_classes(4, 0.5, seed=s)) for s in range(20)}
-    assert len(scattered) > 1
-
-
-def test_two_classes_refuses_a_share_above_one():
-    with pytest.raises(ValueError, match=r"share_slow is 1\.5"):
-        two_classes(10, 1.5)
 
 
 def test_yaml_device_file(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from raafl.core.algorithm import Waiting
 from raafl.errors import BadInput
-from raafl.parts.trigger import AllReported, Buffered, Deadline, EachArrival, MinRatio
+from raafl.parts.trigger import AllReported, Buffered, EachArrival, MinRatio
 
 
 def waiting(arrived, active, now=10.0, opened=0.0):
@@ -23,14 +23,6 @@ def test_a_buffer_is_due_when_full():
 def test_all_is_due_when_nothing_is_out():
     assert not AllReported().due(waiting([1.0], 1))
     assert AllReported().due(waiting([1.0], 0))
-
-
-def test_a_deadline_is_due_on_the_second_or_when_nothing_is_out():
-    trigger = Deadline(seconds=8.0)
-    assert not trigger.due(waiting([1.0], 3, now=7.9))
-    assert trigger.due(waiting([1.0], 3, now=8.0))
-    assert trigger.due(waiting([1.0], 0, now=2.0))
-    assert trigger.wake_at(waiting([1.0], 3, opened=5.0)) == 13.0
 
 
 def test_min_ratio_waits_after_enough_have_reported():
@@ -60,9 +52,7 @@ def test_min_ratio_zero_without_wait_is_asynchronous_and_one_is_synchronous():
     assert MinRatio(1.0, 0.0).due(waiting([1.0, 2.0, 3.0], 0, now=3.0))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Buffered(0), lambda: Deadline(0.0), lambda: MinRatio(1.5), lambda: MinRatio(0.5, -1.0)]
-)
+@pytest.mark.parametrize("make", [lambda: Buffered(0), lambda: MinRatio(1.5), lambda: MinRatio(0.5, -1.0)])
 def test_values_out_of_range_are_named(make):
     with pytest.raises(BadInput, match=r"is (0|0\.0|1\.5|-1\.0): give"):
         make()

@@ -35,7 +35,7 @@ from raafl.core.types import Assignment
 from raafl.data import ClientData
 from raafl.local import heap
 from raafl.local.train import LocalTrainer
-from raafl.parts.select import Budget, largest, leading, steps
+from raafl.parts.select import Budget, largest_rate, leading, steps
 from raafl.submodel import FULL, FlatTensors, Submodels, skeleton
 
 torch.set_num_threads(1)
@@ -93,7 +93,7 @@ for kind, budget, reserve in json.loads(sys.argv[1]):
         cases = [("tight", FULL), ("full", FULL)]
     else:
         rates = [i / 64 for i in range(1, 65)] if kind == "vit" else steps(submodels.axes)
-        cases = [("fitted", largest(of_rate, cost, Budget(memory_bytes=budget), rates=rates)), ("full", FULL)]
+        cases = [("fitted", of_rate(largest_rate(of_rate, cost, Budget(memory_bytes=budget), rates=rates))), ("full", FULL)]
     for name, spec in cases:
         needed = cost(spec).peak_bytes
         limit = (needed if budget is None else budget) + reserve
@@ -138,7 +138,7 @@ def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_mod
         assert "allocate memory" in full.get("died", "it lived"), full
 
 
-@pytest.mark.skipif(not heap.is_glibc(), reason="the C library is not glibc")
+@pytest.mark.skipif(heap._glibc("mallopt") is None, reason="the C library is not glibc")
 @pytest.mark.slow("processes train up to the limit of their memory")
 def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes():
     notes = clients([("bert", None, TIGHT_RESERVE)])

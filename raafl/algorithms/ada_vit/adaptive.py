@@ -179,7 +179,6 @@ class Adaptive(Local):
     units: int = 8
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a target outside (0, 1], or another number that is not above 0."""
         for name in ("heads", "blocks"):
             fraction(name, getattr(self, name))
         for name in ("weight", "temperature", "units"):
@@ -263,7 +262,6 @@ class Adaptive(Local):
         ]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = f"usage policies by input, heads {self.heads:g}, blocks {self.blocks:g}, weight {self.weight:g}"
         return f"{super().__str__()}, {words}"
 
@@ -316,7 +314,6 @@ class UsageLoss(Hook):
     """Adds the usage loss to the module's own."""
 
     def __init__(self, task: Task, local: Adaptive) -> None:
-        """Look up the policies; raises `BadInput` where the module's optimiser leaves them out."""
         super().__init__(task)
         self.local, self.policies = local, list(_policies(task.module))
         must_train(task, [policy.linear.weight for policy in self.policies], "ada_vit", NAME)

@@ -45,7 +45,6 @@ class MaskedAndDistilled(Local):
     segments: int = 16
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a number out of range."""
         fraction("distil_weight", self.weight, zero=True)
         positive("temperature", self.temperature)
         positive("mask_lr", self.mask_lr)
@@ -112,7 +111,6 @@ class MaskedAndDistilled(Local):
         return ["the model has no exits between its blocks: nothing is distilled"]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = f"masks at lambda {self.strength:g}"
         return words + (
             f", distilled with w {self.weight:g}, T {self.temperature:g}" if self.distils else ", SGD on the loss"

@@ -51,7 +51,6 @@ class ImportanceMerge(Merge):
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a step of zero or less, or no segments."""
         positive("server_lr", self.server_lr)
         positive("segments", self.segments)
 
@@ -121,7 +120,6 @@ class ImportanceMerge(Merge):
         return {"start_bytes": state.memory.get("most_start_bytes", 0)}
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         step = "" if self.server_lr == 1 else f", server lr {self.server_lr:g}"
         return f"mean of deltas by importance of segments{step}"
 
@@ -141,7 +139,6 @@ class _Table:
     """
 
     def __init__(self, submodels: Submodels, number: int) -> None:
-        """Number the segments of each axis, then one for each tensor that is on none."""
         shapes = {entry.name: entry.shape for entry in submodels.layout(part="trained").entries}
         self._number, self._axes, self._cuts = number, submodels.axes, cuts_of(submodels, number)
         self._firsts: dict[str, int] = {}

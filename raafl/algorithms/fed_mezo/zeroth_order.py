@@ -124,7 +124,6 @@ class Steps(Hook):
     """MeZO's steps (Malladi et al. 2023, Algorithm 1), one for each batch, in the place of backward pass and optimiser."""
 
     def __init__(self, task: Task, lr: float, epsilon: float) -> None:
-        """Begin; the module computes as in evaluation: no dropout, running statistics as received."""
         super().__init__(task)
         self.lr, self.epsilon = lr, epsilon
         self.scalars: list[float] = []
@@ -178,7 +177,6 @@ class ZerothOrder(Local):
     epsilon: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a rate or size of zero or less."""
         positive("lr", self.lr)
         positive("epsilon", self.epsilon)
 
@@ -222,7 +220,6 @@ class ZerothOrder(Local):
         return notes
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"zeroth-order steps, lr {self.lr:g}, epsilon {self.epsilon:g}"
 
 
@@ -291,7 +288,6 @@ class Rebuilt(Merge):
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a server learning rate of zero or less."""
         positive("server_lr", self.server_lr)
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
@@ -348,7 +344,6 @@ class Rebuilt(Merge):
         return memory
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = "mean of what seeds and scalars rebuild, " + (
             "weighted by samples" if self.by_samples else "unweighted"
         )

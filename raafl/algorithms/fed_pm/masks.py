@@ -204,7 +204,6 @@ class ProbabilisticMaskTraining(Local):
     lr_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a probability or factor out of range."""
         check_floor(self.floor)
         if not self.floor <= self.initial <= 1 - self.floor:
             raise BadInput(f"initial is {self.initial}: give a probability from floor, {self.floor}, to 1 - floor")
@@ -272,7 +271,6 @@ class ProbabilisticMaskTraining(Local):
         ]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         factor = "many" if self.lr_factor is None else f"{self.lr_factor:g}"
         return f"SGD on scores of masks over frozen weights, {factor} times the learning rate"
 
@@ -314,7 +312,6 @@ class BayesianMasks(Merge):
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a prior below 1, or no merge between resets."""
         if not 1 <= self.prior < math.inf:
             raise BadInput(f"prior is {self.prior}: give a number of 1 or more")
         positive("reset", self.reset)
@@ -372,6 +369,5 @@ class BayesianMasks(Merge):
         return {"masks": {"weights": num, "kept": kept / max(num, 1)}}
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         every = "merge" if self.reset == 1 else f"{self.reset} merges"
         return f"mode of Beta counts of masks, prior {self.prior:g}, reset every {every}"

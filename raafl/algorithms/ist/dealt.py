@@ -94,5 +94,4 @@ class DisjointUnits(Select):
         )
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return "disjoint shares of all units, " + ("as many as clients" if self.shares is None else str(self.shares))

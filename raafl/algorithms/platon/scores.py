@@ -79,7 +79,6 @@ class Sensitivity(Local):
     groups: int = 64
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a coefficient outside [0, 1), or fewer groups than one."""
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}: give a number from 0 to below 1")
@@ -117,7 +116,6 @@ class Sensitivity(Local):
         return [f"platon scores {len(coarse)} axes of more than {self.groups} units by groups of neighbours"]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{super().__str__()}, units scored by |theta g| (beta1 {self.beta1:g}, beta2 {self.beta2:g})"
 
 
@@ -267,7 +265,6 @@ class BestUnits(Select):
     groups: int = 64
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a rate that is not in (0, 1], a negative warm-up, or fewer rounds than one."""
         self._limit()
         if self.warm_up < 0:
             raise BadInput(f"warm_up is {self.warm_up}: give 0 or more")
@@ -343,6 +340,5 @@ class BestUnits(Select):
         fleet.cache.pop(client.id, None)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         limit = str(self._limit()).partition("at most ")[2]
         return f"units by upper confidence bound, down to {limit} within {self.warm_up + self.rounds} tasks"

@@ -168,7 +168,6 @@ class Pruned(Select):
         return Rated(rates=self.rates, rate_of="parameters")
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a rate that is not in (0, 1]."""
         self._limit()
 
     def check(self, fleet: Fleet) -> list[str]:
@@ -189,6 +188,5 @@ class Pruned(Select):
         fleet.cache.pop(("pruned", client.id), None)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = f"units by squared gradient per time, chosen every {self.every} rounds"
         return words if self.rates == 1.0 else f"{words}, at most {str(self._limit()).partition('at most ')[2]}"

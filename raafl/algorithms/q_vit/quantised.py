@@ -173,7 +173,6 @@ class Quantised(Local):
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for bits that there are not."""
         for name in ("bits", "edge_bits"):
             if getattr(self, name) not in (*range(LEAST, MOST + 1), NONE):
                 raise BadInput(f"{name} is {getattr(self, name)}: give {LEAST} to {MOST}, or {NONE} for none")
@@ -225,7 +224,6 @@ class Quantised(Local):
         return found
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         if self.bits == NONE:
             return f"{super().__str__()}, nothing quantised"
         how = f"learned bits, {self.bits} on average" if self.learn_bits else f"{self.bits} bits"
@@ -254,7 +252,6 @@ class Quantising(Hook):
     """Sets unknown step sizes by the first batch, and adds the loss on bits."""
 
     def __init__(self, task: Task, local: Quantised) -> None:
-        """Look up the layers; raises `BadInput` where the module's optimiser leaves their parameters out."""
         super().__init__(task)
         self.local, self.layers = local, list(quantised(task.module))
         must_train(task, [layer.input_step for layer in self.layers], "q_vit", "input_step")

@@ -52,7 +52,6 @@ class Regions(Select):
     rounds: Rounds = "server"
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a number out of range, or one that would do nothing."""
         positive("regions", self.regions)
         positive("every", self.every)
         positive("coverage", self.coverage, optional=True)
@@ -220,7 +219,6 @@ class Regions(Select):
         return topped_up(single, takes, random.Random(derive_seed(fleet.seed, "second", round)))
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         mask = self.mask if isinstance(self.mask, str) else "/".join(map(str, self.mask))
         words = f"{mask} of {self.regions} arbitrary regions"
         if self.trained is not None:

@@ -58,7 +58,6 @@ class Remembered(Merge):
     by_client: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a step outside (0, 1], or an age below one."""
         if self.server_lr is not None:
             fraction("server_lr", self.server_lr)
         positive("max_age", self.max_age, optional=True)
@@ -177,7 +176,6 @@ class Remembered(Merge):
             log[:] = kept
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = "mean of each client's latest update, corrected by the fresh ones"
         words += ", step 1/N" if self.server_lr is None else f", step {self.server_lr:g}" if self.server_lr != 1 else ""
         words += f" x {self.staleness}" if str(self.staleness) else ""

@@ -50,7 +50,6 @@ class Half(Submodels):
     whole: Submodels
 
     def __init__(self, whole: Submodels, cut: Cut, side: Side) -> None:
-        """Take what is known of the whole model."""
         self.__dict__.update(whole.__dict__)
         self._caches = Caches()
         self.whole, self.cut, self.side = whole, cut, side

@@ -66,7 +66,6 @@ class LowerHook(Hook):
     """The client's half; the loss is the server's to know: here it is 0."""
 
     def __init__(self, task: Task, half: Half) -> None:
-        """Begin."""
         super().__init__(task)
         self._half = half
         self._sent = self._gradient = torch.empty(0)

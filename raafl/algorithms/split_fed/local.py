@@ -34,7 +34,6 @@ class Split(Local):
     cut: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a number out of range, or more than one of the three."""
         positive("client_layers", self.client_layers, optional=True)
         if self.share is not None:
             fraction("share", self.share)
@@ -160,7 +159,6 @@ class Split(Local):
         ]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         if self.cut is not None:
             where = f"up to {self.cut}"
         else:
@@ -215,7 +213,6 @@ class Halved(Select):
         ]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return "full, in two halves"
 
 

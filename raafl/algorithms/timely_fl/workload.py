@@ -108,7 +108,6 @@ class ShareOfTime(Local):
         )
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{super().__str__()}, charged by the share that trains"
 
 
@@ -151,7 +150,6 @@ class Timely(Select):
     slack: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a participation outside (0, 1], a slack below 0, or an unknown or unused choice."""
         fraction("participation", self.participation)
         if not 0 <= self.slack < math.inf:
             raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
@@ -272,7 +270,6 @@ class Timely(Select):
         )
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         what = "last layers" if self.cut == "layers" else "width"
         return f"epochs and {what} by {'time' if self.adaptive else 'the first time'}" + (
             "" if self.layers == "time" else ", layers by share alone"
@@ -308,5 +305,4 @@ class Interval(Trigger):
         return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * (SLACK + self.slack)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return "the interval T_k" + (f" and {self.slack:.3g} of it" if self.slack else "")

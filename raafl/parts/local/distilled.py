@@ -94,7 +94,6 @@ class Distilled(Hook):
     """
 
     def __init__(self, task: Task, weight: float, temperature: float) -> None:
-        """Begin with w and T."""
         super().__init__(task)
         self.weight, self.temperature = weight, temperature
         self.students = students_of(task.module)

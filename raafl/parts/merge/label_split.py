@@ -87,7 +87,6 @@ class LabelSplit(Wrapped):
             state.values[name].copy_(torch.where(on > 0, total / on, old))
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.inner}, output rows over the clients that have the class"
 
 

@@ -138,7 +138,6 @@ class Mean(Merge):
     sends: Literal["values", "delta"] = "values"
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for alpha outside (0, 1]."""
         fraction("alpha", self.alpha)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -223,7 +222,6 @@ class Mean(Merge):
         )
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         weight = "weighted by samples" if self.by_samples else "unweighted"
         if self.alpha == 1.0 and self.staleness.kind == "constant":
             return f"coverage mean, {weight}"
@@ -261,7 +259,6 @@ class Deltas(Merge):
     sends: Literal["values", "delta"] = "delta"
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a server learning rate of zero or less."""
         positive("server_lr", self.server_lr)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -295,7 +292,6 @@ class Deltas(Merge):
                 yield dtype, 1.0, *(flat[start:] for flat in flats)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         stale = str(self.staleness)
         return f"mean of deltas{' x ' + stale if stale else ''}, server lr {self.server_lr:g}"
 
@@ -336,7 +332,6 @@ class ServerOptimizer(Merge):
     sends: Literal["values", "delta"] = "delta"
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown kind or a coefficient out of range."""
         if self.kind not in SERVER_KINDS:
             raise BadInput(f"server optimizer is '{self.kind}': {nearest(self.kind, SERVER_KINDS)}")
         positive("server_lr", self.server_lr)
@@ -391,7 +386,6 @@ class ServerOptimizer(Merge):
             old.copy_(new if where is None else torch.where(where, new, old))
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = [f"server {self.kind}"]
         words += [] if self.by_samples else ["unweighted"]
         words += [f"deltas x {self.staleness}"] if str(self.staleness) else []

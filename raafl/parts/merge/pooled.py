@@ -54,5 +54,4 @@ class Pooled(Wrapped):
             super().apply(state)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.inner}, running variances pooled"

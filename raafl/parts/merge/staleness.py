@@ -26,7 +26,6 @@ class Staleness:
     b: float = 4.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown kind, a negative coefficient, or one that the kind does not have."""
         if self.kind not in KINDS:
             raise BadInput(f"staleness is '{self.kind}': {nearest(self.kind, KINDS)}")
         if self.a < 0 or self.b < 0:
@@ -47,6 +46,5 @@ class Staleness:
         return 1.0 if staleness <= self.b else 1.0 / (self.a * (staleness - self.b) + 1.0)
 
     def __str__(self) -> str:
-        """Return the function in words."""
         words = {"constant": "", "polynomial": f"(s+1)^-{self.a:g}", "hinge": f"hinge({self.a:g}, {self.b:g})"}
         return words[self.kind]

@@ -122,7 +122,6 @@ class WithVariates(Wrapped):
         return super().notes(state, num_clients) + self.variates.notes(state, num_clients)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return f"{self.inner}, a variate for each client"
 
 

@@ -77,7 +77,6 @@ class Wrapped(Merge):
         return self.inner.report(state)
 
     def __str__(self) -> str:
-        """Return the inner merge's words."""
         return str(self.inner)
 
 
@@ -92,7 +91,6 @@ class WrappedSelect(Select):
     inner: Select
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
-        """Return the inner select's work."""
         return self.inner(client, fleet)
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:
@@ -120,5 +118,4 @@ class WrappedSelect(Select):
         return self.inner.notes(fleet)
 
     def __str__(self) -> str:
-        """Return the inner select's words."""
         return str(self.inner)

@@ -58,7 +58,6 @@ class Privacy:
     seed_file: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a value out of range."""
         positive("privacy.clip_norm", self.clip_norm, optional=True)
         positive("privacy.divisor", self.divisor, optional=True)
         if not 0 <= self.noise_multiplier < math.inf:
@@ -290,6 +289,5 @@ class Private(Wrapped):
         return {**super().report(state), "privacy": spent}
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         noise = f"norms clipped to {self.clip_norm:g}, noise {self.noise_multiplier:g} x that on the sum"
         return f"{noise} / {self.divisor:g}, every weight 1, then {self.inner}"

@@ -57,7 +57,6 @@ class Guard:
     max_weight: float | None = 10.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a value out of range."""
         positive("guard.clip_norm", self.clip_norm, optional=True)
         if self.outlier is not None and not self.outlier > 1:
             raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
@@ -199,7 +198,6 @@ class Screened(Wrapped):
         return memory
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = [f"norms clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
         words += [f"outliers above {self.outlier:g} x median refused"] if self.outlier is not None else []
         return f"{', '.join(words)}, then {self.inner}"
@@ -363,6 +361,5 @@ class Located(Wrapped):
         return _reported(super().report(state), mine)
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = f"mean without {self.trim:.0%} at each end" if self.combine == "trimmed_mean" else "median"
         return f"coordinate-wise {words}, then {self.inner}"

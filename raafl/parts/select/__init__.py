@@ -6,16 +6,11 @@
 | `rolling` | a window that moves on with the round | FedRolex |
 | `at_random` | drawn anew in each round | Federated Dropout |
 | `magnitude` | of the largest weights | structured pruning |
-| `squared_gradient` | of the largest gradients | PruneFL |
-| `explicit` | those named | |
 | `window` | of the blocks: a window that trains, frozen ones below | Co-S2P |
-| `disjoint` | all, dealt out at random among the clients | IST |
-| `fragments` | all, in ranges by ratio | Fed-RAA |
-| `shared_fragments` | the same, at least one each | Fed-RAA |
-| `arbitrary` | equal regions, with controlled coverage | RA-Fed |
+| `shared_fragments` | all, in ranges by ratio, at least one each | Fed-RAA |
 
-The first six take ``(axes, rate, *, state, seed, round)`` and return a spec; the last four return one for each client or
-fragment. `largest` finds the largest spec that keeps a budget.
+The first four take ``(axes, rate, *, state, seed, round)`` and return a spec; `shared_fragments` returns one for each
+fragment. `largest_rate` finds the largest rate that keeps a budget.
 
 >>> from raafl.submodel import Axis, Member
 >>> hidden = {"hidden": Axis("hidden", 10, (Member("fc1.weight", 0), Member("fc2.weight", 1)))}
@@ -31,10 +26,10 @@ import math
 from collections.abc import Callable
 
 from raafl.errors import fraction
-from raafl.parts.select.budget import Budget, largest, largest_rate, steps
-from raafl.parts.select.coverage import RegionCoverage, arbitrary, mask_level, of_regions
+from raafl.parts.select.budget import Budget, largest_rate, steps
+from raafl.parts.select.coverage import RegionCoverage, mask_level, of_regions
 from raafl.parts.select.depth import stack_of, window, window_starts
-from raafl.parts.select.importance import magnitude, squared_gradient, unit_scores
+from raafl.parts.select.importance import magnitude, unit_scores
 from raafl.parts.select.units import (
     Axes,
     Rate,
@@ -42,9 +37,6 @@ from raafl.parts.select.units import (
     axes_of,
     count,
     counts,
-    disjoint,
-    explicit,
-    fragments,
     leading,
     rolling,
     shared_fragments,
@@ -82,15 +74,10 @@ __all__ = [
     "Budget",
     "Rate",
     "RegionCoverage",
-    "arbitrary",
     "at_random",
     "axes_of",
     "count",
     "counts",
-    "disjoint",
-    "explicit",
-    "fragments",
-    "largest",
     "largest_rate",
     "leading",
     "magnitude",
@@ -100,7 +87,6 @@ __all__ = [
     "shared_fragments",
     "size_of",
     "spec_of",
-    "squared_gradient",
     "stack_of",
     "steps",
     "unit_scores",

@@ -39,7 +39,6 @@ class Budget:
     tested: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for a limit of zero or less."""
         for name in ("memory_bytes", "flops", "wire_bytes", "seconds", "params", "samples"):
             positive(name, getattr(self, name))
 
@@ -101,15 +100,3 @@ def largest_rate(
         else:
             fits = middle
     return rates[fits]
-
-
-def largest(
-    spec_of_rate: Callable[[float], Spec],
-    cost_of: Callable[[Spec], Cost],
-    budget: Budget,
-    *,
-    rates: Sequence[float],
-    who: str = "the client",
-) -> Spec:
-    """Return the spec of `largest_rate`."""
-    return spec_of_rate(largest_rate(spec_of_rate, cost_of, budget, rates=rates, who=who))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raafl.core.types import derive_seed
 from raafl.errors import BadInput, nearest
@@ -66,7 +66,6 @@ class RegionCoverage:
     rest: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput`, naming the field, where no schedule can keep these numbers."""
         object.__setattr__(self, "takes", tuple(self.takes))
         if self.regions < 1:
             raise BadInput(f"regions is {self.regions}: give 1 or more")
@@ -170,10 +169,3 @@ def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
         found = [dict(part.kept if isinstance(axis, Axis) else part.blocks).get(name) for part in chosen]
         kept[name] = sorted({i for mine in found for i in (range(size_of(axis)) if mine is None else mine)})
     return spec_of(axes, kept)
-
-
-def arbitrary(
-    axes: Axes, coverage: RegionCoverage, *, state: Any = None, seed: int = 0, round: int = 0
-) -> tuple[Spec, ...]:
-    """Return each client's submodel in a round (RA-Fed, Algorithm 1, line 3: the mask policy P)."""
-    return tuple(of_regions(axes, mine, coverage.regions) for mine in coverage.taken(round, seed))

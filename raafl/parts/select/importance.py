@@ -1,4 +1,4 @@
-"""Which units matter most: by the size of their weights, or by the square of their gradients."""
+"""Which units matter most: by the size of their weights."""
 
 from __future__ import annotations
 
@@ -28,31 +28,11 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
     Raises:
         BadInput: no state, or nothing in it of an axis.
     """
-    return _best(axes, rate, state, squared=True, what="the model's parameters")
-
-
-def squared_gradient(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the units with the largest sum of squared gradients (PruneFL, Jiang et al. 2022, here by whole units).
-
-    Args:
-        axes: what is cut.
-        rate: share kept.
-        state: of each parameter, the square of its gradient (or a mean of squares over steps).
-        seed: not looked at.
-        round: not looked at.
-
-    Raises:
-        BadInput: no state, or nothing in it of an axis.
-    """
-    return _best(axes, rate, state, squared=False, what="the squared gradient of each parameter")
-
-
-def _best(axes: Axes, rate: Rate, state: State | None, *, squared: bool, what: str) -> Spec:
     if state is None:
-        raise BadInput(f"state is None: units are chosen by importance, give {what}")
+        raise BadInput("state is None: units are chosen by importance, give the model's parameters")
     kept = {}
     for name, number in counts(axes, rate).items():
-        scores = unit_scores(axes[name], state, squared=squared)
+        scores = unit_scores(axes[name], state)
         # a stable sort: of equals the first
         kept[name] = torch.sort(scores, descending=True, stable=True).indices[:number].tolist()
     return spec_of(axes, kept)

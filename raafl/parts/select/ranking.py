@@ -26,7 +26,6 @@ class Ranking:
             self._table[:, place] = (-capability, client, *costs)
 
     def __len__(self) -> int:
-        """Return the number of clients."""
         return self._num
 
     def add(self, client: int, capability: float, costs: Sequence[float]) -> None:

@@ -58,7 +58,6 @@ class Rated(Select):
     wire_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown choice, a rate that is not in (0, 1], or a limit of zero or less."""
         choices = {"selector": SELECTORS, "rate_of": RATES_OF, "depth": DEPTHS, "rounds": ROUNDS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -171,7 +170,6 @@ class Rated(Select):
         return Spec.keep(kept, blocks=dict(leading(submodels.stacks, rate).blocks))
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         if isinstance(self.rates, dict):
             rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
         else:

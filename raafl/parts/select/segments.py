@@ -36,7 +36,6 @@ class Segments:
     can_train: bool = True
 
     def __len__(self) -> int:
-        """Return the number of segments."""
         return len(self.bounds) - 1
 
     def units(self, chosen: Iterable[int]) -> list[int]:

@@ -32,7 +32,6 @@ class Full(Select):
     """Everyone trains the whole model."""
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
-        """Return the full model."""
         return Work()
 
     def check(self, fleet: Fleet) -> list[str]:
@@ -47,7 +46,6 @@ class Full(Select):
         ]
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         return "full"
 
 
@@ -88,18 +86,6 @@ def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec,
     return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
 
 
-def offline_bound(costs: Sequence[Sequence[float]], capability: Sequence[float], sizes: Sequence[float]) -> float:
-    """Return K, the largest cost in the offline assignment (Fed-RAA, appendix B); see `Ranking.bound`.
-
-    Args:
-        costs: ``costs[n][j]`` = c(n, j), seconds.
-        capability: of each client, higher is faster.
-        sizes: of each fragment.
-    """
-    rows = zip(range(len(capability)), capability, costs, strict=True)
-    return Ranking(sizes, rows).bound()
-
-
 class OneOf(Select):
     """One of a fixed set of submodels for each task (Fed-RAA, Algorithm 2), which its subclasses name.
 
@@ -126,7 +112,6 @@ class OneOf(Select):
         """Return in words what is chosen from."""
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown choice, a bound of zero or less, or one that the choice does not look at."""
         if self.how not in CHOICES:
             raise BadInput(f"select is '{self.how}': {nearest(self.how, CHOICES)}")
         positive("K", self.bound_s, optional=True)
@@ -228,7 +213,6 @@ class OneOf(Select):
         )
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         bound = (
             ""
             if self.how == "fewest_updates"

@@ -1,4 +1,4 @@
-"""Which units of each axis: leading, rolling, at random, disjoint, by ratio, explicit. Pure functions.
+"""Which units of each axis: leading, rolling, at random, by ratio. Pure functions.
 
 A rate is the share of an axis that is kept: ``ceil(rate * size)`` of its units, at least one, whatever a unit is (a
 neuron, a channel, a head, a key-value group, a block).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -120,59 +120,11 @@ def at_random(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round
     return spec_of(axes, kept)
 
 
-def explicit(
-    axes: Axes, kept: Mapping[str, Iterable[int]], *, state: Any = None, seed: int = 0, round: int = 0
-) -> Spec:
-    """Return the submodel of the units that are named, after a look whether they are there.
-
-    Raises:
-        SpecError: an axis or a unit that is not there.
-    """
-    return spec_of(axes, {name: list(indices) for name, indices in kept.items()})
-
-
 # ---- all clients together ----
 
 
-def fragments(
-    axes: Axes, ratios: Sequence[float], *, state: Any = None, seed: int = 0, round: int = 0
-) -> tuple[Spec, ...]:
-    """Cut every axis into consecutive ranges by ``ratios``, one spec for each (Fed-RAA, Table 4).
-
-    Raises:
-        BadInput: an axis has too few units for a fragment to get one.
-    """
-    return _deal(axes, ratios, lambda name: range(size_of(axes[name])))
-
-
-def disjoint(
-    axes: Axes, shares: int | Sequence[float], *, state: Any = None, seed: int = 0, round: int = 0
-) -> tuple[Spec, ...]:
-    """Deal the units of every axis out at random, each to one spec, anew in each round (IST, Yuan et al. 2022).
-
-    Args:
-        axes: what is cut.
-        shares: number of specs, alike in size; or the size of each in relation to the others.
-        state: not looked at.
-        seed: with ``round`` decides who gets what.
-        round: of the server.
-
-    Raises:
-        BadInput: an axis has too few units for each to get one.
-    """
-    if isinstance(shares, int):
-        positive("shares", shares)
-        shares = [1.0] * shares
-
-    def shuffled(name: str) -> Sequence[int]:
-        size = size_of(axes[name])
-        return random.Random(derive_seed(seed, round, name)).sample(range(size), size)
-
-    return _deal(axes, shares, shuffled)
-
-
 def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
-    """Cut every axis as `fragments` does, but so that each fragment has a unit of every axis, however few there are.
+    """Cut every axis into consecutive ranges by ``ratios``, one spec for each; each has a unit, however few there are.
 
     The ranges of an axis with as many units as fragments, or more, are disjoint: one that would be empty takes a unit from
     its neighbour. Of an axis with fewer (two heads, three fragments), each fragment has one unit, and neighbours have the
@@ -215,19 +167,3 @@ def _bounds(ratios: Sequence[float]) -> list[float]:
     bounds = [min(bound / total, 1.0) for bound in accumulate(ratios, initial=0.0)]
     bounds[-1] = 1.0  # rounding must not lose the last unit
     return bounds
-
-
-def _deal(axes: Axes, ratios: Sequence[float], order: Callable[[str], Sequence[int]]) -> tuple[Spec, ...]:
-    bounds = _bounds(ratios)
-    parts: list[dict[str, Sequence[int]]] = [{} for _ in ratios]
-    for name in axes:
-        size, units = size_of(axes[name]), order(name)
-        for j, part in enumerate(parts):
-            start, stop = round(bounds[j] * size), round(bounds[j + 1] * size)
-            if stop <= start:
-                raise BadInput(
-                    f"fragments: fragment {j + 1} ({bounds[j + 1] - bounds[j]:.3g}) of axis '{name}' with {size} units is empty: "
-                    "use fewer fragments, a larger ratio or a wider layer"
-                )
-            part[name] = units[start:stop]
-    return tuple(spec_of(axes, part) for part in parts)

@@ -40,7 +40,6 @@ class WindowPieces(OneOf):
     bound_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown choice or a number out of range."""
         super().__post_init__()
         if not self.rates:
             raise BadInput("rates is empty: give at least one number above 0, at most 1")

@@ -125,7 +125,6 @@ class RollingWindows(Select):
     distils: bool = True
 
     def __post_init__(self) -> None:
-        """Raise `BadInput` for an unknown choice or a number out of range."""
         Rated(rates=self.rates)
         if not self.ratio >= 0:
             raise BadInput(f"ratio is {self.ratio}: give 0 (depth alone is cut) or more, inf for width alone")
@@ -317,6 +316,5 @@ class RollingWindows(Select):
         return found
 
     def __str__(self) -> str:
-        """Return the answer in words."""
         words = f"rolling windows of blocks, {self.linear} masks of segments and {self.attention} ones of heads"
         return words if self.ratio == 1 else f"{words}, width:depth {self.ratio:g}"

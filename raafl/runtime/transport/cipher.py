@@ -78,7 +78,6 @@ class EncryptedStream:
     """Sealed records over a stream; a `Stream` itself. Holds a few records in memory, never a message."""
 
     def __init__(self, stream: Stream, seal: RecordCipher) -> None:
-        """Start both directions at record 0."""
         self._stream = stream
         self._out, self._in = _Ratchet(seal.sending), _Ratchet(seal.receiving)
         self._plain_out, self._plain_in = pages(RECORD_BYTES), pages(RECORD_BYTES)

@@ -105,7 +105,6 @@ class Refused(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
-        """Name the reason, and say what was found."""
         detail = foreign(detail, _MAX_DETAIL)  # much of it is what the peer has sent
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
@@ -152,7 +151,6 @@ class Checksum:
     """Running xxh3_64 over a payload."""
 
     def __init__(self) -> None:
-        """Start with no bytes."""
         self._hash = xxhash.xxh3_64()
 
     def update(self, data: memoryview) -> None:
@@ -284,37 +282,6 @@ def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
 def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) -> Message:
     """Return the message that a header, a meta object and the received tensors make."""
     return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
-
-
-def encode(message: Message) -> bytes:
-    """Return the whole frame of a message whose tensors are on the CPU; raises as `encode_head` does."""
-    payload = [memory(message.tensors.buffers[dtype]) for dtype, _ in declared(message.tensors) if message.tensors]
-    checksum = Checksum()
-    for part in payload:
-        checksum.update(part)
-    return b"".join([encode_head(message), *payload, checksum.footer() if payload else b""])
-
-
-def decode(data: bytes | memoryview, expect: Expect) -> Message:
-    """Return the message of a whole frame, its tensors written into the buffer that ``expect`` returns.
-
-    The buffer is written to only once the checksum of the payload has been found right.
-
-    Raises:
-        Refused: the frame is no sound frame, or ``expect`` refuses it.
-    """
-    view = memoryview(data)
-    header = decode_header(view)
-    if len(view) != header.frame_bytes:
-        raise Refused("bad-length", f"frame of {len(view)} bytes, header says {header.frame_bytes}")
-    start = HEADER_BYTES + header.json_bytes
-    body = decode_body(header, view[HEADER_BYTES:start])
-    target = accept(header, body, expect)
-    message = finish(header, body.meta, target)
-    if header.payload_bytes:
-        assert target is not None  # accept() has matched a non-empty declaration
-        read_payload(header, body, view[start:], target)
-    return message
 
 
 def read_payload(header: Header, body: Body, data: memoryview, target: FlatTensors) -> None:

@@ -29,7 +29,6 @@ class Frames:
     """
 
     def __init__(self, stream: Stream) -> None:
-        """Start at the beginning of a message."""
         self.in_step = True
         self._stream, self.drain_bytes = stream, DRAIN_BYTES
         self._header = memoryview(bytearray(HEADER_BYTES))

@@ -179,11 +179,9 @@ class Listener:
             sock.close()
 
     def __enter__(self) -> Listener:
-        """Start."""
         return self.start()
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def _listen(self) -> None:

@@ -20,7 +20,6 @@ class PeerLost(ConnectionError):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        """Name the reason, and say what the transport said."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
 
@@ -78,5 +77,4 @@ class Pair(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Close the pair."""
         self.close()

@@ -89,7 +89,6 @@ class StagingRings:
     """The staging buffers of a pair, one for each way, made when first needed."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._rings: dict[str, Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> Staging | None:

@@ -21,7 +21,6 @@ class Sockets(Transport):
     comes_and_goes = True
 
     def __init__(self, meeting: Meeting) -> None:
-        """Look at the address."""
         if meeting.secret is None:
             raise BadInput("there is no secret: a client proves one before it is let in")
         self._meeting, self._secret, self.client = meeting, meeting.secret, meeting.client

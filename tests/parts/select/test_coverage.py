@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
-from raafl.parts.select import RegionCoverage, arbitrary, mask_level, of_regions
+from raafl.parts.select import RegionCoverage, mask_level, of_regions
 from raafl.parts.select.coverage import topped_up
 from raafl.submodel import FULL, Axis, Member, Spec, Stack
 
@@ -106,13 +106,6 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
     assert [list(spec.indices("a")) for spec in kept] == [[0, 1], [2], [3, 4], [5], [6, 7]]
     assert of_regions(AXES, [2, 3], 5) == Spec.keep({"a": [3, 4, 5]}, blocks={"blocks": [2]})
     assert of_regions(AXES, range(5), 5) == FULL
-
-
-def test_a_round_gives_each_client_its_submodel():
-    schedule = RegionCoverage((1, 3), rest=3)
-    specs = arbitrary(AXES, schedule, seed=5, round=7)
-    assert specs == tuple(of_regions(AXES, mine, 4) for mine in schedule.taken(7, 5))
-    assert len(dict(specs[1].blocks)["blocks"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,11 @@ from raafl.parts.select import (
     at_random,
     axes_of,
     count,
-    disjoint,
-    explicit,
-    fragments,
-    largest,
+    largest_rate,
     leading,
     magnitude,
     rolling,
     size_of,
-    squared_gradient,
     steps,
     unit_scores,
     width_of,
@@ -102,30 +98,6 @@ def test_leading_units_of_a_cnn():
     assert submodels.cost(spec).params == 52 + 153 + 52 + 15 + 12
 
 
-def test_fragments_by_hand():
-    first, second = fragments(TWO, [0.4, 0.6])
-    assert first == Spec.keep({"a": range(3), "b": range(2)})
-    assert second == Spec.keep({"a": range(3, 8), "b": range(2, 5)})
-    assert fragments(TWO, [2, 3]) == (first, second)
-    with pytest.raises(BadInput, match=r"fragment 1 \(0.05\) of axis 'a' with 8 units is empty"):
-        fragments(TWO, [0.05, 0.95])
-
-
-def test_explicit_units_are_looked_at():
-    assert explicit(TWO, {"a": [5, 1]}) == Spec.keep({"a": (1, 5)})
-    assert explicit(MIXED, {"blocks": [0, 3]}) == Spec.keep(blocks={"blocks": (0, 3)})
-    with pytest.raises(SpecError, match="kept has 8 of 'a', which has 8 units"):
-        explicit(TWO, {"a": [8]})
-    with pytest.raises(SpecError, match="keeps index 1 of axis 'a' twice"):
-        explicit(TWO, {"a": [1, 1, 2, 3, 4, 5, 6, 7]})
-    with pytest.raises(SpecError, match="keeps index -1"):
-        explicit(TWO, {"a": [-1]})
-    with pytest.raises(SpecError, match="keeps nothing"):
-        explicit(TWO, {"a": []})
-    with pytest.raises(SpecError, match="kept names the axis 'c'"):
-        explicit(TWO, {"c": [0]})
-
-
 # ---- importance ----
 
 
@@ -138,8 +110,8 @@ def test_magnitude_counts_all_slices_of_a_unit():
     }
     assert unit_scores(submodels.axes["hidden"], state).tolist() == [10.0, 4.0, 1.0, 3.0]
     assert magnitude(submodels.axes, 0.5, state=state) == Spec.keep({"hidden": [0, 1]})
-    # as squared gradients they are summed as they are: 4, 2, -1, 3
-    assert squared_gradient(submodels.axes, 0.5, state=state) == Spec.keep({"hidden": [0, 3]})
+    # squared gradients are summed as they are
+    assert unit_scores(submodels.axes["hidden"], state, squared=False).tolist() == [4.0, 2.0, -1.0, 3.0]
     assert unit_scores(submodels.axes["hidden"], {"fc1.weight": state["fc1.weight"]}).tolist() == [1.0, 4.0, 0.0, 2.0]
 
 
@@ -175,13 +147,13 @@ def test_importance_needs_something_to_weigh():
     with pytest.raises(BadInput, match="state is None: units are chosen by importance, give the model's parameters"):
         magnitude(TWO, 0.5)
     with pytest.raises(BadInput, match="state has no tensor of the axis 'a'"):
-        squared_gradient(TWO, 0.5, state={"c": torch.zeros(3)})
+        magnitude(TWO, 0.5, state={"c": torch.zeros(3)})
 
 
 # ---- whatever the axes ----
 
 
-@pytest.mark.parametrize("selector", [leading, rolling, at_random, magnitude, squared_gradient])
+@pytest.mark.parametrize("selector", [leading, rolling, at_random, magnitude])
 @given(some_axes(), rates, st.integers(0, 2**40), st.integers(0, 1000))
 @settings(max_examples=15, deadline=None)
 def test_every_selector_keeps_the_size_asked_for_and_repeats_itself(selector, axes, rate, seed, round):
@@ -204,34 +176,17 @@ def test_rolling_trains_every_unit_as_often_as_any_other_in_a_cycle(axes, rate):
         assert set(seen.values()) == {count(size_of(one), rate)}
 
 
-@given(sizes, st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4), st.integers(0, 99), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
-def test_dealt_units_are_disjoint_and_cover_every_axis(widths, shares, seed, round):
-    axes = {f"axis{i}": axis(f"axis{i}", 10 * n) for i, n in enumerate(widths)}
-    for dealt in (disjoint(axes, shares, seed=seed, round=round), fragments(axes, shares)):
-        for name, one in axes.items():
-            assert sorted(i for spec in dealt for i in kept(spec, axes)[name]) == list(range(one.size))
-
-
-def test_equal_shares_of_as_many_units_as_clients_are_one_each():
-    dealt = disjoint({"a": axis("a", 7)}, 7, seed=1, round=2)
-    assert sorted(kept(spec, {"a": axis("a", 7)})["a"] for spec in dealt) == [[i] for i in range(7)]
-    with pytest.raises(BadInput, match="axis 'b' with 5 units is empty"):
-        disjoint(TWO, 7)
-
-
 def test_what_is_drawn_depends_on_seed_round_and_axis():
     twins = {"a": axis("a", 40), "b": axis("b", 40)}
     one = at_random(twins, 0.5, seed=1, round=1)
     assert one != at_random(twins, 0.5, seed=2, round=1) and one != at_random(twins, 0.5, seed=1, round=2)
     assert one.indices("a") != one.indices("b")
-    assert disjoint(twins, 2, seed=1, round=1) != disjoint(twins, 2, seed=1, round=2)
     seen = Counter(i for q in range(400) for i in at_random(twins, 0.5, seed=0, round=q).indices("a"))
     assert min(seen.values()) > 140 and max(seen.values()) < 260  # 200 on average, deviation 10
 
 
 def test_the_selectors_of_one_family_are_called_alike():
-    for selector in (leading, rolling, at_random, magnitude, squared_gradient, explicit, fragments, disjoint):
+    for selector in (leading, rolling, at_random, magnitude):
         names = list(inspect.signature(selector).parameters)
         assert (names[0], names[2:]) == ("axes", ["state", "seed", "round"])
 
@@ -312,11 +267,11 @@ def test_largest_agrees_with_trying_every_size(limits):
     rates = [n / size for size in (5, 7) for n in range(1, size + 1)]
     fitting = [rate for rate in rates if fits(rate)]
     if fitting:
-        found = largest(spec_of_rate, cost_of, budget, rates=steps(SMALL.axes))
-        assert found == spec_of_rate(max(fitting))
+        found = largest_rate(spec_of_rate, cost_of, budget, rates=steps(SMALL.axes))
+        assert found == max(fitting)
     else:
         with pytest.raises(BadInput, match="too little for any submodel"):
-            largest(spec_of_rate, cost_of, budget, rates=steps(SMALL.axes))
+            largest_rate(spec_of_rate, cost_of, budget, rates=steps(SMALL.axes))
 
 
 def test_nothing_fits_names_client_budgets_and_the_smallest():
@@ -324,7 +279,7 @@ def test_nothing_fits_names_client_budgets_and_the_smallest():
     # 1 x 8 + 1, 1 x 1 + 1, 3 x 1 + 3
     assert smallest.params == 17
     with pytest.raises(BadInput) as caught:
-        largest(
+        largest_rate(
             spec_of_rate, cost_of, Budget(memory_bytes=100, params=16), rates=steps(SMALL.axes), who="client 7"
         )  # fmt: skip
     text = str(caught.value)

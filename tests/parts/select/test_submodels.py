@@ -11,7 +11,8 @@ from raafl.core.algorithm import Fleet, Training
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.select.submodels import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs, offline_bound
+from raafl.parts.select.ranking import Ranking
+from raafl.parts.select.submodels import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import FULL, Axis, Member
 from tests.tools import line_state
@@ -103,19 +104,19 @@ def test_the_offline_bound_by_hand():
     sizes, capability = [2.0, 3.0], [3.0, 1.0, 6.0, 2.0]
     costs = [[size / c for size in sizes] for c in capability]
     # 3/6, 3/3, 2/2, 2/1
-    assert offline_bound(costs, capability, sizes) == 2.0
+    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == 2.0
 
 
 def test_the_offline_bound_gives_left_over_clients_the_smallest_fragment():
     sizes, capability = [1.0, 4.0], [4.0, 2.0, 0.25]  # floor(3/2) = 1: large to 4.0, small to 2.0, left over: 0.25
     costs = [[size / c for size in sizes] for c in capability]
-    assert offline_bound(costs, capability, sizes) == 4.0
+    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == 4.0
 
 
 def test_the_offline_bound_with_fewer_clients_than_fragments_deals_fragments_to_clients():
     sizes, capability = [1.0, 2.0, 3.0, 4.0], [2.0, 1.0]  # 4 and 3 to the fast one, 2 and 1 to the slow one
     costs = [[size / c for size in sizes] for c in capability]
-    assert offline_bound(costs, capability, sizes) == 2.0
+    assert Ranking(sizes, zip(range(9), capability, costs, strict=False)).bound() == 2.0
 
 
 def test_gre_raa_takes_the_least_merged_fragment_it_can_afford():

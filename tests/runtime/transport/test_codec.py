@@ -11,9 +11,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
 from raafl.submodel.flat import FlatTensors, Layout
+from tests.whole_frames import decode, encode
 
 
 def no_tensors(kind, assignment, meta):
@@ -51,12 +51,12 @@ def sample() -> Message:
 
 def refusal(data: bytes, expect=never) -> str:
     with pytest.raises(Refused) as caught:
-        codec.decode(data, expect)
+        decode(data, expect)
     return caught.value.reason
 
 
 def test_header_bytes_by_hand():
-    data = codec.encode(sample())
+    data = encode(sample())
     text = b'{"meta":{"loss":0.5},"buffers":[["float32",2],["int64",1]]}'
     by_hand = (
         b"RAFL" + b"\x01\x00" + b"\x04" + b"\x00"  # magic, version 1, UPDATE, no flags
@@ -72,9 +72,9 @@ def test_header_bytes_by_hand():
 
 
 def test_a_frame_without_tensors_has_no_footer():
-    data = codec.encode(Message(Kind.STOP))
+    data = encode(Message(Kind.STOP))
     assert data[HEADER_BYTES:] == b'{"meta":{},"buffers":[]}'
-    assert codec.decode(data, no_tensors) == Message(Kind.STOP)
+    assert decode(data, no_tensors) == Message(Kind.STOP)
 
 
 json_values = st.recursive(
@@ -100,24 +100,24 @@ def test_round_trip(kind, assignment, incarnation, meta, dtypes, random):
         named[str(index)] = raw.view(dtype)
     tensors = FlatTensors.from_named(named)
     target = FlatTensors.empty(tensors.layout)
-    got = codec.decode(codec.encode(Message(kind, assignment, incarnation, meta, tensors)), into(target))
+    got = decode(encode(Message(kind, assignment, incarnation, meta, tensors)), into(target))
     assert got.tensors is target and got.tensors.fingerprint() == tensors.fingerprint()
     assert (got.kind, got.assignment, got.incarnation, got.meta) == (kind, assignment, incarnation, meta)
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.integers(0, 8 * len(codec.encode(sample())) - 1))
+@given(st.integers(0, 8 * len(encode(sample())) - 1))
 def test_every_flipped_bit_is_refused(bit):
-    data = bytearray(codec.encode(sample()))
+    data = bytearray(encode(sample()))
     data[bit // 8] ^= 1 << bit % 8
     target = FlatTensors.zeros(sample().tensors.layout)
     with pytest.raises(Refused):
-        codec.decode(bytes(data), into(target))
+        decode(bytes(data), into(target))
     assert not any(buffer.any() for buffer in target.buffers.values()), "a damaged payload was written"
 
 
 def test_every_truncation_and_every_added_byte_is_refused():
-    data = codec.encode(sample())
+    data = encode(sample())
     for length in range(len(data)):
         assert refusal(data[:length]) == "bad-length"
     assert refusal(data + b"\x00") == "bad-length"
@@ -201,7 +201,7 @@ def test_a_dtype_declared_twice_is_refused():
 
 def test_brackets_inside_strings_are_not_nesting():
     text = json.dumps("[{" * 100 + '\\"')
-    assert codec.decode(frame(section(f'{{"a":{text}}}')), no_tensors).meta == {"a": "[{" * 100 + '\\"'}
+    assert decode(frame(section(f'{{"a":{text}}}')), no_tensors).meta == {"a": "[{" * 100 + '\\"'}
 
 
 @pytest.mark.parametrize("layout", [None, [("w", (3,), torch.float32)], [("w", (2,), torch.int32)]])
@@ -209,7 +209,7 @@ def test_wrong_layout_carries_the_message(layout):
     target = None if layout is None else FlatTensors.zeros(Layout.pack(layout))
     message = sample()
     with pytest.raises(Refused) as caught:
-        codec.decode(codec.encode(message), into(target))
+        decode(encode(message), into(target))
     assert caught.value.reason == "wrong-layout"
     assert caught.value.message == Message(message.kind, message.assignment, message.incarnation, message.meta)
 
@@ -229,7 +229,7 @@ def test_wrong_layout_carries_the_message(layout):
 )
 def test_what_cannot_be_encoded_is_a_value_error(message):
     with pytest.raises(ValueError):
-        codec.encode(message)
+        encode(message)
 
 
 def test_nothing_is_allocated_for_a_lying_length(monkeypatch):

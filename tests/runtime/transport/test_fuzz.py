@@ -18,13 +18,14 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raafl.runtime.transport import Kind, Message, PeerLost, Refused, codec, frames
+from raafl.runtime.transport import Kind, Message, PeerLost, Refused, frames
 from raafl.runtime.transport.cipher import RecordCipher
 from raafl.runtime.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.runtime.transport.frames import Frames
 from raafl.runtime.transport.handshake import Secret, greet
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors
+from tests.whole_frames import encode
 
 NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))
 DRAIN_BYTES = 4096
@@ -64,7 +65,7 @@ MESSAGES = [
     )),
     Message(Kind.KEEPALIVE),
 ]  # fmt: skip
-VALID = [codec.encode(message) for message in MESSAGES]
+VALID = [encode(message) for message in MESSAGES]
 LENGTHS = [0, 1, 7, 55, 56, 2**16, MAX_JSON_BYTES, MAX_JSON_BYTES + 1, 2**31, 2**32 - 1]
 PAYLOADS = [0, 1, 8, 48, 4096, 2**31, 2**32, 2**62, 2**63, 2**64 - 1]
 TOKENS = [

@@ -20,10 +20,11 @@ import pytest
 import torch
 import xxhash
 
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, codec
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.handshake import ClientKey, Secret
 from raafl.runtime.transport.listener import Listener, call, parse_address
 from raafl.submodel.flat import FlatTensors, Layout
+from tests.whole_frames import encode
 
 SECRET = Secret(b"sixteen bytes or more")
 LAYOUT = Layout.pack([("w", (1000,), torch.float32)])
@@ -109,7 +110,7 @@ def frame(text=b'{"meta":{},"buffers":[["float32",1000]]}', payload=bytes(4000),
 
 
 def flipped(byte):
-    data = bytearray(codec.encode(update()))
+    data = bytearray(encode(update()))
     data[byte] ^= 1
     return bytes(data)
 
@@ -117,10 +118,10 @@ def flipped(byte):
 def with_value(value):
     tensors = good_tensors()
     tensors["w"][-1] = value
-    return codec.encode(update(tensors=tensors))
+    return encode(update(tensors=tensors))
 
 
-GOOD = codec.encode(update())
+GOOD = encode(update())
 HEAD = GOOD.index(b"}") + GOOD[GOOD.index(b"}") :].index(b"]]}") + 3  # header and JSON
 CLOSED, USABLE = "closed", "usable"
 
@@ -135,7 +136,7 @@ FRAMES = {
     "a bit flipped in the payload": (flipped(HEAD + 1000), "bad-checksum", USABLE),
     "a bit flipped in the footer": (flipped(-1), "bad-checksum", USABLE),
     "halves of the payload in the wrong order": (
-        codec.encode(update(tensors=FlatTensors.from_named({"w": torch.arange(1000.0)})))[:HEAD]
+        encode(update(tensors=FlatTensors.from_named({"w": torch.arange(1000.0)})))[:HEAD]
         + GOOD[HEAD + 2000 :] + GOOD[HEAD : HEAD + 2000], "bad-checksum", USABLE,
     ),
     "the same update again": (GOOD + GOOD, "unknown-assignment", USABLE),
@@ -150,14 +151,14 @@ FRAMES = {
         frame(b'{"meta":{},"buffers":[["int8",%d]]}' % (2**30 + 1), b"", payload_bytes=2**30 + 1), "wrong-layout", CLOSED,
     ),
     "a hundred times what is expected": (
-        codec.encode(update(tensors=FlatTensors.from_named({"w": torch.ones(100_000)}))), "wrong-layout", USABLE,
+        encode(update(tensors=FlatTensors.from_named({"w": torch.ones(100_000)}))), "wrong-layout", USABLE,
     ),
-    "one element less": (codec.encode(update(tensors=FlatTensors.from_named({"w": torch.ones(999)}))), "wrong-layout", USABLE),
+    "one element less": (encode(update(tensors=FlatTensors.from_named({"w": torch.ones(999)}))), "wrong-layout", USABLE),
     "another dtype of the same length": (
-        codec.encode(update(tensors=FlatTensors.from_named({"w": torch.ones(1000, dtype=torch.int32)}))),
+        encode(update(tensors=FlatTensors.from_named({"w": torch.ones(1000, dtype=torch.int32)}))),
         "wrong-layout", USABLE,
     ),
-    "no tensors": (codec.encode(Message(Kind.UPDATE, 1)), "wrong-layout", USABLE),
+    "no tensors": (encode(Message(Kind.UPDATE, 1)), "wrong-layout", USABLE),
     "a dtype that is none": (frame(b'{"meta":{},"buffers":[["float8",4000]]}'), "bad-dtype", USABLE),
     "a pickle for JSON": (frame(b"\x80\x04\x95" + bytes(40)), "bad-json", USABLE),
     "JSON nested a thousand deep": (frame(b'{"meta":' + b"[" * 1000 + b"]" * 1000 + b"}"), "bad-json", USABLE),

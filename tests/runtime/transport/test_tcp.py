@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, codec
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.stream import TimeBudget, hang_up
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors
+from tests.whole_frames import encode
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -80,7 +81,7 @@ def drip(client, frame, fast, stop):
 @pytest.mark.parametrize("fast", [1, 70, 50_000], ids=lambda n: f"after {n} bytes")
 def test_a_slow_drip_is_refused_as_slow(fast):
     message = Message(Kind.UPDATE, 1, 0, {"a": 1}, random_flat(100_000))
-    frame, target = codec.encode(message), FlatTensors.empty(message.tensors.layout)
+    frame, target = encode(message), FlatTensors.empty(message.tensors.layout)
     for _ in range(10):  # where the dripping thread gets no processor for half a second, the peer is silent, not slow
         server, client = socket.socketpair()
         stop = threading.Event()
@@ -101,7 +102,7 @@ def test_a_slow_drip_is_refused_as_slow(fast):
 
 def test_a_peer_that_stops_in_mid_message_is_a_timeout(sockets):
     server, client = sockets
-    client.sendall(codec.encode(Message(Kind.UPDATE, 1, 0, {"a": 1}))[:70])
+    client.sendall(encode(Message(Kind.UPDATE, 1, 0, {"a": 1}))[:70])
     with TcpPair(server, 0.3) as pair, pytest.raises(PeerTimeout, match=r"within 0\.3 s"):
         pair.recv(nothing, 10)
     assert pair.closed
@@ -154,10 +155,10 @@ def test_check_finds_a_peer_that_has_gone_and_disturbs_nothing(sockets):
 
 def test_a_sound_header_with_bad_json_is_read_to_its_end(sockets):
     server, client = sockets
-    frame = bytearray(codec.encode(Message(Kind.UPDATE, 7, 0, {"a": 1}, random_flat(100_000))))
+    frame = bytearray(encode(Message(Kind.UPDATE, 7, 0, {"a": 1}, random_flat(100_000))))
     frame[60] ^= 1
     with TcpPair(server, 10) as pair:
-        sender = threading.Thread(target=client.sendall, args=(bytes(frame) + codec.encode(Message(Kind.STOP)),))
+        sender = threading.Thread(target=client.sendall, args=(bytes(frame) + encode(Message(Kind.STOP)),))
         sender.start()
         with pytest.raises(Refused, match="bad-checksum"):
             pair.recv(nothing, 10)

@@ -206,16 +206,9 @@ class Federation:
     ) -> Result | None:
         """Run on real ranks: rank 0 coordinates, the others train. Started by torchrun, or with ``local`` clients here.
 
-        Args:
-            module: as for `simulate`; made alike on every rank.
-            data: as for `simulate`; the same on every rank, of which each trains on its share.
-            loss: as for `simulate`.
-            optimizer: as for `simulate`.
-            metrics: as for `simulate`.
-            batch_size: as for `simulate`.
-            collate_fn: as for `simulate`.
-            resume: as for `simulate`.
-            local: start this script again as so many clients, which end where `fit` returns on rank 0; once in a script.
+        All but ``local`` is as for `simulate`, the module made alike and the data the same on every rank, which trains
+        on its share. ``local`` starts this script again as so many clients, which end where `fit` returns on rank 0;
+        once in a script.
 
         Returns:
             The result on rank 0, None on the others.

@@ -41,9 +41,7 @@ def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
 def script(shell: str, commands: Mapping[str, str]) -> str:
     """Return the completion script for ``shell``.
 
-    Args:
-        shell: bash, zsh or tcsh.
-        commands: what each command does in a line, by name.
+    ``commands`` says what each command does in a line, by name.
 
     Raises:
         BadInput: another shell, or shtab is not installed.

@@ -60,18 +60,9 @@ def host(
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Coordinate the clients that a transport brings; return the summary and the run folder.
 
-    Args:
-        experiment: the run.
-        config_yaml: its config.
-        transport: this end of it, not entered yet.
-        progress_file: where progress is shown.
-        inbox: where events pass through on their way to the coordinator.
-        bears: failures alike of a client's code that end no run; see `Server`.
-        terms: what a client must agree on; see `Session`.
-        min_clients: how many must have joined before work starts; None = all that are to be there, or as many as the run
-            to resume needed.
-        note: told the run folder before any client is let in; may raise `BadInput`.
-        watcher: told what happens.
+    ``transport`` is this end of it, not entered yet; events pass through ``inbox``; ``bears`` is how many failures
+    alike of a client's code end no run (see `Server`); ``min_clients`` None = all that are to be there, or as many as
+    the run to resume began with; ``note`` is told the run folder before any client is let in, and may raise `BadInput`.
     """
     with transport:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None

@@ -49,9 +49,7 @@ class Asked:
 def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
     """Run ``raafl fit ARGV`` with `--local N` in it; return its exit code.
 
-    Args:
-        argv: the options of `raafl fit`.
-        say: tells the user something beside what the server says.
+    ``say`` tells the user something beside what the server says.
 
     Raises:
         BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or this process was started by torchrun.

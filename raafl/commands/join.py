@@ -40,15 +40,9 @@ def join(
 ) -> str:
     """Work for a server until it says stop; return its reason.
 
-    Args:
-        address: the server's, ``HOST:PORT``.
-        client: this client's id.
-        secret: the run's, or this client's own key.
-        make_site: makes the client's parts from the server's config, once checked, or from its own when given None.
-        needs_config: ask the server for the config.
-        encrypt: refuse a server that does not encrypt; None = unless ``address`` is of this machine alone.
-        alone_s: how long to look for a server that is not there; None = `Waits.alone_s`.
-        say: told what happens, in one line each.
+    ``make_site`` makes the client's parts from the server's config, once checked, or from its own when given None;
+    ``encrypt`` None = unless ``address`` is of this machine alone; ``alone_s`` is how long to look for a server that is
+    not there, None = `Waits.alone_s`.
 
     Raises:
         BadInput: address, secret or config.

@@ -13,10 +13,6 @@ from raafl.runfolder.outcome import REASONS
 def command(argv: list[str], tell: Callable[[str], None]) -> int:
     """Be a client until the server lets it go; return 0 then.
 
-    Args:
-        argv: the options.
-        tell: tells the user what happens, in one line.
-
     Raises:
         BadInput: an option, the config, or the secret.
         RunFailed: refused, or the server stayed away.

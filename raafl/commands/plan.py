@@ -40,11 +40,8 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
 def command(argv: Sequence[str], say: Callable[[str], None], width: int, *, terminal: bool) -> str:
     """Do what ``argv`` asks and return what is to be printed.
 
-    Args:
-        argv: after `raafl plan`.
-        say: is told what happens meanwhile, such as where the answering side listens.
-        width: columns of the terminal.
-        terminal: whether the text is for one.
+    ``say`` is told what happens meanwhile, such as where the answering side listens; ``width`` is that of the terminal,
+    ``terminal`` whether the text is for one.
 
     Raises:
         BadInput: an option or the config makes no sense.

@@ -70,10 +70,8 @@ def report(argv: Sequence[str]) -> str:
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
     """Return the page about these runs.
 
-    Args:
-        runs: one or more.
-        labels: read the data that their configs name, to show the classes of each client's samples.
-        trusted: for that, import what they name, whatever it is.
+    ``labels``: read the data that their configs name, to show the classes of each client's samples; ``trusted``: for
+    that, import what they name, whatever it is.
     """
     groups = grouped(runs)
     names = names_of(groups)

@@ -26,10 +26,7 @@ SILENT_S = 120.0
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show the run that ``argv`` names, until it has ended; with `--once` as it stands now.
 
-    Args:
-        argv: the command line after `raafl watch`.
-        file: where to; standard output when None.
-        sleep: waits so many seconds between two looks.
+    ``file`` None = standard output; ``sleep`` waits so many seconds between two looks.
 
     Raises:
         BadInput: an option is wrong, or the run is not there and `--once` does not wait for it.

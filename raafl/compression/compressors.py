@@ -80,10 +80,8 @@ class Compressor(ABC):
     def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:
         """Compress ``values`` into ``out``, in place; what is not finite makes ``out`` so as well.
 
-        Args:
-            values: left as they are.
-            out: in ``layout(values.layout)``, on the same device.
-            seed: decides every draw.
+        ``out`` has ``layout(values.layout)``, on the same device; ``values`` are left as they are, ``seed`` decides
+        every draw.
         """
         taken, others = _split(self, values.layout)
         for entry in others:

@@ -51,12 +51,6 @@ class CompressionPlan:
     ) -> CompressionPlan | None:
         """Plan the compression that a config's section and an algorithm's own payload ask for; None where plain submodels travel.
 
-        Args:
-            submodels: of the model.
-            compress: the section.
-            sends: what the algorithm's merge wants.
-            local: the algorithm's, which says what travels.
-
         Raises:
             BadInput: they contradict each other.
         """

@@ -181,10 +181,8 @@ class Up(_End):
     def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
         """Return the update's tensors as the merge asks for them, good until the next call.
 
-        Args:
-            spec: the submodel.
-            wire: as received.
-            received: what the client was sent, which it has trained; only where `CompressionPlan.adds_back`.
+        ``received`` is what the client was sent and has trained; it is looked at only where
+        `CompressionPlan.adds_back`.
 
         Raises:
             Unsound: the update may not be merged.

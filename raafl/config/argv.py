@@ -11,10 +11,7 @@ from raafl.errors import BadInput
 def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Namespace:
     """Parse the arguments of a command with a parser of its own, which is made with ``exit_on_error=False``.
 
-    Args:
-        parser: its ``prog`` is the command.
-        argv: what stands behind the command.
-        takes: all that the command takes, for the message.
+    ``takes`` names all that the command takes, for the message; the parser's ``prog`` is the command.
 
     Raises:
         BadInput: an option is wrong, or unknown.

@@ -91,11 +91,8 @@ class SubmodelOptions:
 
         Where ``select`` gives everyone the whole model there is nothing to prove.
 
-        Args:
-            module: as it is trained.
-            batch: a real one.
-            select: the algorithm's.
-            plain: makes the model as the user has it, to be proven in its place; None = ``module`` itself is.
+        ``module`` is as it is trained, ``batch`` a real one; ``plain`` makes the model as the user has it, to be proven
+        in its place.
         """
         submodels = self.of(module, batch)
         if type(select) is not Full:

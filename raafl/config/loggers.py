@@ -141,13 +141,8 @@ def maker(
 ) -> Callable[[], Any]:  # fmt: skip
     """Return the function that makes the logger, for its own thread: imports and connections may take long.
 
-    Args:
-        spec: which logger.
-        folder: the run's.
-        warn: told of what goes wrong.
-        note: told where it logs, when that is not what one would expect.
-        before: the arguments that name the run of an earlier attempt, with which it goes on.
-        version: the last that is not to be logged again.
+    ``note`` is told where it logs, when that is not what one would expect; ``before`` are the arguments that name the
+    run of an earlier attempt, with which it goes on after ``version``.
     """
 
     def make() -> Any:

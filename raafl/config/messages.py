@@ -59,11 +59,8 @@ class Wrong(ValueError):
 def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None = None) -> str:
     """Say what is wrong with a command line that jsonargparse has refused, one line for each problem.
 
-    Args:
-        refused: what it said, for a problem that is not found here.
-        parser: the command's.
-        argv: as given to it, files first.
-        hidden: a file that the user has not written, whose lines are not quoted.
+    ``refused`` is what it said, for a problem that is not found here; lines of ``hidden``, a file that the user has not
+    written, are not quoted.
     """
     found = _Explained(parser)
     for file in values(argv, "--config"):

@@ -217,11 +217,8 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
 def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) -> Experiment:
     """Return the experiment of a run folder, which somebody else may have made.
 
-    Args:
-        folder: the run's.
-        overrides: options as on the command line.
-        trusted: import what its config names, whatever that is.
-        again: the run is gone over again: what is of no use for that is left out.
+    ``overrides`` are options as on the command line; ``trusted``: import what its config names, whatever that is;
+    ``again``: the run is gone over again, and what is of no use for that is left out.
 
     Raises:
         BadInput: as `parse`; or the config names more than raafl's own, and is not ``trusted``.

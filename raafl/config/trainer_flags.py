@@ -63,10 +63,8 @@ _INSTEAD = {
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the line for a name that there is not: what raafl has instead of a Trainer's, or else the nearest known one.
 
-    Args:
-        what: begins the line, such as ``unknown option --max_epochs``.
-        name: dotted where it stands in a group; may begin with two dashes.
-        known: names that there are, written as ``name`` is.
+    ``what`` begins the line, such as ``unknown option --max_epochs``; ``name`` is dotted where it stands in a group,
+    and may begin with two dashes.
     """
     group, _, last = name.removeprefix("--").rpartition(".")
     if group in _GROUPS and last in _INSTEAD and name not in known:

@@ -104,10 +104,8 @@ def from_server(text: str) -> str:
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:
     """Read the config of a run folder; give it back, as YAML.
 
-    Args:
-        folder: the run's.
-        trusted: whoever asks has consented to what the config names, whatever that is.
-        without: sections that are left out, unseen.
+    ``trusted``: whoever asks has consented to what the config names, whatever that is; sections ``without`` are left
+    out, unseen.
 
     Raises:
         BadInput: it is no config, or, unless ``trusted``, names more than raafl's own.

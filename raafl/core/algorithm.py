@@ -257,12 +257,8 @@ class Merge(ABC):
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill what a client is sent for a task, in place.
 
-        Args:
-            state: as it is; what is kept for the client is in ``state.clients``.
-            client: its id.
-            spec: the submodel.
-            values: the global model's, as they would be sent.
-            bundles: those of `Local.down`, with anything in them.
+        ``values`` are the global model's, as they would be sent; ``bundles`` those of `Local.down`, with anything in
+        them. What is kept for the client is in ``state.clients``.
         """
         return
 

@@ -36,10 +36,8 @@ class ClientLink(Protocol):
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
         """Send plain data and tensors, and wait for what the server replies.
 
-        Args:
-            meta: few and small, since JSON; "precision", "accumulate" and "sends" are added to it.
-            tensors: by name.
-            answer: layout of the reply; any other is refused.
+        ``meta`` is small, as JSON can say it; "precision", "accumulate" and "sends" are added. ``answer`` is the layout
+        of the reply; any other is refused.
         """
         ...
 

@@ -148,9 +148,7 @@ class Local:
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
         """Return how client and server talk in the middle of a task; None = they do not: one request, one answer.
 
-        Args:
-            submodels: of the model.
-            extra: of the task's work; None = any task's of this run.
+        ``extra`` is of the task's work; None = any task's of this run.
 
         Raises:
             SpecError: ``extra`` asks for what the model has not.

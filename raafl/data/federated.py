@@ -135,11 +135,7 @@ class ClientData:
         return batches if num_steps is None else islice(batches, num_steps)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Any]:
-        """All samples once, in the order of the data set, in batches of equal size, give or take one sample.
-
-        Args:
-            batch_size: most samples in a batch; None is the data module's.
-        """
+        """All samples once, in the order of the data set, in batches of equal size, give or take one sample."""
         rows = torch.arange(self.num_samples) if self._indices is None else self._indices
         num_batches = math.ceil(self.num_samples / self._size(batch_size))
         yield from map(self._fetch, torch.tensor_split(rows, num_batches))
@@ -251,9 +247,6 @@ class FederatedData:
 
     def test_batches(self, batch_size: int | None = None) -> Iterator[Any]:
         """The test set (without one, the validation set, or some of the training set) in order; the last batch may be smaller.
-
-        Args:
-            batch_size: samples in a batch; None is the data module's.
 
         Raises:
             BadInput: a loader is not of the kind that is asked for in training.

@@ -119,10 +119,7 @@ class Tokenizer:
     ) -> tuple[Ints, Ints]:
         """Tokens `(n, max_length)`, cut and padded at the end, and how many of each are not padding `(n,)`.
 
-        Args:
-            texts: to be encoded.
-            max_length: tokens kept of each, special ones included.
-            training_texts: where `words` takes its vocabulary from.
+        ``max_length`` counts special tokens, too; ``words`` takes its vocabulary from ``training_texts``.
 
         Raises:
             BadInput: there is no such tokenizer.

@@ -40,11 +40,8 @@ def measure_machine(
 ) -> Profile:
     """Measure this machine whole: compute, memory traffic, memory, and the link to a server where an address is given.
 
-    Args:
-        name: the profile's name.
-        device: where the client will train.
-        duration_s: about how long each measurement may take.
-        address: HOST:PORT where `raafl plan --answer` runs; None = links are left free.
+    Each measurement takes about ``duration_s``. ``address`` is where `raafl plan --answer` runs; None = links are left
+    free.
 
     Raises:
         BadInput: nobody answers at the address.

@@ -33,11 +33,8 @@ class Probes:
     ) -> None:
         """Prepare both.
 
-        Args:
-            device: where they run.
-            clock: returns seconds.
-            num_samples: rows of the layer, of 512 values each.
-            num_calls: of each, timed together: a single one may fall between two disturbances, which a step does not.
+        The layer has ``num_samples`` rows of 512 values. ``num_calls`` of each are timed together: a single one may
+        fall between two disturbances, which a step does not.
         """
         shapes = (2048, 512), (512, 512), (num_samples, 512), (num_samples, 512)
         a, b, x, gradient = (torch.randn(shape, device=device) for shape in shapes)

@@ -26,11 +26,8 @@ class Evaluator:
     ) -> None:
         """Build the full module once.
 
-        Args:
-            submodels: of the model.
-            batches: called for each evaluation.
-            device: where to compute.
-            prepare: called on the evaluator's own copy of the values before each evaluation; may change it.
+        ``batches`` is called for each evaluation, ``prepare`` before it, on the evaluator's own copy of the values,
+        which it may change.
 
         Raises:
             BadInput: the module has no ``validation_step``.

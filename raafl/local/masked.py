@@ -22,9 +22,7 @@ def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
     Acts on logits of shape (batch, num_classes), as a tensor or as the attribute ``logits``; what is not that, or has no
     such classes, is left as it is. With every class present nothing changes, to the last bit.
 
-    Args:
-        module: whose `training_step` calls itself.
-        classes: those of the client's samples; None = not known, and nothing is masked.
+    ``classes`` are those of the client's samples; None = not known, and nothing is masked.
     """
     left: list[int] = []
     if not classes:

@@ -60,12 +60,7 @@ def measure(
     batches together. `on_validation_epoch_start` and `on_validation_epoch_end` are called where the module has them. A
     metric that is both logged and returned is as it was logged; anything else that is returned is left alone.
 
-    Args:
-        module: has ``recorder`` attached.
-        recorder: of what it logs.
-        batches: in order.
-        device: where the module lies.
-        context: around each step, such as the precision of the run.
+    ``recorder`` is attached to ``module``; ``context`` goes around each step, such as the precision of the run.
     """
     recorder.clear()
     module.eval()
@@ -97,15 +92,8 @@ def measure_part(
 ) -> dict[str, float]:
     """Return a client's metrics on its test part, named ``test/...``, and ``test/num_samples``; buffers stay as they are.
 
-    Args:
-        module: trained just now, with ``recorder`` attached.
-        recorder: of what it logs.
-        buffers: the module's.
-        data: the test part.
-        batches: all of it.
-        device: where the module lies.
-        context: around each step.
-        on_batch: paths of batch norms without running statistics worth using; they take those of each batch.
+    ``on_batch`` are paths of batch norms without running statistics worth using; they take those of each batch. The
+    rest is as for `measure`.
     """
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

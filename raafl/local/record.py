@@ -40,13 +40,8 @@ class Recorder:
     ) -> None:
         """Add one value; display options (``prog_bar`` and the like) are ignored.
 
-        Args:
-            name: of the value.
-            value: a number or a tensor with one element, or a ``Metric`` that has been updated.
-            args: ignored.
-            reduce_fx: what becomes of the values: their mean weighted by ``batch_size``, or their sum, min or max.
-            batch_size: weight of the value; None = samples in the batch.
-            kwargs: ignored.
+        ``value`` is a number, a tensor with one element or a ``Metric`` that has been updated; values become their mean
+        weighted by ``batch_size`` (None = samples in the batch), or their sum, min or max.
 
         Raises:
             BadInput: another ``reduce_fx``.

@@ -34,11 +34,8 @@ class ClientProcesses:
     ) -> None:  # fmt: skip
         """Prepare.
 
-        Args:
-            rank: of this process.
-            size: number of processes.
-            total: replaces a tensor by its sum over all processes; all call it in the same order.
-            announce: has the other processes begin a task; for the one that leads.
+        ``total`` replaces a tensor by its sum over all processes, which all call in the same order; ``announce`` has
+        the other processes begin a task, for the one that leads.
         """
         self.rank, self.size, self._total, self._announce = rank, size, total, announce
         self._share: Share | None = None

@@ -197,10 +197,7 @@ class LocalTrainer:
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
         """Train and return the update; its tensors are this trainer's own storage, good until the next `run`.
 
-        Args:
-            assignment: what to do.
-            received: layout ``payload.layout(spec, "sent")``; left as it is.
-            data: the client's.
+        ``received`` has the layout ``payload.layout(spec, "sent")`` and is left as it is.
 
         Raises:
             BadInput: training writes to a frozen parameter.

@@ -44,16 +44,8 @@ class Loggers(Hooks):
     ) -> None:  # fmt: skip
         """Prepare; `start` builds them.
 
-        Args:
-            logger: the experiment's field.
-            folder: of the run; loggers that write files, and are not told where to, write to its `loggers`.
-            record: the run's, for what is logged beside metrics.
-            warn: told once of each logger that fails, from any thread.
-            note: told where a logger writes, when that is not what one would expect.
-            call_s: deadline of a call; CALL_S unless given.
-            finish_s: deadline of `finish`; FINISH_S unless given.
-            max_queued: calls that may wait for one logger.
-            share: how much of the model some submodels cover, for the histogram of coverage.
+        ``note`` is told where a logger writes, when that is not what one would expect; ``max_queued`` calls may wait
+        for one logger; ``share`` is how much of the model some submodels cover, for the histogram of coverage.
         """
         self._record, self._folder, self._since = record, folder, Since(share)
         self._call_s = CALL_S if call_s is None else call_s

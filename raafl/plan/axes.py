@@ -20,10 +20,8 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
 
     Axes across which norms take statistics, the residual width, stay whole at every rate.
 
-    Args:
-        submodels: of the model, proven.
-        rates: shares of each axis, in (0, 1].
-        batch_size: of the step whose FLOPs count.
+    ``submodels`` are proven, ``rates`` shares of each axis in (0, 1], ``batch_size`` that of the step whose FLOPs
+    count.
     """
     spanned = frozenset() if not submodels.axes or submodels.found is None else submodels.found.spanned
     cut = {name: axis for name, axis in submodels.axes.items() if name not in spanned}
@@ -46,10 +44,7 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
     """Measure the part of the whole model that is left with a share of each of ``axes``.
 
-    Args:
-        axes: those that are cut; what has none is left as it is.
-        rates: the shares, by name.
-        cost: of a submodel.
+    What of the model has none of ``axes`` is left as it is; ``rates`` are shares by name.
     """
     whole = cost(FULL)
     costs = {name: cost(leading(axes, rate)) for name, rate in rates.items()}

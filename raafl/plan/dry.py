@@ -166,11 +166,7 @@ class Untrained(Executor):
 def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None) -> Prediction:
     """Go through a run with this algorithm and return what it took; why it cannot be, in `Prediction.problem`.
 
-    Args:
-        world: data, clients and model.
-        algorithm: what decides.
-        name: to call it by; "" = its own.
-        max_updates: end there; None = where the config ends, at most `MOST_UPDATES` or 20 for each client.
+    The run ends at ``max_updates``; None = where the config ends, at most `MOST_UPDATES` or 20 for each client.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:

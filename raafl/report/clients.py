@@ -142,10 +142,7 @@ def partition(
 ) -> Chart:
     """Draw each client's number of samples; by class, for the runs (by id) of which that is known.
 
-    Args:
-        runs: named.
-        classes: by id() of the run: samples of each class by client, or why that is not known.
-        left_out: runs that are not among ``runs``.
+    ``classes`` has samples of each class by client, or why that is not known, by id() of the run.
     """
     views: dict[tuple[str, ...], View] = {}
     tables, reasons, grouped = [], [], False

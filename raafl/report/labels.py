@@ -19,9 +19,7 @@ _MAX_CLASSES = 100
 def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Mapping[int, Sequence[int]] | str:
     """Return the number of samples of each class by client, clients with data of their own left out; or why not.
 
-    Args:
-        run: the run.
-        deal_out: loads the data that the run's config names, and shares them out.
+    ``deal_out`` loads the data that the run's config names, and shares them out.
     """
     if not run.config:
         return "there is no config to deal the data out by"

@@ -137,13 +137,8 @@ def plotly_js() -> str:
 def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: str, links: Mapping[str, str]) -> str:
     """Return the whole page.
 
-    Args:
-        title: plain text.
-        subtitle: plain text.
-        top: HTML above the charts.
-        charts: in order.
-        bottom: HTML below them.
-        links: names of further sections by their id.
+    ``top`` and ``bottom`` are HTML around the charts, ``links`` names of further sections by their id; the rest is
+    plain text.
     """
     files = resources.files("raafl.report")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))

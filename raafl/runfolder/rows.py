@@ -86,14 +86,9 @@ class Rows(Generic[Item]):
     ) -> None:  # fmt: skip
         """Open the file.
 
-        Args:
-            path: of the file; with ``new`` it must not be there yet.
-            encode: an item as the bytes of its row, line end included.
-            warn: told once, when rows can no longer be written.
-            new: False to append.
-            remake: makes the folder again when it was deleted.
-            kept_rows: how many rows to keep that cannot be written.
-            retry_s: seconds between two tries to write them.
+        ``encode`` gives an item as the bytes of its row, line end included; ``new``: it must not be there yet, else
+        rows are appended; ``warn`` is told once, when rows can no longer be written; ``remake`` makes the folder again
+        when it was deleted.
 
         Raises:
             OSError: the file cannot be opened.

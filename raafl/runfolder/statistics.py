@@ -87,9 +87,7 @@ class RunStatistics:
     def settled(self, settled: Settled, known: Mapping[str, float]) -> dict[str, Any]:
         """Note the end of a task and return its cells for clients.csv.
 
-        Args:
-            settled: the end.
-            known: the metrics that the server itself has; a client's others are left out, whatever it sends.
+        ``known`` are the metrics that the server itself has; a client's others are left out, whatever it sends.
         """
         assignment, update = settled.assignment, settled.update
         cells: dict[str, Any] = {}

@@ -43,11 +43,7 @@ def count_of(meta: dict[str, Any], field: str, least: int = 0) -> int:
 def client_of(hello: dict[str, Any], client: int, incarnation: int, share: int | None) -> ClientInfo:
     """Describe the client for its HELLO.
 
-    Args:
-        hello: what it says.
-        client: its id.
-        incarnation: of this life.
-        share: samples that it was dealt of the run's data; None = not known.
+    ``share`` is how many samples it was dealt of the run's data; None = not known.
 
     Raises:
         TooMany: it says that it has more.

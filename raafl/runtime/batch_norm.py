@@ -34,13 +34,7 @@ class StaticStatistics:
     ) -> None:  # fmt: skip
         """Build the module that collects, if batch norm is static and there is any; else do nothing ever.
 
-        Args:
-            submodels: of the model.
-            data: its training samples are drawn from.
-            num_batches: how many batches, at most: there are no more than one epoch has.
-            batch_size: samples in each.
-            seed: of the draw.
-            device: where to compute.
+        ``num_batches`` is the most that are drawn: there are no more than one epoch has.
         """
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":

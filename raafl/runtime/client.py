@@ -46,17 +46,9 @@ class Client:
     ) -> None:  # fmt: skip
         """Prepare; `run` greets the server.
 
-        Args:
-            info: what the server is told of this client.
-            pair: to the server.
-            submodels: of the model, without values.
-            trainer: for its tasks.
-            data: the client's.
-            waits: deadlines.
-            config: digest of each section of the config that the server is to compare with its own.
-            unsent: an answer from an earlier connection, for the server to count.
-            on_welcome: called once the server has taken the client in.
-            plan: how what travels is compressed; None = it is not.
+        ``submodels`` are without values; ``config`` has a digest of each section that the server is to compare with its
+        own; ``unsent`` is an answer from an earlier connection, for the server to count; ``on_welcome`` is called once
+        the server has taken the client in; ``plan`` None = nothing is compressed.
         """
         self._plan = plan
         travels = plan or CompressionPlan(Payload(submodels))

@@ -51,12 +51,8 @@ class ClientSetup:
     ) -> ClientSetup:
         """Build a client's parts.
 
-        Args:
-            experiment: the run's.
-            config_yaml: its config.
-            client: 1 to the run's number of clients.
-            own_data: all of the training data is this client's; else its share.
-            data_named: the data section is the client's own, and not to be compared with the server's.
+        ``own_data``: all of the training data is this client's, else its share; ``data_named``: the data section is its
+        own, and not to be compared with the server's.
 
         Raises:
             BadInput: there is no such client, its model or data cannot be made, or its memory is too small.
@@ -77,12 +73,8 @@ class ClientSetup:
     ) -> ClientSetup:  # fmt: skip
         """Make the parts of a client that the run is known to have, of an experiment that is checked.
 
-        Args:
-            experiment: the run's.
-            client: its id.
-            place: where it trains.
-            own_data: all of the training data is this client's; else its share.
-            alike: sections of the config that the server is to compare.
+        ``own_data``: all of the training data is this client's, else its share; ``alike``: sections of the config that
+        the server is to compare.
         """
         torch.set_num_threads(experiment.threads)
         if own_data:

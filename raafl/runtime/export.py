@@ -39,13 +39,8 @@ def save_model(
     A model that cannot be written (disk full, read-only) ends no run: it is reported, a folder of an earlier attempt stays
     as it was, and the last checkpoint is what there is.
 
-    Args:
-        run_folder: the run's.
-        checkpoint: the last that was written, if any.
-        module: a real instance of the model, which the final values are copied into.
-        state: the final one.
-        data: its module's ``tokenizer`` is saved too, if it has one that transformers made.
-        progress: told why it could not be written.
+    ``checkpoint`` is the last that was written, if any; ``module`` a real instance, into which the final values are
+    copied. The data module's ``tokenizer`` is saved too, if it has one that transformers made.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):

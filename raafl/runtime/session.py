@@ -89,19 +89,10 @@ class Session(threading.Thread):
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
-        Args:
-            client: its id.
-            incarnation: in which of its lives.
-            connect: makes the pair.
-            submodels: of the global model.
-            inbox: where events go.
-            waits: deadlines.
-            moved: told of bytes over the link, (down, up).
-            device: where received tensors are to lie.
-            terms: what the client must agree on beside raafl's version and the model.
-            plan: how what travels is compressed; None = it is not.
-            share: samples that the client was dealt of the run's data; None = not known.
-            local: the method's, which says what is exchanged in the middle of a task; None = nothing.
+        ``connect`` makes the pair; ``moved`` is told of bytes over the link, (down, up); received tensors are to lie on
+        ``device``; ``terms`` are what the client must agree on beside raafl's version and the model; ``share`` is how
+        many samples it was dealt of the run's data (None = not known); ``plan`` None = nothing is compressed, ``local``
+        None = nothing is exchanged in the middle of a task.
         """
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation

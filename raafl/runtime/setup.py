@@ -186,11 +186,8 @@ def make_executor(
 ) -> Executor:
     """Make the executor of a simulated run or a replay, in so many processes.
 
-    Args:
-        parts: the run's.
-        workers: number of processes.
-        own: data of clients that do not train on their share of the run's.
-        ranks: other ranks will train, too (`OverRanks.take_on`).
+    ``own`` are data of clients that do not train on their share of the run's; ``ranks``: other ranks train, too
+    (`OverRanks.take_on`).
     """
     from raafl.runtime.executors import Inline, OverRanks, Pool
 

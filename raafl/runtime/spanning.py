@@ -97,10 +97,6 @@ class Span:
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
         """Meet the others, as torchrun's environment says.
 
-        Args:
-            client: the id of the client.
-            say: tells the user something, in one line.
-
         Raises:
             RunFailed: they are not there.
         """

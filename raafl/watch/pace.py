@@ -99,14 +99,8 @@ def etas(
 ) -> tuple[Eta, ...]:  # fmt: skip
     """Return when each goal is met.
 
-    Args:
-        goals: of the run.
-        now_s: on the run's clock.
-        updates: merged by now.
-        updates_per_s: at present.
-        evaluations: oldest first, each with ``time_s`` and metrics; a target is met when the straight line (least squares)
-            through the last `EVALUATIONS` of them meets it.
-        reached: the targets that have been met at some time.
+    Evaluations are oldest first, each with ``time_s`` and metrics; a target is met when the straight line (least
+    squares) through the last `EVALUATIONS` of them meets it, or in ``reached`` already.
     """
     found = []
     if goals.max_updates is not None:

@@ -44,12 +44,7 @@ class UsagePolicy(nn.Module):
     ) -> None:
         """Begin with gates as open as they are to be.
 
-        Args:
-            width: features read.
-            units: gates of units.
-            sublayers: gates of sublayers, which come last.
-            targets: usage that is aimed at, of units and of sublayers.
-            temperature: of the softmax.
+        ``targets`` is the usage that is aimed at, of units and of sublayers, whose gates come last.
         """
         super().__init__()
         self.units, self.sublayers, self.temperature = units, sublayers, temperature

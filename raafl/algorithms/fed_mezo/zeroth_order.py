@@ -64,15 +64,7 @@ def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
-    """Do to ``tensors``, in place, all that the steps of a task did to theirs: perturbations and updates.
-
-    Args:
-        tensors: the values that the client began with.
-        seed: the assignment's.
-        scalars: g_1, ..., g_T.
-        lr: learning rate eta.
-        epsilon: size of the perturbations.
-    """
+    """Do to ``tensors``, in place, all that the steps of a task did to theirs: perturbations and updates."""
     for step, scalar in enumerate(scalars):
         move_(tensors, step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 

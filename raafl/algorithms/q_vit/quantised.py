@@ -39,12 +39,7 @@ def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float =
     Gradients are those of learned step sizes (LSQ, Esser et al. 2020): of x 1 within the bounds and 0 outside; of s
     ``round(x/s) - x/s`` within and the bound outside, times ``factor``; of a bound s outside, times ``factor``.
 
-    Args:
-        x: any shape.
-        step: a scalar.
-        low: lowest level, a scalar.
-        high: highest level, a scalar.
-        factor: on the gradients of step and bounds.
+    All but ``x`` are scalars: the lowest and the highest level; ``factor`` is on the gradients of step and bounds.
     """
     unknown = step.detach() == 0
     size = _damped(torch.where(unknown, 1.0, step.abs()), factor)

@@ -52,11 +52,7 @@ def exit_depths(submodels: Submodels) -> dict[int, str]:
 def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
     """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over samples or positions.
 
-    Args:
-        student: logits, shape (..., classes).
-        teacher: logits of the same shape; they get no gradient.
-        temperature: T.
-        counted: which positions count, shape (...); None = all.
+    Logits are (..., classes); the teacher's get no gradient. ``counted`` (...) says which positions count; None = all.
     """
     wanted = F.log_softmax(teacher.detach() / temperature, -1)
     given = F.log_softmax(student / temperature, -1)

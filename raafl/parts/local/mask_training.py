@@ -77,11 +77,7 @@ class MaskTraining(Hook):
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
         """Begin from the scores received.
 
-        Args:
-            task: the task.
-            segments: of each axis.
-            lr: learning rate of the scores (Adam).
-            strength: lambda, the weight of `kept_share_loss`.
+        ``lr`` is the learning rate of the scores (Adam), ``strength`` lambda, the weight of `kept_share_loss`.
         """
         super().__init__(task)
         extra, given = task.assignment.extra, task.down[SCORES]

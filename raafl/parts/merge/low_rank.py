@@ -131,12 +131,7 @@ class LowRank(Wrapped):
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
         """Set A and B of a layer, and its base, in place.
 
-        Args:
-            state: what the inner merge has made of it.
-            pair: the adapter.
-            old: B and A before.
-            keep: the share of each of the old ranks that stays.
-            terms: what is added.
+        ``old`` is B and A before, ``keep`` the share of each of the old ranks that stays, ``terms`` what is added.
         """
         raise NotImplementedError
 

@@ -44,6 +44,7 @@ class Noted(WrappedSelect):
     """A select whose clients' starts are noted, for `ImportanceMerge` and `WithScores`; passes everything on."""
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the inner select's work."""
         work = self.inner(client, fleet)
         note_work(fleet.state, client.id, work)
         return work

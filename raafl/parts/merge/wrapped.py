@@ -91,6 +91,7 @@ class WrappedSelect(Select):
     inner: Select
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the inner select's work."""
         return self.inner(client, fleet)
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:

@@ -72,12 +72,8 @@ def largest_rate(
 ) -> float:
     """Return the largest of ``rates`` whose spec keeps the budget, by bisection; what is returned has been checked.
 
-    Args:
-        spec_of_rate: a larger rate gives a submodel that costs no less.
-        cost_of: its cost, as `Submodels.cost` predicts it.
-        budget: what it may cost.
-        rates: increasing, such as `steps` of the axes.
-        who: is named where nothing fits.
+    A larger rate gives a submodel that costs no less, ``rates`` are increasing, such as `steps` of the axes; ``who`` is
+    named where nothing fits.
 
     Raises:
         BadInput: not even the smallest keeps the budget; names who, each limit that it breaks, and what it needs.

@@ -18,12 +18,7 @@ State = Mapping[str, Tensor]
 def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
     """Return the units with the largest L2 norm over all slices that are coupled in a unit (of a head: q, k, v and o).
 
-    Args:
-        axes: what is cut; of a stack, blocks.
-        rate: share kept.
-        state: the model's parameters.
-        seed: not looked at.
-        round: not looked at.
+    ``state`` has the model's parameters; seed and round are not looked at.
 
     Raises:
         BadInput: no state, or nothing in it of an axis.

@@ -32,6 +32,7 @@ class Full(Select):
     """Everyone trains the whole model."""
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+        """Return the full model."""
         return Work()
 
     def check(self, fleet: Fleet) -> list[str]:

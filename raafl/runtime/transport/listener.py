@@ -70,9 +70,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:
     """Decide whether what is said at an address is encrypted: as it is wanted, or else everywhere but on this machine alone.
 
-    Args:
-        address: ``HOST:PORT``, or a socket that listens.
-        wanted: None = nobody has said.
+    ``address`` is ``HOST:PORT`` or a socket that listens; ``wanted`` None = nobody has said.
 
     Raises:
         BadInput: the address is none.
@@ -322,12 +320,7 @@ def call(
 ) -> TcpPair:
     """Connect to a `Listener` as the client whose key it is; returns the pair.
 
-    Args:
-        address: the server's, ``HOST:PORT``.
-        key: the client's.
-        timeout_s: for connection and handshake.
-        demand_encryption: refuse a server that does not encrypt.
-        pair_timeout_s: of the pair; see `TcpPair`.
+    ``timeout_s`` is for connection and handshake, ``pair_timeout_s`` that of the pair; see `TcpPair`.
 
     Raises:
         Refused: wrong-secret, bad-version, bad-magic (no raafl server), bad-share or not-encrypted: asking again will

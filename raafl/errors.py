@@ -23,11 +23,7 @@ class RunFailed(RuntimeError):
 
 
 class CodeFailed(RunFailed):
-    """The user's code has raised an error in the middle of a run; the message is one line.
-
-    Attributes:
-        traceback: in full.
-    """
+    """The user's code has raised an error in the middle of a run; the message is one line."""
 
     def __init__(self, text: str, traceback: str) -> None:
         super().__init__(text)

@@ -93,11 +93,7 @@ class _Steps(Hook):
 
 @dataclass(frozen=True)
 class Corrected(WithVariates):
-    """The mean, moved by -h / alpha; g_k and h follow from how far clients have moved.
-
-    Attributes:
-        alpha: of the regularisation.
-    """
+    """The mean, moved by -h / alpha; g_k and h follow from how far clients have moved."""
 
     alpha: float
 

@@ -71,12 +71,7 @@ def fed_per(
 
 @dataclass(frozen=True)
 class Personal(Wrapped):
-    """A merge of the shared layers; each client's own are kept for it.
-
-    Attributes:
-        local: head or body.
-        layers: the head.
-    """
+    """A merge of the shared layers; each client's own are kept for it."""
 
     local: Place = "head"
     layers: tuple[str, ...] | None = None

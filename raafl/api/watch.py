@@ -110,13 +110,7 @@ def current(run: Run, *, anew: bool) -> nn.Module:
 
 
 class CallbackWatcher(Watcher):
-    """Calls callbacks, in the order in which they were given; what one raises ends the run.
-
-    Attributes:
-        run: that is watched, once it has begun.
-        error: what a callback has raised.
-        unwrap: makes of raafl's module the one that was given.
-    """
+    """Calls callbacks, in the order in which they were given; what one raises ends the run."""
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:
         """Call ``callbacks``; `RunView.module` goes through ``unwrap``."""

@@ -33,13 +33,7 @@ _RAAFL: Final = (sys.executable, "-m", "raafl")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
-
-    Attributes:
-        clients: how many.
-        policy: of the supervisor.
-        options: the rest, `--clients` added.
-    """
+    """What the command line asks for."""
 
     clients: int
     policy: RestartPolicy

@@ -181,14 +181,8 @@ class Supervisor:
     itself ends the run. A client that says bad input is left away, and not spoken of before the server has begun its run:
     both read the same config, and the server says what is wrong with it.
 
-    Attributes:
-        server: its output is the supervisor's own.
-        clients: by id.
-        policy: patience.
-        say: tells the user something.
-        begun: whether the server has begun its run.
-        listener: the server's socket; closed when it has ended for good, so that no client waits for another.
-        num_restarts: so far, of all.
+    ``begun`` says whether the server has begun its run; ``listener`` is its socket, closed when it has ended for good,
+    so that no client waits for another.
     """
 
     server: Child

@@ -39,13 +39,7 @@ started again, --max_restarts times in all (100)."""
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a command line asks for.
-
-    Attributes:
-        experiment: the run, not yet checked.
-        config_yaml: its whole config.
-        as_json: whether `--json` was given.
-    """
+    """What a command line asks for."""
 
     experiment: Experiment
     config_yaml: str

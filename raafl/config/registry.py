@@ -25,12 +25,7 @@ _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one of raafl's own objects is defined.
-
-    Attributes:
-        home: its module.
-        name: its own name there.
-    """
+    """Where one of raafl's own objects is defined."""
 
     home: str
     name: str

@@ -26,11 +26,7 @@ _IN_RAM: Final = ("tmpfs", "ramfs")
 
 
 class InFile(Tensor):
-    """A 1-D tensor in a mapped file without a name; a clone lies in another, what is worked out from it does not.
-
-    Attributes:
-        folder: where the file takes its room.
-    """
+    """A 1-D tensor in a mapped file without a name; a clone lies in another, what is worked out from it does not."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     folder: str

@@ -146,7 +146,7 @@ class Local:
         return module
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
-        """Return how client and server talk in the middle of a task; None = they do not: one request, one answer.
+        """Find the exchange of client and server in the middle of a task; None = one request, one answer.
 
         ``extra`` is of the task's work; None = any task's of this run.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from raafl.devices.profiles import Profile
@@ -354,22 +354,10 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
-    """Return the assignment as plain data, for the wire and the journal."""
-    return {
-        "id": assignment.id,
-        "client": assignment.client,
-        "incarnation": assignment.incarnation,
-        "task": assignment.task,
-        "version": assignment.version,
-        "spec": assignment.spec.to_json(),
-        "region": assignment.region,
-        "num_epochs": assignment.num_epochs,
-        "num_steps": assignment.num_steps,
-        "seed": assignment.seed,
-        "assigned_s": assignment.assigned_s,
-        "pace_s": assignment.pace_s,
-        **({"extra": dict(assignment.extra)} if assignment.extra else {}),
-    }
+    """Return the assignment as plain data, for the wire and the journal; an empty ``extra`` is left out."""
+    data = {one.name: getattr(assignment, one.name) for one in fields(assignment) if one.name != "extra"}
+    extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
+    return data | {"spec": assignment.spec.to_json()} | extra
 
 
 def assignment_from_json(data: dict[str, Any]) -> Assignment:

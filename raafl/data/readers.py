@@ -92,15 +92,7 @@ def read_idx(path: Path) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Cifar:
-    """One of the two CIFAR sets: how its files are called.
-
-    Attributes:
-        folder: of the parquet files, as on the hub.
-        batches: of torchvision's files.
-        torchvision: name of torchvision's class.
-        label: column of the labels.
-        files: patterns of torchvision's files, by split.
-    """
+    """One of the two CIFAR sets: how its files are called."""
 
     folder: str
     batches: str

@@ -18,10 +18,7 @@ class Probes:
     The layer is an activation, a normalisation and an addition, forward and backward: memory taken, read and written as in a
     training step.
 
-    Attributes:
-        product: what the ledger says of the product, once.
-        layer: and of the layer.
-        best_s: the shortest that each has taken, in this order.
+    ``best_s`` is the shortest that each has taken, ``product`` and ``layer`` are what a ledger says of them.
     """
 
     def __init__(

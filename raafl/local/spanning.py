@@ -21,12 +21,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ClientProcesses:
-    """The processes of one client, as each of them sees it while it trains.
-
-    Attributes:
-        rank: of this process; 0 leads.
-        size: number of processes W.
-    """
+    """The processes of one client, as each of them sees it while it trains."""
 
     def __init__(
         self, rank: int, size: int, total: Callable[[Tensor], None],

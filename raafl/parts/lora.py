@@ -60,11 +60,7 @@ def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
 
 @dataclass(frozen=True)
 class Adapted(Local):
-    """Training of adapters.
-
-    Attributes:
-        lora: how they are merged.
-    """
+    """Training of adapters."""
 
     lora: LoRAMerge
 

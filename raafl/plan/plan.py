@@ -22,16 +22,7 @@ from raafl.submodel import FULL
 class Plan:
     """What a run will take.
 
-    Attributes:
-        name: of the run.
-        num_clients: N.
-        batch_size: local.
-        params: of the whole model.
-        submodels: what can be trained.
-        devices: who would train it, and how long each takes.
-        advice: what to choose.
-        algorithms: what each algorithm makes of it; the config's own is the first.
-        axes: what shrinks, what that leaves, and what stays whole; see `raafl.plan.axes.facts`.
+    The first of ``algorithms`` is the config's own; ``axes`` is as `raafl.plan.axes.facts` gives it.
     """
 
     name: str

@@ -33,12 +33,8 @@ _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 class SavedCheckpoint:
     """What a checkpoint file holds.
 
-    Attributes:
-        path: The file.
-        version: The version of the global model.
-        state_dict: Its tensors by name, on the CPU.
-        hyper_parameters: What the module was made with.
-        raafl: What the run needs to resume, as it was given to `save`.
+    ``state_dict`` is on the CPU; ``hyper_parameters`` is what the module was made with, ``raafl`` what the run needs to
+    resume.
     """
 
     path: Path

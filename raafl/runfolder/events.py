@@ -51,11 +51,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 class Undone:
-    """The lines of a journal, by number from 0, that a resumed run has gone back behind; found line by line.
-
-    Attributes:
-        num_lines: how many have been looked at.
-    """
+    """The lines of a journal, by number from 0, that a resumed run has gone back behind; found line by line."""
 
     def __init__(self) -> None:
         self.num_lines = 0

@@ -27,14 +27,8 @@ from raafl.submodel import Submodels
 class ClientSetup:
     """A client's parts, built once and used for every connection.
 
-    Attributes:
-        experiment: the run, as far as the client needs it.
-        info: what the server is told.
-        submodels: of the model, without values.
-        trainer: for the tasks.
-        data: the client's.
-        sections: of its config, for the server to compare.
-        notes: for the user, one line each.
+    ``submodels`` are without values; ``sections`` are those of its config that the server compares, ``notes`` are for
+    the user, a line each.
     """
 
     experiment: Experiment

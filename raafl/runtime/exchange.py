@@ -50,11 +50,11 @@ class ClientSide:
         self._replies: queue.SimpleQueue[FlatTensors | None] = queue.SimpleQueue()
 
     def exchange(self, assignment: Assignment) -> Exchange | None:
-        """Return how to talk in the middle of a task; None = not at all. Raises `SpecError` for what the model has not."""
+        """Find the exchange in the middle of a task; None = there is none. Raises `SpecError` for what the model has not."""
         return self._whole.local.exchange(self._whole.submodels, assignment.extra)
 
     def trainer(self, assignment: Assignment) -> LocalTrainer:
-        """Return what trains the client's part of a task."""
+        """Make the trainer of the client's part of a task."""
         exchange, whole = self.exchange(assignment), self._whole
         if exchange is None:
             return whole

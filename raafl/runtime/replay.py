@@ -70,11 +70,8 @@ def event_of(row: JournalRow) -> Event | None:
 class Replay:
     """Feeds a journal to a coordinator.
 
-    Attributes:
-        coordinator: fresh, built from the run's config.
-        executor: trains the tasks; in a pool, ahead of their turn.
-        parting: where the replay left the recording, if it did.
-        num_events: events replayed.
+    ``coordinator`` is fresh, built from the run's config; ``parting`` is where the replay left the recording, if it
+    did.
     """
 
     coordinator: Coordinator

@@ -87,12 +87,7 @@ def refuse(site: ClientSetup) -> None:
 
 
 class Span:
-    """This process's place among those of its client.
-
-    Attributes:
-        rank: 0 leads.
-        size: number of processes.
-    """
+    """This process's place among those of its client."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
         """Meet the others, as torchrun's environment says.

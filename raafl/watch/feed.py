@@ -14,11 +14,7 @@ from raafl.watch.state import RunState
 
 
 class ShownFolder(RunFolder):
-    """A run folder whose rows a `RunState` is told of.
-
-    Attributes:
-        state: who is told, if anybody.
-    """
+    """A run folder whose rows a `RunState` is told of."""
 
     state: RunState | None = None
 

@@ -54,12 +54,8 @@ class _Client:
 class RunState:
     """Counts what a run's rows say; `snapshot` is what to show.
 
-    Attributes:
-        title: what runs.
-        runtime: "simulated" or "distributed"; empty until it is known.
-        time_s: of the last row, on the run's clock.
-        summary: of a run that has ended.
-        say: told what happens, event by event, if anybody wants to know.
+    ``runtime`` is empty until it is known, ``time_s`` that of the last row; ``say`` is told what happens, event by
+    event.
     """
 
     def __init__(

@@ -203,11 +203,7 @@ class MeasuredSensitivity(Hook):
 
 @dataclass(frozen=True)
 class ScoredMean(Mean):
-    """`Mean`, which keeps what each client has measured, for `BestUnits`.
-
-    Attributes:
-        groups: as the clients'.
-    """
+    """`Mean`, which keeps what each client has measured, for `BestUnits`."""
 
     groups: int = 64
     by_client: ClassVar[bool] = True

@@ -39,13 +39,7 @@ class Reached(BaseException):
 
 
 class Half(Submodels):
-    """One half of a model as if it were all there is: of the other half's tensors it has no values, and none travel.
-
-    Attributes:
-        whole: the model's submodels.
-        cut: where it is cut.
-        side: which half.
-    """
+    """One half of a model as if it were all there is: of the other half's tensors it has no values, and none travel."""
 
     whole: Submodels
 

@@ -63,7 +63,7 @@ class LabelSplit(Wrapped):
         """Sum the output rows apart, and pass the update on."""
         output = _output(state.submodels)
         if output is not None:
-            weight = float(update.num_samples) if self.inner.by_samples else 1.0
+            weight, _ = self.inner.weigh(update, staleness)
             memory = state.memory.setdefault("label_split", {})
             if not memory:
                 memory |= {name: FlatTensors.zeros(output, state.values.device) for name in ("sum", "weight")}

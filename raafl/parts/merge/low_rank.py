@@ -21,6 +21,7 @@ For this the server keeps A and B of each version that somebody still works on. 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -71,7 +72,7 @@ class LowRank(Wrapped):
         """Keep the client's adapters, and pass the update on."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.get("at_work", {}).pop(update.client, None)
-        weight, factor = _weigh(self.inner, update, staleness)
+        weight, factor = self.inner.weigh(update, staleness)
         selections, mine = state.submodels.selections(state.submodels.normal(spec)), {}
         starts = memory["starts"][state.version - staleness] if self.is_relative and staleness else None
         for pair in pairs(state.submodels):
@@ -128,12 +129,12 @@ class LowRank(Wrapped):
                 keep -= share
         return keep, terms
 
+    @abstractmethod
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
         """Set A and B of a layer, and its base, in place.
 
         ``old`` is B and A before, ``keep`` the share of each of the old ranks that stays, ``terms`` what is added.
         """
-        raise NotImplementedError
 
 
 class HetLoRA(LowRank):
@@ -249,13 +250,6 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
         shares[f"rank_energy/{name}"] = math.fsum(v for one in squares for v in one[start:stop]) / (total or 1.0)
         start = stop
     return shares
-
-
-def _weigh(mean: Mean | Deltas, update: Update, staleness: int) -> tuple[float, float]:
-    """Weigh an update as ``mean`` does; return its weight w_n and its factor a_n."""
-    if isinstance(mean, Mean):
-        return float(update.num_samples) if mean.by_samples else 1.0, mean.alpha * mean.staleness(staleness)
-    return 1.0, mean.server_lr * mean.staleness(staleness)
 
 
 def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:

@@ -140,11 +140,14 @@ class Mean(Merge):
     def __post_init__(self) -> None:
         fraction("alpha", self.alpha)
 
+    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
+        """Return an update's weight w_n and its factor a_n."""
+        return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
+
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Note the update: a lone one is mixed in by `apply` from its own tensors, several are summed first."""
         memory = state.memory.setdefault("mean", {})
-        factor = self.alpha * self.staleness(staleness)
-        weight = float(update.num_samples) if self.by_samples else 1.0
+        weight, factor = self.weigh(update, staleness)
         memory.setdefault("received", []).append((weight, factor))
         if len(memory["received"]) == 1 and memory.get("lone") is None:
             memory["lone"] = (update.tensors, spec)
@@ -260,6 +263,10 @@ class Deltas(Merge):
 
     def __post_init__(self) -> None:
         positive("server_lr", self.server_lr)
+
+    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
+        """Return an update's weight, 1, and its factor ``eta_g s``."""
+        return 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the scaled delta to the buffer's sum."""

@@ -30,9 +30,6 @@ class Pooled(Wrapped):
     folded in one after the other, would go past where the statistics of all of them lie, with variances below 0. So here
     FedBuff is a mix ``theta <- theta + (1/K) sum_i s(staleness_i) (theta_i - theta)``; in a round of FedOpt, whose deltas are all
     against the server's values, the two are the same. Server learning rates and moments do not act on them.
-
-    Attributes:
-        pooling: the model's running statistics.
     """
 
     pooling: Pooling = field(repr=False)

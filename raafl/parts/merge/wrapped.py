@@ -82,11 +82,7 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """A select around another; passes everything on, so that a subclass says only what it does otherwise.
-
-    Attributes:
-        inner: the select that decides.
-    """
+    """A select around another; passes everything on, so that a subclass says only what it does otherwise."""
 
     inner: Select
 

@@ -224,13 +224,7 @@ class OneOf(Select):
 
 @dataclass(frozen=True, slots=True)
 class Fragments(OneOf):
-    """Disjoint fragments of the width (Fed-RAA).
-
-    Attributes:
-        ratios: share of each fragment.
-        how: see `OneOf`.
-        bound_s: see `OneOf`.
-    """
+    """Disjoint fragments of the width (Fed-RAA)."""
 
     ratios: tuple[float, ...]
     how: Choice = "gre_raa"

@@ -57,12 +57,7 @@ RUN_SECRET = "raafl-run-"
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
-    """What one client proves that it is that client with.
-
-    Attributes:
-        client: its id.
-        key: 32 bytes, derived from the run's secret.
-    """
+    """What one client proves that it is that client with."""
 
     client: int
     key: bytes = field(repr=False)

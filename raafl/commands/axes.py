@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from raafl.config.argv import names_section
+from raafl.config.argv import names_section, own_options
 from raafl.errors import BadInput, fraction
 from raafl.lean_import import quick_imports
 
@@ -39,10 +39,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
     parser = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
     parser.add_argument("--rate", type=float, nargs="+", default=RATES)
-    try:
-        own, rest = parser.parse_known_args(list(argv))
-    except ArgumentError as error:
-        raise BadInput(f"{error.argument_name}: {error.message}: raafl axes --help lists the options") from None
+    own, rest = own_options(parser, argv)
     for rate in own.rate:
         fraction("rate", rate)
     if not names_section(rest, "--config"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
-from argparse import ArgumentError, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raafl.config.argv import own_options, values
 from raafl.errors import BadInput
 from raafl.lean_import import quick_imports
 
@@ -84,10 +85,7 @@ def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--answer")
     parser.add_argument("--profiles", action="store_true")
-    try:
-        own, rest = parser.parse_known_args(list(argv))
-    except ArgumentError as error:
-        raise BadInput(f"{error.argument_name}: {error.message}: raafl plan --help lists the options") from None
+    own, rest = own_options(parser, argv)
     if own.updates is not None and own.updates < 1:
         raise BadInput(f"updates is {own.updates}: give 1 or more")
     if own.address is not None and own.measure is None:
@@ -112,7 +110,6 @@ def _answer(address: str, say: Callable[[str], None]) -> str:
 def _measure(own: Namespace, rest: Sequence[str], say: Callable[[str], None]) -> Profile:
     import torch
 
-    from raafl.config.argv import values
     from raafl.devices.files import write_rows
     from raafl.devices.measure import measure_machine
 

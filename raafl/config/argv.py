@@ -25,6 +25,18 @@ def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Names
     return options
 
 
+def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Split off the options that ``parser`` takes, which is made with ``exit_on_error=False``; the rest are the config's.
+
+    Raises:
+        BadInput: an option is wrong.
+    """
+    try:
+        return parser.parse_known_args(list(argv))
+    except ArgumentError as error:
+        raise BadInput(f"{error.argument_name}: {error.message}: {parser.prog} --help lists the options") from None
+
+
 def name_of(item: str) -> str:
     """Return the option that an item names, without a value behind `=`."""
     return item.partition("=")[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentError, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from raafl.config.argv import own_options
 from raafl.errors import BadInput
 
 SERVE = """
@@ -41,10 +42,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         parser.add_argument("--share_of_data", default="false")
     if command == "key":
         parser.add_argument("--output")
-    try:
-        own, rest = parser.parse_known_args(list(argv))
-    except ArgumentError as error:
-        raise BadInput(f"{error.argument_name}: {error.message}: raafl {command} --help lists the options") from None
+    own, rest = own_options(parser, argv)
     for name in ("encrypt", "share_of_data"):
         if getattr(own, name, None) is not None:
             setattr(own, name, _truth(name, getattr(own, name)))

@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401
 """Data for many clients: data modules to start from, ways to share a data set out, and fast batches of each share.
 
 Importing this package costs nothing: a name is imported when it is first asked for, and only the data modules need
@@ -44,30 +46,7 @@ _HOME = {
     "TensorWindows": "tokens",
 }
 
-__all__ = [
-    "CIFAR10",
-    "CIFAR100",
-    "FPB",
-    "MNIST",
-    "SST2",
-    "AGNews",
-    "ByColumn",
-    "ClassesPerClient",
-    "ClientData",
-    "Digits",
-    "Dirichlet",
-    "FederatedData",
-    "FineTuning",
-    "HuggingFace",
-    "HuggingFaceText",
-    "Iid",
-    "Partition",
-    "QuantitySkew",
-    "Shakespeare",
-    "TensorImages",
-    "TensorTokens",
-    "TensorWindows",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -30,8 +30,6 @@ def window(
     kept: Mapping[str, Iterable[int]] | None = None,
     starts: Sequence[int] | None = None,
     round: int = 0,
-    stack: str | None = None,
-    exit: str | Sequence[str] = (),
 ) -> Spec:
     """Return the window of this round; blocks below it are present and frozen, those above absent (see `depth_window`).
 
@@ -41,14 +39,12 @@ def window(
         kept: units of axes of width to keep as well.
         starts: where windows may begin, to be taken in turn; None = `window_starts`.
         round: of the client or the server.
-        stack: which stack; may be left out where there is one.
-        exit: the exit heads that are present.
 
     Raises:
         BadInput: the model has no such stack, or several.
     """
-    blocks = stack_of(submodels, stack)
+    blocks = stack_of(submodels)
     places = window_starts(len(blocks), rate) if starts is None else starts
     start = places[round % len(places)]
     stop = start + count(len(blocks), rate)
-    return depth_window(submodels, start, stop, stack=stack, exit=exit, kept=kept)
+    return depth_window(submodels, start, stop, kept=kept)

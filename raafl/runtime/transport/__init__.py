@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401
 """The wire: frames, pairs that carry them, and transports that make pairs. Nothing received is executed or evaluated.
 
 A new transport is a subclass of `Transport` with a line in `TRANSPORTS`, by whose name commands find it.
@@ -14,18 +16,3 @@ from raafl.runtime.transport.ranks import Ranks
 from raafl.runtime.transport.sockets import Sockets
 
 TRANSPORTS: dict[str, Callable[[Meeting], Transport]] = {"ranks": Ranks.from_environment, "tcp": Sockets}
-
-__all__ = [
-    "GIVEN_UP",
-    "TRANSPORTS",
-    "Admit",
-    "Expect",
-    "Kind",
-    "Meeting",
-    "Message",
-    "Pair",
-    "PeerLost",
-    "PeerTimeout",
-    "Refused",
-    "Transport",
-]

@@ -62,6 +62,7 @@ class Settings(TypedDict, total=False):
     keep_checkpoints: int
     emulate: bool
     server_device: str
+    transport: str
     workers: int
     threads: int
     output: str | Path | None

@@ -46,7 +46,7 @@ def fit(
         experiment = resume.after_restart(experiment)
         experiment.check()
     join_s = experiment.waits.join_s
-    transport = TRANSPORTS["ranks"](Meeting(experiment.clients, join_s, join_s))
+    transport = TRANSPORTS["ranks"](Meeting(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         return host(experiment, config_yaml, transport, progress_file, bears=0, watcher=watcher, note=resume.leave_note)
     take_part(experiment, transport)

@@ -29,7 +29,7 @@ def simulate_over_ranks(
         raise BadInput(
             f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: leave it out"
         )
-    transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s))
+    transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         with transport:
             return simulate(experiment, config_yaml, progress_file, transport=transport)

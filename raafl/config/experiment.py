@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+TRANSPORTS = ("staged", "nccl")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -163,6 +164,9 @@ class Experiment:
         "in a wall-clock run, make each rank take as long as its device would", group="computed"))
     server_device: str = field(default="cpu", metadata=about(
         "where the global model lies and is merged and measured: cpu, or cuda:0", "DEVICE", group="computed"))
+    transport: str = field(default="staged", metadata=about(
+        "how tensors travel between GPUs under torchrun: staged, through memory of the host, or nccl, where it joins the two",
+        "HOW", group="computed", may_change=True))
     workers: int = field(default=1, metadata=about(
         "processes that train in a simulated run, this one included", "N", group="computed", may_change=True, least=1))
     threads: int = field(default=1, metadata=about(
@@ -249,6 +253,8 @@ class Experiment:
                 f"workers is {self.workers}, whose processes are forked and can use no GPU: leave it out with "
                 f"fabric.accelerator {accelerator}, or start `torchrun --nproc-per-node {self.workers} -m raafl simulate`"
             )
+        if self.transport not in TRANSPORTS:
+            yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
         try:
             device = torch.device(self.server_device)
         except RuntimeError:

@@ -98,6 +98,7 @@ def test_a_sound_experiment_has_no_problem():
             "`torchrun --nproc-per-node 2 -m raafl simulate`",
         ),
         ({"server_device": "gpu"}, "server_device is 'gpu': give cpu, or a GPU such as cuda:0"),
+        ({"transport": "nvlink"}, "transport is 'nvlink': give staged or nccl"),
         ({"server_device": "meta"}, "server_device is 'meta': give cpu, or a GPU such as cuda:0"),
         (
             {"algorithm": raafl.fed_avg(cohort=11)},
@@ -217,7 +218,7 @@ def test_what_the_fields_say_of_themselves():
     assert set(marked("shared")) == both
     assert set(marked("told")) == both | {"devices", "memory", "fabric", "waits"}
     assert set(marked("may_change")) == {
-        "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits",
+        "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits", "transport",
         "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict",
     }  # fmt: skip
     assert set(ABOUT) - set(marked("again")) == {"output", "resume", "logger"}

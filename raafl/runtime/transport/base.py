@@ -33,6 +33,7 @@ class Meeting:
         address: ``HOST:PORT``, or a socket that listens; empty = the environment says where.
         secret: what clients prove; None = whoever gets to the address is trusted.
         client: who connects; 0 = the server, or whom the environment says.
+        nccl: send between GPUs by NCCL where it can.
         encrypt: encrypt, or refuse a server that does not; None = unless the address is of this machine alone.
     """
 
@@ -43,6 +44,7 @@ class Meeting:
     secret: Secret | None = None
     client: int = 0
     encrypt: bool | None = None
+    nccl: bool = False
 
 
 class Transport(ABC):

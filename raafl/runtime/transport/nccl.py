@@ -1,13 +1,17 @@
-"""A pair whose tensors go from GPU to GPU over NCCL, where each end has a GPU of its own; and the choice between pairs.
+"""A pair whose tensors go from GPU to GPU over NCCL, for who asks for it; and the choice between pairs.
 
 Control frames and short messages go over Gloo, which also notices a dead peer; NCCL alone would wait for it for ever.
+Whether NCCL joins the two ends is tried before the first payload: what does not work is found out while Gloo still does.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
 import time
+import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +31,17 @@ _POLL_S = 0.0005
 
 
 def identity(device: torch.device) -> str:
-    """Identify this device among all: a GPU's UUID, else the device's type."""
+    """Identify this device among all: a GPU's machine and bus id, else the device's type.
+
+    By these NCCL tells GPUs apart: parts of one (MIG), which have UUIDs of their own, and processes that share one (MPS) have
+    the same, and it refuses to join them.
+    """
     if device.type != "cuda":
         return device.type
-    properties: Any = torch.cuda.get_device_properties(device)
-    return f"cuda:{properties.uuid}"
+    gpu: Any = torch.cuda.get_device_properties(device)
+    boot = Path("/proc/sys/kernel/random/boot_id")  # alike in all containers of a machine
+    machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
+    return f"cuda:{machine}/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
 
 
 def nccl_problem(server: str, client: str) -> str | None:
@@ -46,24 +56,60 @@ def nccl_problem(server: str, client: str) -> str | None:
 
 def connect(
     store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
-    *, device: torch.device | str = "cpu",
+    *, device: torch.device | str = "cpu", nccl: bool = False,
 ) -> Pair:  # fmt: skip
-    """Meet the peer as `GlooPair.connect` does, over NCCL where both ends have a GPU of their own, else over Gloo.
+    """Meet the peer as `GlooPair.connect` does; with ``nccl`` over NCCL where that joins the two, and says why where not.
 
-    Both ends must call this function; ``device`` is where this end's tensors lie.
+    Both ends must call this function, and want NCCL or not; ``device`` is where this end's tensors lie.
     """
     pair = GlooPair.connect(store, prefix, server, timeout_s, hostname)
-    device = torch.device(device)
-    mine = identity(device) if dist.is_nccl_available() else "a torch without NCCL"
+    if not nccl:
+        return pair
+    device, group = torch.device(device), None
     try:
-        pair.send(codec.Message(codec.Kind.HELLO, meta={"device": mine}))
-        theirs = str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("device"))
-        if nccl_problem(*((mine, theirs) if server else (theirs, mine))) is not None:
-            return pair
-        return NcclPair(pair, store, prefix, device)
+        mine = identity(device) if dist.is_nccl_available() else "a torch without NCCL"
+        theirs = _told(pair, mine, timeout_s)
+        problem = nccl_problem(*((mine, theirs) if server else (theirs, mine)))
+        if problem is None:
+            group, mine = _tried(dist.PrefixStore(f"{prefix}/nccl", store), 0 if server else 1, device, timeout_s)
+            problem = _told(pair, mine, timeout_s) or mine  # both ends take it, or neither
     except BaseException:
+        if group is not None:
+            group.abort()
         pair.close()
         raise
+    if not problem:
+        return NcclPair(pair, group, device)
+    if group is not None:
+        group.abort()
+    warnings.warn(f"NCCL is not used, tensors are staged: {problem}", stacklevel=1)
+    return pair
+
+
+def _told(pair: GlooPair, mine: str, timeout_s: float) -> str:
+    """Tell the peer something and return what it tells."""
+    pair.send(codec.Message(codec.Kind.HELLO, meta={"nccl": mine}))
+    return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
+
+
+def _tried(store: Store, rank: int, device: torch.device, timeout_s: float) -> tuple[Any, str]:
+    """Make a group and send a word each way; return it and "", or None and what went wrong."""
+    group, words = None, torch.tensor([rank, -1], device=device)
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        for sender in (0, 1):
+            work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
+            work.wait()
+        _synchronize(device, timeout_s)
+        if int(words[1]) != 1 - rank:
+            raise RuntimeError("NCCL does not bring what was sent")
+    except (RuntimeError, PeerTimeout) as error:
+        if group is not None:
+            group.abort()
+        return None, str(error).splitlines()[0]
+    return group, ""
 
 
 def _sum(piece: Tensor) -> int:
@@ -80,20 +126,10 @@ class NcclPair(GlooPair):
     sender whose peer dies inside a payload may learn of it only at its deadline.
     """
 
-    def __init__(self, control: GlooPair, store: Store, prefix: str, device: torch.device) -> None:
-        """Take over ``control``, which must not be used any more, and add NCCL on ``device``.
-
-        Raises:
-            RuntimeError: no NCCL, or ``device`` is no GPU of this process.
-        """
-        if not dist.is_nccl_available() or device.type != "cuda" or torch.cuda.device_count() == 0:
-            raise RuntimeError(f"NcclPair on {device}: needs NCCL and a GPU; use GlooPair")
+    def __init__(self, control: GlooPair, group: Any, device: torch.device) -> None:
+        """Take over ``control``, which must not be used any more, and a two-rank ProcessGroupNCCL on ``device``."""
         self.__dict__.update(control.__dict__)
-        self._device = device
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
-        rank = 1 - self._peer
-        self._nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore(f"{prefix}/nccl", store), rank, 2, options)
+        self._device, self._nccl = device, group
 
     def close(self) -> None:
         """End the session; see `Pair.close`."""
@@ -111,7 +147,7 @@ class NcclPair(GlooPair):
             total += (index + 1) * _sum(held[-1])
         footer = torch.frombuffer(bytearray(struct.pack("<Q", total % 2**64)), dtype=torch.uint8)
         self._wait(self._start("send", footer, _REST), timeout_s)
-        self._synchronize(timeout_s)
+        _synchronize(self._device, timeout_s)
 
     def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
         pieces = [(chunk, self._on_device(chunk)) for chunk in chunks(target)]
@@ -144,14 +180,15 @@ class NcclPair(GlooPair):
         """Return the sender's sum once everything posted has come; Gloo tells at once of a peer that has died."""
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
         self._wait(self._start("recv", footer, _REST), self.timeout_s)
-        self._synchronize(self.timeout_s)
+        _synchronize(self._device, self.timeout_s)
         return int(struct.unpack("<Q", codec.memory(footer))[0])
 
-    def _synchronize(self, timeout_s: float) -> None:
-        event: Any = torch.cuda.Event
-        done, deadline = event(), time.monotonic() + timeout_s
-        done.record(torch.cuda.current_stream(self._device))
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise PeerTimeout(f"NCCL moved nothing more within {timeout_s:g} s")
-            time.sleep(_POLL_S)
+
+def _synchronize(device: torch.device, timeout_s: float) -> None:
+    event: Any = torch.cuda.Event
+    done, deadline = event(), time.monotonic() + timeout_s
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise PeerTimeout(f"NCCL moved nothing more within {timeout_s:g} s")
+        time.sleep(_POLL_S)

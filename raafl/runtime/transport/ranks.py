@@ -38,9 +38,11 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Ranks(Transport):
     """Rank 0 coordinates, ranks 1..N are the clients; a rank that is lost does not come back."""
 
-    def __init__(self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool) -> None:
-        """Meet at a store that all ranks share; ``local``: all of them are on this machine."""
-        self.client, self.store, self.local = rank, store, local
+    def __init__(
+        self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
+    ) -> None:
+        """Meet at a store that all ranks share; ``local``: all of them are on this machine; ``nccl``: see `Meeting`."""
+        self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="preparing", daemon=True)
@@ -70,7 +72,7 @@ class Ranks(Transport):
         # a job that torchrun has restarted finds the store as the attempt before has left it
         prefix = f"raafl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store = dist.PrefixStore(prefix, _store(rank, world_size, meeting.wait_s))
-        return cls(rank, clients, store, meeting.wait_s, local=local)
+        return cls(rank, clients, store, meeting.wait_s, local=local, nccl=meeting.nccl)
 
     def __enter__(self) -> Self:
         """Have the clients wait until rank 0 listens, however long; it may have to evaluate a large model first."""
@@ -105,7 +107,8 @@ class Ranks(Transport):
 
     def _meet(self, client: int, device: torch.device | str) -> Pair:
         host = "127.0.0.1" if self.local else None
-        return connect(self.store, f"pair/{client}", self.client == 0, self._wait_s, host, device=device)
+        nccl, is_server = self._nccl, self.client == 0
+        return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
 
     def _await_server(self) -> None:
         heard, wait_s, since = b"", 0.01, time.monotonic()

@@ -1,37 +1,173 @@
-"""Which ends NCCL joins, and its checksum; the pair itself needs two GPUs."""
+"""Which ends NCCL joins, and the pair over a stand-in for NCCL on emulated GPUs; NCCL itself needs two real ones."""
 
 from __future__ import annotations
 
+import queue
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.runtime.transport import nccl
+from raafl.runtime.transport import Kind, Message, Refused, nccl
 from raafl.runtime.transport.gloo import GlooPair
+from raafl.submodel.flat import FlatTensors, Layout
+from tests.emulated_cuda import emulated_cuda  # noqa: F401
+
+WAIT_S = 10.0
+
+
+class StandIn:
+    """Two ends of a ProcessGroupNCCL in one process; an end may be set to fail when it is made, or when it sends."""
+
+    Options = SimpleNamespace
+    fails: tuple[int, str] | None = None
+    ends: dict[int, StandIn]
+    sent: tuple[queue.Queue, queue.Queue]
+
+    def __init__(self, store, rank, size, options):
+        self.rank, self.aborted = rank, False
+        self.fail("made", "unhandled system error\nmore")
+        self.ends[rank] = self
+
+    def fail(self, when, says):
+        if self.fails == (self.rank, when):
+            self.sent[self.rank].put(None)
+            raise RuntimeError(f"NCCL error: {says}")
+
+    def send(self, tensors, peer, tag):
+        self.fail("sends", "Duplicate GPU detected")
+        self.sent[self.rank].put(tensors[0].cpu())
+        return SimpleNamespace(wait=lambda: True)
+
+    def recv(self, tensors, peer, tag):
+        def wait():
+            found = self.sent[peer].get(timeout=WAIT_S)
+            if found is None:
+                raise RuntimeError("NCCL error: remote process exited")
+            tensors[0].copy_(found)
+
+        return SimpleNamespace(wait=wait)
+
+    def abort(self):
+        self.aborted = True
+
+
+class Event:
+    def record(self, stream):
+        pass
+
+    def query(self):
+        return True
+
+
+@pytest.fixture
+def joined(monkeypatch, request):
+    """Connects a server on GPU 0 and a client on another, with the stand-in."""
+    request.getfixturevalue("emulated_cuda")
+
+    def properties(device):
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B + torch.device(device).index, pci_device_id=0)
+
+    StandIn.fails, StandIn.ends, StandIn.sent = None, {}, (queue.Queue(), queue.Queue())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    @contextmanager
+    def connect(*devices, wanted=True):
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT_S), wait_for_workers=False)
+        with ThreadPoolExecutor(2) as pool:
+            ends = [
+                pool.submit(nccl.connect, store, "pair/1", not n, WAIT_S, "127.0.0.1", device=device, nccl=wanted)
+                for n, device in enumerate(devices)
+            ]
+            server, client = (end.result() for end in ends)
+        with server, client:
+            yield server, client
+
+    return connect
+
+
+def test_a_gpu_is_known_by_its_machine_and_bus_whatever_its_parts_are_called(monkeypatch):
+    gpu = SimpleNamespace(uuid="MIG-1", pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    whole = nccl.identity(torch.device("cuda", 0))
+    assert whole.startswith("cuda:") and whole.endswith("/0001:3b:00")
+    gpu.uuid = "MIG-2"
+    assert nccl.identity(torch.device("cuda", 1)) == whole
+    gpu.pci_bus_id = 0x86
+    assert nccl.identity(torch.device("cuda", 1)) != whole
+    assert nccl.identity(torch.device("cpu")) == "cpu"
 
 
 def test_the_name_of_a_device_decides():
-    one, two = "cuda:GPU-1", "cuda:GPU-2"
+    one, two = "cuda:a/0000:3b:00", "cuda:a/0000:86:00"
     assert nccl.nccl_problem("cpu", two) == "the server's tensors are on cpu"
     assert nccl.nccl_problem(one, "cpu") == "the client's tensors are on cpu"
     assert nccl.nccl_problem(one, one) == "both ends share one GPU"
     expected = None if dist.is_nccl_available() else "this torch is built without NCCL"
     assert nccl.nccl_problem(one, two) == expected
-    assert nccl.identity(torch.device("cpu")) == "cpu"
 
 
-def test_ends_without_gpus_choose_gloo_and_nccl_names_it_as_the_remedy():
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
-    with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(nccl.connect, store, "pair/1", server, 10.0, "127.0.0.1") for server in (True, False)]
-        server, client = (end.result() for end in ends)
-    with server, client:
-        assert type(server) is GlooPair and type(client) is GlooPair
-        with pytest.raises(RuntimeError, match=r"cpu.*use GlooPair"):
-            nccl.NcclPair(server, store, "pair/1", torch.device("cpu"))
+def payload(value, device):
+    layout = Layout.pack([("weight", (1_500_000,), torch.float32), ("count", (3,), torch.int64)])
+    flat = FlatTensors.zeros(layout, device)
+    flat.buffers[torch.float32].fill_(value)
+    return flat
+
+
+def test_emulated_payloads_go_over_nccl_from_gpu_to_gpu_and_are_checked(joined):
+    with joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
+        assert type(server) is type(client) is nccl.NcclPair
+        sent, into = payload(2.0, "cuda:0"), payload(0.0, "cuda:1")
+        sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent))
+        message = client.recv(lambda kind, number, meta: into, WAIT_S, finite=True)
+        assert sending.result() > 6_000_000 and message.assignment == 7
+        assert message.tensors.fingerprint() == sent.fingerprint()
+        sending = pool.submit(client.send, Message(Kind.UPDATE, 7, 0, {}, payload(float("nan"), "cuda:1")))
+        with pytest.raises(Refused, match="non-finite"):
+            server.recv(lambda kind, number, meta: sent, WAIT_S, finite=True)
+        sending.result()
+        sending = pool.submit(client.send, Message(Kind.UPDATE, 8, 0, {}, into))
+        with pytest.raises(Refused, match="not-wanted"):  # and is read to its end
+            server.recv(refuse, WAIT_S)
+        sending.result()
+        pool.submit(client.send, Message(Kind.HELLO, 9))
+        assert server.recv(lambda *_: None, WAIT_S).assignment == 9
+    assert all(end.aborted for end in StandIn.ends.values())
+
+
+def refuse(kind, number, meta):
+    raise Refused("not-wanted")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("when", "says"), [("made", "unhandled system error"), ("sends", "Duplicate GPU detected")])
+def test_emulated_nccl_that_fails_before_the_first_payload_leaves_both_ends_to_gloo(joined, rank, when, says):
+    StandIn.fails = (rank, when)
+    warned = pytest.warns(UserWarning, match="NCCL is not used, tensors are staged: ")
+    with warned, joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
+        assert type(server) is type(client) is GlooPair
+        sent, into = payload(2.0, "cuda:0"), payload(0.0, "cuda:1")
+        sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent))
+        assert client.recv(lambda *_: into, WAIT_S).tensors.fingerprint() == sent.fingerprint()
+        sending.result()
+    assert any(says in str(warning.message) for warning in warned)
+    assert all(end.aborted for end in StandIn.ends.values())
+
+
+def test_emulated_ends_that_do_not_ask_for_nccl_or_share_a_gpu_have_gloo(joined):
+    with joined("cuda:0", "cuda:1", wanted=False) as ends:
+        assert [type(end) for end in ends] == [GlooPair, GlooPair]
+    with pytest.warns(UserWarning, match="both ends share one GPU"), joined("cuda:1", "cuda:1") as ends:
+        assert [type(end) for end in ends] == [GlooPair, GlooPair]
+    assert not StandIn.ends
 
 
 def test_the_word_sum_finds_lost_and_altered_words():

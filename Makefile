@@ -9,9 +9,9 @@ JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
-BENCHMARKS = $(filter-out common workloads pictures architecture,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(filter-out common workloads pictures architecture gpu,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
-.PHONY: help setup demo test test-long chaos lint format bench pictures docs clean
+.PHONY: help setup demo test test-long chaos lint format bench gpu pictures docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +46,9 @@ bench: .venv/.full  ## run every benchmark; results go to build/bench/NAME.json
 	@mkdir -p build/bench
 	@set -e; for name in $(BENCHMARKS); do \
 	    echo "[raafl] benchmark $$name"; $(BIN)/python -m benchmarks.$$name --out build/bench/$$name.json; done
+
+gpu:  ## the acceptance on a GPU, ten minutes, without network; report in build/gpu/report.json; without a GPU a dry run
+	@HF_HUB_OFFLINE=1 WANDB_MODE=offline $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 pictures: .venv/.full  ## draw the pictures of README and docs anew, into docs/images (runs are kept in build/pictures)
 	$(BIN)/python -m benchmarks.pictures $(ARGS)

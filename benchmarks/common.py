@@ -9,13 +9,15 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 TIMEOUT_S = 3600.0
+_NVIDIA_SMI = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=200"]
 
 
 def hardware() -> dict[str, Any]:
@@ -69,6 +71,22 @@ def in_process(name: str, arguments: list[str], threads: int) -> Any:
     if done.returncode:
         raise RuntimeError(f"benchmarks.{name} {' '.join(arguments)} failed with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def gpu_busy(*command: str) -> Iterator[list[float]]:
+    """Look each 0.2 s how much of the time the first GPU runs a kernel, in per cent; nothing is found without nvidia-smi."""
+    seen: list[float] = []
+    try:
+        looking = subprocess.Popen(command or _NVIDIA_SMI, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        looking.terminate()
+        seen += [float(word) for word in looking.communicate()[0].split() if word.isdecimal()]
 
 
 def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None) -> None:

@@ -104,11 +104,11 @@ def cases() -> list[Case]:
     ]
 
 
-def make_state(shape: Shape) -> GlobalState:
-    """Return the state of a model of that shape, random."""
+def make_state(shape: Shape, device: str = "cpu") -> GlobalState:
+    """Make the state of a model of that shape, random."""
     with skeleton():
         submodels = Submodels(Shapes(shape))
-    values = FlatTensors.empty(submodels.layout())
+    values = FlatTensors.empty(submodels.layout(), device)
     for buffer in values.buffers.values():
         buffer.normal_(std=0.02)
     return GlobalState(submodels, values)
@@ -126,7 +126,9 @@ class Updates:
         """Return the update number ``number`` of a spec; a few of each take turns."""
         key = (spec, number % NUM_BUFFERS)
         if key not in self._made:
-            tensors = self._made[key] = FlatTensors.empty(self._state.submodels.layout(spec, "trained"))
+            tensors = self._made[key] = FlatTensors.empty(
+                self._state.submodels.layout(spec, "trained"), self._state.values.device
+            )
             for buffer in tensors.buffers.values():
                 buffer.normal_(std=0.02)
         return self._made[key]
@@ -150,16 +152,18 @@ def fold(case: Case, state: GlobalState, given: list[tuple[Update, Spec]]) -> No
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long ``work`` takes."""
+    """Time ``work``, and what it leaves for a GPU to do."""
     begin = time.perf_counter()
     work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
-def rows(shape: Shape | None = None, repeats: int = 7, threads: int = 1) -> list[Row]:
+def rows(shape: Shape | None = None, repeats: int = 7, threads: int = 1, device: str = "cpu") -> list[Row]:
     """Measure every case with ``threads`` threads, each merge in turn with a copy."""
     torch.set_num_threads(threads)
-    state = make_state(shape or Shape())
+    state = make_state(shape or Shape(), device)
     source, target = state.values.clone(), state.values.clone()
     found = []
     for case in cases():

@@ -32,6 +32,7 @@ from model_zoo import CNN, MLP
 from raafl import Experiment, fed_async, fed_avg, fed_buff, simulate
 from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Iid
+from raafl.local.train import FabricOptions
 
 REPEATS = 5
 
@@ -167,12 +168,15 @@ class Bare:
         return float(seconds.value)
 
 
-def raafl_seconds(work: Workload, data: RandomData, algorithm: Algorithm, workers: int, folder: Path) -> float:
-    """Return the wall-clock seconds of one whole simulated run."""
+def raafl_seconds(
+    work: Workload, data: RandomData, algorithm: Algorithm, workers: int, folder: Path, device: str = "cpu"
+) -> float:
+    """Time one whole simulated run, by the wall clock, with the model and its clients on ``device``."""
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),
         max_updates=work.trainings, eval_every=10**9, workers=workers, output=str(folder), progress="quiet",
+        server_device=device, fabric=FabricOptions(accelerator=torch.device(device).type),
     )  # fmt: skip
     summary, _ = simulate(experiment)
     assert summary["updates_merged"] == work.trainings

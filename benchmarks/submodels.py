@@ -175,6 +175,47 @@ def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float]
     }
 
 
+def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_steps: int) -> list[Row]:
+    """Measure submodels in this process, of a GPU what its allocator had at most; over the whole model, and as predicted."""
+    import torch
+
+    from raafl.devices.probes import Probes
+    from raafl.local.train import FabricOptions
+
+    on_gpu = torch.device(device).type == "cuda"
+
+    def clock() -> float:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def measured(case: Case, client: Any, submodels: Any, speed: tuple[float, float]) -> Row:
+        spec = spec_of(submodels, case.rate, case.window)
+        values, trainer, before = values_of(submodels.layout(spec)), client.make(submodels), 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        steps = client.train(trainer, spec, values, num_steps)[1]
+        peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
+        return {**_predicted(submodels, spec, case, speed), "seconds": min(steps[1:]), "peak_bytes": peak}
+
+    rows = []
+    for model in models:
+        client = client_of(WORKLOADS[model], clock, FabricOptions(accelerator=torch.device(device).type))
+        submodels, probes = submodels_of(WORKLOADS[model]), Probes(device, clock)
+        for _ in range(10 * num_steps):
+            probes.take()
+        found = [measured(case, client, submodels, probes.speeds()) for case in cases(model, rates)]
+        for row in found:
+            whole = {name: row[name] / (found[0][name] or 1) for name in row if name.endswith(("seconds", "bytes"))}
+            rows.append({
+                "model": model, "rate": row["rate"], "window": row["window"], "seconds": row["seconds"],
+                "time": whole["seconds"], "predicted time": whole["predicted_seconds"],
+                "memory": whole["peak_bytes"], "predicted memory": whole["predicted_bytes"],
+            })  # fmt: skip
+    return rows
+
+
 def peak_bytes(case: Case) -> int:
     """Return the memory that a task of this submodel takes, measured in this process, which does nothing else."""
     client = client_of(case.work, time.perf_counter)

@@ -8,6 +8,7 @@ torch; a row holds the medians and the ratio to raw. The last rows are the ciphe
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import secrets
@@ -39,12 +40,18 @@ dist: Any = _distributed
 
 
 def rows() -> list[Row]:
-    """Measure with a second process as the client."""
+    """Measure with a second process as the client, and the ciphers alone."""
+    return trips() + _ciphers()
+
+
+def trips(device: str = "cpu", sizes: dict[int, int] = SIZES) -> list[Row]:
+    """Measure round trips with a second process as the client; the tensors of `GlooPair` and `TcpPair` are on ``device``."""
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
     os.environ["RAAFL_SECRET"] = secrets.token_hex(32)
-    client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port)])
+    told = json.dumps([device, list(sizes.items())])
+    client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port), told])
     try:
-        measured = _run(store, server=True)
+        measured = _run(store, True, device, sizes)
         client.wait(_TIMEOUT_S)
     finally:
         client.kill()
@@ -52,7 +59,20 @@ def rows() -> list[Row]:
     for num_bytes, times in measured.items():
         raw = times.pop("raw")
         made += [_row(name, num_bytes, seconds, raw) for name, seconds in times.items()]
-    return made + _ciphers()
+    return made
+
+
+def pinned_s(num_bytes: int, device: str) -> float:
+    """Time a copy of so many bytes from a GPU to pinned memory and back: what staging cannot do without."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there, taken = host.to(device), []
+    for _ in range(4):
+        start = time.perf_counter()
+        host.copy_(there)
+        there.copy_(host)
+        torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
 def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[float]) -> Row:
@@ -61,17 +81,20 @@ def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[floa
     return {"transport": name, "bytes": num_bytes, "seconds": ours, "raw_seconds": raw, "ratio": ours / raw, **best}
 
 
-def _run(store: Any, server: bool) -> dict[int, dict[str, list[float]]]:
+def _run(store: Any, server: bool, device: str, sizes: dict[int, int]) -> dict[int, dict[str, list[float]]]:
     torch.set_num_threads(1)
     raw_group = _raw_group(store, 0 if server else 1)
     measured: dict[int, dict[str, list[float]]] = {}
     pairs = {"gloo": GlooPair.connect(store, "pair", server, _TIMEOUT_S, _HOST), **_tcp_pairs(store, server)}
-    for num_bytes, repeats in SIZES.items():
+    for num_bytes, repeats in sizes.items():
         layout = Layout.pack([("weight", (num_bytes // 4,), torch.float32)])
-        down, up = (FlatTensors.from_named({"weight": torch.randn(num_bytes // 4)}, layout) for _ in range(2))
+        down, up = (
+            FlatTensors.from_named({"weight": torch.randn(num_bytes // 4)}, layout).to(device) for _ in range(2)
+        )
+        raw = [torch.randn(num_bytes // 4) for _ in range(2)]
         trip = _serve_task if server else _answer_task
         steps = {name: trip(pair, down, up) for name, pair in pairs.items()}
-        steps["raw"] = _raw_trip(raw_group, down.buffers[torch.float32], up.buffers[torch.float32], server)
+        steps["raw"] = _raw_trip(raw_group, *raw, server)
         times = measured[num_bytes] = {name: [] for name in steps}
         for repeat in range(-2, repeats):
             for name, step in steps.items():
@@ -162,7 +185,7 @@ def _answer_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[],
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["client"]:
-        port = int(sys.argv[2])
-        _run(dist.TCPStore(_HOST, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S)), server=False)
+        port, (on, counts) = int(sys.argv[2]), json.loads(sys.argv[3])
+        _run(dist.TCPStore(_HOST, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S)), False, on, dict(counts))
     else:
         main("wire", rows)

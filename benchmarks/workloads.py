@@ -128,8 +128,8 @@ def values_of(layout: Any) -> Any:
 class Client:
     """Trains tasks on one client's data as raafl does, and notes when each step begins."""
 
-    def __init__(self, work: Workload, data: Any, clock: Callable[[], float]) -> None:
-        """Take over the data; ``make`` returns a trainer of a model's submodels."""
+    def __init__(self, work: Workload, data: Any, clock: Callable[[], float], options: Any = None) -> None:
+        """Take over the data; ``make`` returns a trainer of a model's submodels, with Fabric's ``options``."""
         from raafl.core.algorithm import Local, Training
         from raafl.data.federated import ClientData
         from raafl.local.train import LocalTrainer
@@ -148,7 +148,7 @@ class Client:
         self.marks, self.clock, self.work = marks, clock, work
         self.data = Noted(data, torch.arange(len(data)), work.batch_size)
         self.make: Callable[[Any], Any] = lambda submodels: LocalTrainer(
-            submodels, Local(), "delta", Training(num_steps=1, batch_size=work.batch_size)
+            submodels, Local(), "delta", Training(num_steps=1, batch_size=work.batch_size), options
         )
 
     def train(self, trainer: Any, spec: Any, received: Any, num_steps: int) -> tuple[float, list[float]]:
@@ -166,13 +166,13 @@ class Client:
         return self.marks[0] - begin, steps
 
 
-def client_of(work: Workload, clock: Callable[[], float]) -> Client:
-    """Return a client with its data, in a process that has trained a tiny model."""
+def client_of(work: Workload, clock: Callable[[], float], options: Any = None) -> Client:
+    """Make a client with its data, in a process that has trained a tiny model."""
     import torch
     from torch.utils.data import TensorDataset
 
     torch.manual_seed(0)
-    client = Client(work, TensorDataset(*work.batch(2 * work.batch_size)), clock)
+    client = Client(work, TensorDataset(*work.batch(2 * work.batch_size)), clock, options)
     tiny = submodels_of(work, tiny=True)
     spec = spec_of(tiny, 1.0, "all")
     client.train(client.make(tiny), spec, values_of(tiny.layout(spec)), 2)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from raafl.runtime.transport import Kind, Message, Refused, nccl
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.submodel.flat import FlatTensors, Layout
-from tests.emulated_cuda import emulated_cuda  # noqa: F401
 
 WAIT_S = 10.0
 

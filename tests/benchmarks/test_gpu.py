@@ -1,0 +1,81 @@
+"""`make gpu`, as far as it goes without a GPU: every step is begun by `.ci/run`; here, what is done with what they find."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.common import gpu_busy
+
+
+def fine(where):
+    """What works."""
+    return [{"value": 1, "met": not where.dry}]
+
+
+def bad(where):
+    """What does not."""
+    raise KeyboardInterrupt("in the step")
+
+
+def short(where):
+    """What is too slow."""
+    return [{"value": 0.1, "met": False}]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    made = {step.__name__: gpu.Step(step, 10.0) for step in (bad, fine, short)}
+    monkeypatch.setattr(gpu, "STEPS", made | {"both": gpu.Step(fine, 10.0, num_gpus=2)})
+    return gpu.STEPS
+
+
+def told(tmp_path):
+    return {row["step"]: row["outcome"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
+
+
+def test_a_step_that_fails_ends_no_other_and_is_in_the_report(tmp_path, steps, capsys):
+    assert gpu.accept(tmp_path, list(steps), 0) == 1
+    outcomes = {"bad": "failed: KeyboardInterrupt: in the step", "fine": "ok", "short": "ok", "both": "ok"}
+    assert told(tmp_path) == outcomes  # a dry run meets no goal
+    assert "in the step" in json.loads((tmp_path / "report.json").read_text())["rows"][0]["traceback"]
+    assert gpu.accept(tmp_path, ["fine", "short"], 0) == 0
+    assert "with two nodes" in capsys.readouterr().out
+
+
+def test_on_gpus_a_goal_that_is_missed_counts_and_what_needs_more_gpus_waits(tmp_path, steps, monkeypatch):
+    monkeypatch.setattr(gpu, "begin", lambda name, device, limit_s: gpu.within(name, device))
+    assert gpu.accept(tmp_path, ["fine", "short", "both"], 1) == 1
+    assert told(tmp_path) == {"fine": "ok", "short": "missed", "both": "needs 2 GPUs"}
+    assert gpu.accept(tmp_path, ["fine", "both"], 2) == 0
+    monkeypatch.setattr(gpu, "TOTAL_S", 1.0)
+    assert gpu.accept(tmp_path, ["fine"], 2) == 0 and told(tmp_path) == {"fine": "no time was left"}
+
+
+def test_a_step_has_a_process_of_its_own_and_a_limit():
+    assert gpu.begin("sharing", "cpu", 60.0)["outcome"] == "ok"
+    assert gpu.begin("sharing", "cpu", 0.001)["outcome"] == "not done within 0 s"
+
+
+def test_what_is_missing_is_said_in_one_line(tmp_path, steps, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "WHEELS", "torch no_such_wheel nor_this")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu.main(["--out", str(tmp_path), "--only", "fine"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "[raafl] wheels that are missing: no_such_wheel, nor_this"
+    assert second == "[raafl] no GPU here: each step is only begun, on the CPU"
+
+
+def test_how_busy_a_gpu_is_is_read_from_what_nvidia_smi_says(tmp_path):
+    there = tmp_path / "there"
+    with gpu_busy("sh", "-c", "echo 50; echo N/A; echo 70; touch $0; exec sleep 60", str(there)) as seen:
+        while not there.exists():
+            time.sleep(0.01)
+    assert seen == [50.0, 70.0]
+    with gpu_busy("no-such-command") as seen:
+        pass
+    assert seen == []

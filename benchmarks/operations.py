@@ -79,7 +79,8 @@ def _timed() -> Any:
     """Return a mode that times every operation, and notes what raafl counts for it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from raafl.submodel.ledger import OperationCost, counted, tensors_in
+    from raafl.submodel.aside import tensors_in
+    from raafl.submodel.ledger import OperationCost, counted
 
     class Timed(TorchDispatchMode):
         def __init__(self) -> None:

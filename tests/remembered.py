@@ -64,6 +64,6 @@ def costs() -> Iterator[None]:
 
 
 def _tensors(batch: Any) -> list[Any]:
-    from raafl.submodel.ledger import tensors_in
+    from raafl.submodel.aside import tensors_in
 
     return list(tensors_in(batch))

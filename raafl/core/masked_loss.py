@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raafl.data.labels import classes_in
 from raafl.submodel import FULL, Submodels
-from raafl.submodel.cost import meta_batch
+from raafl.submodel.aside import loss_of, meta_batch, settle
 
 CLASSES = "classes"
 """Key in `Update.extra` of the classes whose logits a client's task has left as they were, ascending."""
@@ -56,10 +56,7 @@ def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tup
         try:
             with torch.device(device), torch.enable_grad():
                 module: Any = submodels.shrink(FULL, device="meta").module
-                for name in ("log", "log_dict"):
-                    if hasattr(module, name):
-                        module.__dict__[name] = _ignore
-                module.train()
+                settle(module)
                 return (ask(module, meta_batch(submodels.example_batch, 2)),)
         except Exception:  # whatever the user's code raises without values
             continue
@@ -79,8 +76,7 @@ def _why_unused(module: Any, batch: Any) -> str | None:
         return output
 
     module.register_forward_hook(cut)
-    answer = module.training_step(batch, 0)
-    loss = answer["loss"] if isinstance(answer, Mapping) else answer
+    loss = loss_of(module, batch)
     logits = [one for one in found if one is not None]
     name = type(module).__name__
     if not found:
@@ -103,7 +99,3 @@ def _layer_of(module: Any, batch: Any) -> str | None:
     makers = {next((path for path, output in given if output is one), None) for one in logits}
     maker = makers.pop() if len(makers) == 1 else None
     return maker if sum(path == maker for path, _ in given) == len(logits) else None
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None

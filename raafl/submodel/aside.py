@@ -64,6 +64,49 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
     return handles
 
 
+def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a nested batch with what ``change`` makes of each tensor."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, change) for key, value in batch.items()}
+    if not isinstance(batch, list | tuple):
+        return batch
+    items = [mapped(item, change) for item in batch]
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors of a nested batch, in order."""
+    found: list[Tensor] = []
+    mapped(batch, found.append)
+    return found
+
+
+def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
+    """Return ``batch`` on the meta device, with ``batch_size`` samples (dimension 0 of its first tensor) if that is given."""
+    samples = next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 0)
+
+    def resized(x: Tensor) -> Tensor:
+        is_sampled = batch_size is not None and x.dim() > 0 and x.shape[0] == samples
+        return torch.empty((batch_size, *x.shape[1:]) if is_sampled else x.shape, dtype=x.dtype, device="meta")
+
+    return mapped(batch, resized)
+
+
+def loss_of(module: Any, batch: Any) -> Any:
+    """Run a training step; return its loss."""
+    answer = module.training_step(batch, 0)
+    return answer["loss"] if isinstance(answer, Mapping) else answer
+
+
+def call(module: Any, batch: Any) -> Any:
+    """Run a forward pass; of a batch that is a list the first tensor is the input."""
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(batch[0] if isinstance(batch, list | tuple) else batch)
+
+
 def draw_(name: str, value: Tensor, noise: Tensor) -> None:
     """Give a parameter values like those that layers begin with, made of standard normal ``noise``."""
     if value.dim() > 1:

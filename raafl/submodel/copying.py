@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _ATTACHED = ("_trainer", "_fabric")
 """Attributes by which a LightningModule holds on to what runs it; a small copy is not run by that."""
@@ -24,3 +26,34 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if part.__dict__.get(attribute) is sentinel:
                 part.__dict__[attribute] = None
     return small
+
+
+def remade(
+    module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]
+) -> nn.Module:  # fmt: skip
+    """Copy the structure, with what ``parameter`` and ``buffer`` make of each tensor in its place."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(parameter(p), p.requires_grad) for p in module.parameters()}
+    memo |= {id(b): buffer(b) for b in module.buffers()}
+    return copy_structure(module, memo)
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """Return a copy of the module on the meta device; transient buffers are shared, what the constructor computed."""
+    persistent = {id(buffer) for buffer in persistent_buffers(module).values()}
+    return remade(module, on_meta, lambda x: on_meta(x) if id(x) in persistent else x)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """Make a tensor of this shape without values."""
+    # empty_like would import sympy to answer on the meta device: 0.3 s of a client's start
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are part of the state, each once."""
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in module.named_buffers() if name not in transient}

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
+from raafl.submodel.aside import call, loss_of, meta_batch, settle, tensors_in
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile, TaskTime
     from raafl.submodel.ledger import Ledger
     from raafl.submodel.submodels import Submodels
+
+
+_SLOTS = 2
+"""Values that an optimiser is taken to keep for each trained one, as Adam does, where its step cannot run on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class Step:
     padding_flops: float = 0.0
 
 
-def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slots: int = 2) -> Cost:
+def predict(submodels: Submodels, spec: Spec, batch_size: int) -> Cost:
     """Predict the cost of training ``spec``, without allocating it.
 
     One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
@@ -88,14 +92,12 @@ def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slo
         submodels: of the model.
         spec: the submodel.
         batch_size: samples per step.
-        num_optimizer_slots: values that the optimiser keeps for each trained one, where its step cannot run on the meta
-            device: 0 plain SGD, 1 momentum, 2 Adam.
     """
     present, trained = submodels.layout(spec), submodels.layout(spec, "trained")
     names = submodels.parameter_names
     params = sum(entry.numel for entry in present.entries if entry.name in names)
     batch = None if submodels.example_batch is None else meta_batch(submodels.example_batch, batch_size)
-    step, held_bytes = _step(submodels, spec, batch, num_optimizer_slots)
+    step, held_bytes = _step(submodels, spec, batch)
     flops = step.flops
     if flops is None:
         flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
@@ -106,14 +108,14 @@ def predict(submodels: Submodels, spec: Spec, batch_size: int, num_optimizer_slo
     return Cost(params, flops / samples, peak, down_bytes, trained.num_bytes, *more)
 
 
-def _step(submodels: Submodels, spec: Spec, batch: Any, num_slots: int) -> tuple[Step, int]:
+def _step(submodels: Submodels, spec: Spec, batch: Any) -> tuple[Step, int]:
     """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
     run, failure = _Run(submodels, spec, batch), None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu") if batch is not None else ():
         try:
             with torch.device(default):
-                return run.step(num_slots), run.held_bytes
+                return run.step(), run.held_bytes
         except Exception as error:
             run, failure = _Run(submodels, spec, batch), error
     if failure is not None and spec != FULL and _runs_whole(submodels, batch):
@@ -123,17 +125,17 @@ def _step(submodels: Submodels, spec: Spec, batch: Any, num_slots: int) -> tuple
         ) from failure
     if batch is not None:
         try:
-            return run.forward(num_slots), run.held_bytes
+            return run.forward(), run.held_bytes
         except Exception:
             run = _Run(submodels, spec, batch)
-    return run.update(num_slots), run.held_bytes
+    return run.update(), run.held_bytes
 
 
 def _runs_whole(submodels: Submodels, batch: Any) -> bool:
     for default in ("meta", "cpu"):
         try:
             with torch.device(default):
-                _Run(submodels, FULL, batch).step(0)
+                _Run(submodels, FULL, batch).step()
             return True
         except Exception:
             continue
@@ -144,57 +146,42 @@ class _Run:
     """One step of the small module on the meta device."""
 
     def __init__(self, submodels: Submodels, spec: Spec, batch: Any) -> None:
-        from raafl.submodel.ledger import FusedAttention, Ledger, storage_key, tensors_in
+        from raafl.submodel.ledger import FusedAttention, Ledger, storage_key
 
         self.module: Any = submodels.shrink(spec, device="meta").module
         self.batch = batch
-        self.module.train()
+        settle(self.module)
         held = [*self.module.parameters(), *self.module.buffers(), *tensors_in(batch)]
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
         self.ledger: Ledger = Ledger(held)
         self.attention = FusedAttention()
-        for name in ("log", "log_dict"):
-            if hasattr(self.module, name):
-                self.module.__dict__[name] = _ignore  # nobody listens to metrics of a meta tensor
 
-    def step(self, num_slots: int) -> Step:
+    def step(self) -> Step:
         """Follow a training step, its backward pass and the optimiser's step."""
-        if not callable(getattr(self.module, "training_step", None)):
-            raise TypeError("the module has no training_step")
 
         def passes() -> None:
-            output = self.module.training_step(self.batch, 0)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = loss_of(self.module, self.batch)
             if loss.requires_grad:
                 loss.backward()
 
         peak_bytes = self._peak_of(passes)
         work = self.ledger
-        return self._updated(num_slots, work.flops, work.moved_bytes, peak_bytes, work.padding_flops)
+        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops)
 
-    def forward(self, num_slots: int) -> Step:
+    def forward(self) -> Step:
         """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
-        batch = self.batch
-
-        def call() -> Any:
-            if isinstance(batch, Mapping):
-                return self.module(**batch)
-            return self.module(batch[0] if isinstance(batch, list | tuple) else batch)
-
-        peak_bytes = self._peak_of(call) + self.gradient_bytes
+        peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
-        return self._updated(num_slots, 3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops)
+        return self._updated(3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops)
 
-    def update(self, num_slots: int) -> Step:
+    def update(self) -> Step:
         """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
-        return self._updated(num_slots, None, 3 * values, self.gradient_bytes)
+        return self._updated(None, 3 * values, self.gradient_bytes)
 
-    def _updated(
-        self, num_slots: int, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0
-    ) -> Step:
+    def _updated(self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0) -> Step:
         """Return the step with its update, whose state is there throughout from the second step on."""
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             for parameter in self.trains:
@@ -207,7 +194,7 @@ class _Run:
             self._peak_of(self._optimise_again)  # with its state there
             moved_bytes += self.ledger.moved_bytes - before
         except Exception:
-            state = num_slots * self.gradient_bytes
+            state = _SLOTS * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
         return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops)
@@ -240,27 +227,3 @@ def _optimizers(answer: Any) -> list[Optimizer]:
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Optimizer) for one in found):
         raise TypeError("configure_optimizers gives no optimizer")
     return list(found)
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def meta_batch(batch: Any, batch_size: int) -> Any:
-    """Return ``batch`` on the meta device with ``batch_size`` samples (dimension 0 of its first tensor)."""
-    from raafl.submodel.ledger import tensors_in
-
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 0]
-    samples = tensors[0].shape[0] if tensors else 0
-
-    def resized(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            size = (batch_size, *item.shape[1:]) if item.dim() > 0 and item.shape[0] == samples else item.shape
-            return torch.empty(size, dtype=item.dtype, device="meta")
-        if isinstance(item, Mapping):
-            return {key: resized(value) for key, value in item.items()}
-        if isinstance(item, tuple) and hasattr(item, "_fields"):
-            return type(item)(*map(resized, item))
-        return type(item)(map(resized, item)) if isinstance(item, list | tuple) else item
-
-    return resized(batch)

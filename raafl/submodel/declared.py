@@ -1,7 +1,7 @@
 """What a model, or any part of it, says of its own structure: axes, stacks of blocks, exits.
 
 A part says it as plain data, in an attribute or a method of the same name, with paths relative to itself. Stacks of
-blocks of a known type are found without.
+equal blocks are found without.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 from torch import nn
 
 from raafl.errors import nearest
-from raafl.submodel import families  # noqa: F401  # the types of blocks they know
-from raafl.submodel.known import is_block
 from raafl.submodel.spec import Spec, SpecError
 
 
@@ -67,7 +65,10 @@ def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, 
 
 
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
-    """Return the stacks by name: those declared (`submodel_blocks`), then those of blocks of a known type, by path.
+    """Return the stacks by name: those declared (`submodel_blocks`), then lists of equal blocks, by path.
+
+    Blocks have parts, and those of a list the same type and shapes. Where a list mixes blocks of other shapes, as that of a
+    stage of a ResNet does, its type makes no stacks at all; nor do lists within blocks, as those of experts.
 
     Raises:
         SpecError: a declared path is not that of a `ModuleList` or `Sequential`.
@@ -76,16 +77,21 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
     for prefix, declared in said(module, "submodel_blocks"):
         for name, path in declared.items():
             stacks[join(prefix, name)] = _stack(module, join(prefix, path), name)
-    known = {stack.path for stack in stacks.values()}
-    for path, part in module.named_modules():
-        if (
-            isinstance(part, nn.ModuleList | nn.Sequential)
-            and len(part) > 1
-            and path not in known
-            and all(map(is_block, part))
-        ):
+    known = [stack.path for stack in stacks.values()]
+    lists = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    lists = [(path, part) for path, part in lists if len(part) > 1 and len(set(map(type, part))) == 1]
+    mixed = {type(part[0]) for _, part in lists if len(set(map(_form, part))) > 1}
+    for path, part in lists:
+        if _form(part[0]) and type(part[0]) not in mixed and not within(path, known):
+            known.append(path)
             stacks[path or "blocks"] = Stack(path, tuple(part._modules))
     return stacks
+
+
+def _form(block: nn.Module) -> tuple[Any, ...]:
+    """Return names and shapes of a block's parameters; nothing where it has no parts."""
+    has_parts = next(block.children(), None) is not None
+    return tuple((name, tuple(p.shape)) for name, p in block.named_parameters()) if has_parts else ()
 
 
 def _stack(module: nn.Module, path: str, name: str) -> Stack:

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from raafl.errors import BadInput
 from raafl.submodel.declared import Stack, find_stacks, said
-from raafl.submodel.known import TAILS, Tail, known
-
-
-def tail_of(model: nn.Module) -> Tail | None:
-    """Look up the model's last layers."""
-    found: Tail | None = known(model, TAILS)
-    return found
+from raafl.submodel.known import TAILS, tail_of
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:

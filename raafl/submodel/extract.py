@@ -137,10 +137,6 @@ class CopyPlan:
         else:
             self._views.append(piece)
 
-    def views(self, full: FlatTensors) -> list[Tensor]:
-        """Return the views into the full storage that the ranges keep (see `MAX_VIEWS`), cached on ``full``."""
-        return self._cached(full, self._full_side)
-
     def _cached(
         self, flat: FlatTensors, side: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
     ) -> list[Tensor]:

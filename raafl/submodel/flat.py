@@ -184,12 +184,9 @@ class FlatTensors:
         self.views: dict[Any, list[Tensor]] = {}
 
     @classmethod
-    def empty(cls, layout: Layout, device: torch.device | str = "cpu", *, pin_memory: bool = False) -> FlatTensors:
+    def empty(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
         """Return uninitialised storage for ``layout``."""
-        return cls(
-            layout,
-            {d: torch.empty(n, dtype=d, device=device, pin_memory=pin_memory) for d, n in layout.numel.items()},
-        )
+        return cls(layout, {d: torch.empty(n, dtype=d, device=device) for d, n in layout.numel.items()})
 
     @classmethod
     def zeros(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:

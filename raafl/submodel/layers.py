@@ -48,9 +48,20 @@ def produces(layer: nn.Module) -> tuple[str, int] | None:
     return OUTPUTS[found] if found is not None and type(layer).forward is found.forward else None
 
 
-@resizes(nn.Linear)
-def _linear(layer: nn.Linear) -> None:
-    layer.out_features, layer.in_features = layer.weight.shape
+def _from(**sizes: tuple[str, int]) -> Resize:
+    """Make the function that sets each attribute to the size of a tensor's dimension."""
+
+    def set_(layer: Any) -> None:
+        for attribute, (tensor, dim) in sizes.items():
+            setattr(layer, attribute, getattr(layer, tensor).shape[dim])
+
+    return set_
+
+
+resizes(nn.Linear)(_from(out_features=("weight", 0), in_features=("weight", 1)))
+resizes(nn.Embedding, nn.EmbeddingBag)(_from(num_embeddings=("weight", 0), embedding_dim=("weight", 1)))
+resizes(nn.PReLU)(_from(num_parameters=("weight", 0)))
+resizes(nn.RNNCellBase)(_from(input_size=("weight_ih", 1), hidden_size=("weight_hh", 1)))
 
 
 @resizes(nn.modules.conv._ConvNd)
@@ -61,11 +72,6 @@ def _convolution(layer: Any) -> None:
         layer.groups = layer.groups * layer.weight.shape[0] // channels
     layer.out_channels = layer.weight.shape[out] * (layer.groups if layer.transposed else 1)
     layer.in_channels = layer.weight.shape[inner] * (1 if layer.transposed else layer.groups)
-
-
-@resizes(nn.Embedding, nn.EmbeddingBag)
-def _embedding(layer: Any) -> None:
-    layer.num_embeddings, layer.embedding_dim = layer.weight.shape
 
 
 @resizes(nn.modules.batchnorm._NormBase)
@@ -88,11 +94,20 @@ def _layer_norm(layer: Any) -> None:
         layer.normalized_shape = tuple(layer.weight.shape)
 
 
-@resizes(nn.PReLU)
-def _prelu(layer: nn.PReLU) -> None:
-    layer.num_parameters = layer.weight.numel()
+def adopt(layer: nn.RNNBase) -> None:
+    """Make a recurrent layer use the tensors that it has now, where they lie."""
+    layer.__dict__["flatten_parameters"] = _stays  # cuDNN would move them into storage of its own
+    layer._init_flat_weights()
 
 
-@resizes(nn.RNNCellBase)
-def _cell(layer: Any) -> None:
-    layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
+def _stays() -> None:
+    return None
+
+
+@resizes(nn.RNNBase)
+def _recurrent(layer: Any) -> None:
+    layer.input_size = layer.weight_ih_l0.shape[1]
+    gates = layer.weight_ih_l0.shape[0] // layer.weight_hh_l0.shape[1] if not layer.proj_size else 4
+    layer.hidden_size = layer.weight_ih_l0.shape[0] // gates
+    layer.proj_size = layer.weight_hr_l0.shape[0] if layer.proj_size else 0
+    adopt(layer)

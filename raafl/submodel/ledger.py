@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raafl.submodel.aside import tensors_in
 from raafl.submodel.kernels import traffic, workspace_bytes
 
 _aten = torch.ops.aten
@@ -151,15 +152,6 @@ def _bytes_of(tensor: Tensor) -> int:
 def storage_key(tensor: Tensor) -> int:
     """Identify a storage while it is alive, on the meta device as well, unlike `data_ptr`."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nested batch, in order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    return [tensor for item in batch for tensor in tensors_in(item)] if isinstance(batch, list | tuple) else []
 
 
 class FusedAttention(TorchFunctionMode):

@@ -42,7 +42,7 @@ class FewerHeads(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        projected = self._project_one(query) if is_self else self._project(query, key, value)
+        projected = self._project(query, key, value, is_self)
         q, k, v = (x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for x in projected)
         mask = self._mask(q, k, key_padding_mask, attn_mask)
         dropout = self.dropout if self.training else 0.0
@@ -63,24 +63,13 @@ class FewerHeads(nn.MultiheadAttention):
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    @property
-    def has_one_projection(self) -> bool:
-        """Whether q, k and v are one tensor."""
-        weight: Tensor | None = self.in_proj_weight
-        return weight is not None
-
-    def _project_one(self, x: Tensor) -> tuple[Tensor, ...]:
-        if not self.has_one_projection:
-            return self._project(x, x, x)
-        return F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        bias: Tensor | None = self.in_proj_bias
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, is_self: bool) -> tuple[Tensor, ...]:
+        weight: Any = self.in_proj_weight  # of q, k and v, or None
+        bias: Any = self.in_proj_bias
+        if is_self and weight is not None:
+            return F.linear(query, weight, bias).chunk(3, -1)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
-        if not self.has_one_projection:
-            parts: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        else:
-            parts = self.in_proj_weight.chunk(3)
+        parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
         inputs = (query, key, value)
         return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
-from raafl.submodel.aside import draw_
+from raafl.submodel.aside import draw_, mapped, tensors_in
 from raafl.submodel.batch_norm import statistics_of
+from raafl.submodel.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.shrink import persistent_buffers
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
@@ -87,10 +86,10 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
 
 def shortened(batch: Any) -> Any:
     """Return a batch of texts with the first `LONGEST` tokens of each; another batch as it is."""
-    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    tensors = tensors_in(batch)
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
         return batch
-    return tree_map(lambda x: x[:, :LONGEST] if isinstance(x, Tensor) else x, batch)
+    return mapped(batch, lambda x: x[:, :LONGEST])
 
 
 def num_values(submodels: Submodels) -> int:

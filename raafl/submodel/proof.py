@@ -8,7 +8,7 @@ buffers stay as they are, and so that a replay comes to the same axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, count
@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from raafl.submodel.aside import line_of, settle, undisturbed, watch_outputs
+from raafl.submodel.aside import line_of, loss_of, mapped, settle, undisturbed, watch_outputs
 from raafl.submodel.axes import Axis
+from raafl.submodel.copying import persistent_buffers
 from raafl.submodel.declared import within
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
 from raafl.submodel.narrow import drawn, narrowed, num_values, shortened
-from raafl.submodel.shrink import persistent_buffers
 from raafl.submodel.spec import FULL, Spec
 from raafl.submodel.trace import MOST_VALUES
 
@@ -118,7 +117,7 @@ class _Proof:
 
     def __init__(self, submodels: Submodels, module: nn.Module, batch: Any, dtype: torch.dtype) -> None:
         self.submodels, self.dtype = submodels, dtype
-        self.batch = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+        self.batch = mapped(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
         self.values = drawn(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
         self.spanned |= set() if submodels.found is None else submodels.found.spanned
@@ -224,8 +223,7 @@ class _Proof:
         )
         try:
             with mode:
-                answer = module.training_step(self.batch, 0)
-                loss = answer["loss"] if isinstance(answer, Mapping) else answer
+                loss = loss_of(module, self.batch)
                 loss.backward()
         finally:
             for handle in handles:

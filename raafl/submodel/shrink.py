@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.submodel import families, lora, multihead, recurrent  # noqa: F401  # the sizes they register
+from raafl.submodel import lora, multihead  # noqa: F401  # the sizes they register
 from raafl.submodel.axes import Runs
 from raafl.submodel.copying import copy_structure
 from raafl.submodel.exits import StandIn
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
-from raafl.submodel.layers import produces, resize
+from raafl.submodel.layers import adopt, produces, resize
 from raafl.submodel.sizes import Sizes
 
 
@@ -63,14 +63,6 @@ class Shrunk:
     present: FlatTensors
     trained: FlatTensors
 
-    def refresh_(self) -> None:
-        """Copy into ``present`` whatever the user's code has moved out of it (``buffer = new`` instead of in place)."""
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        for name, view in self.present.items():
-            tensor = tensors.get(name)
-            if tensor is not None and tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor.detach())
-
 
 @dataclass(frozen=True, slots=True)
 class Structure:
@@ -114,6 +106,8 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
     for path, other in structure.stand_ins.items():
         parent, _, name = path.rpartition(".")
         small.get_submodule(parent)._modules[name] = StandIn(small.get_submodule(other))
+    for path in {path.rpartition(".")[0] for path in structure.absent}:
+        _renumber(full, small, path)
     _resize_layers(small, structure)
     structure.sizes.apply_(small, {**structure.full, **structure.counts}, structure.full)
     if rescale:
@@ -141,14 +135,29 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
 
 def _resize_layers(small: nn.Module, structure: Structure) -> None:
     shrunk = {path for name in structure.selections for path in _above(name)}
-    shrunk |= {path for name in structure.absent for path in _above(name)}
     for name, layer in small.named_modules(remove_duplicate=False):
         if name in shrunk:
             resize(layer)
         elif isinstance(layer, nn.RNNBase):
-            recurrent.adopt(layer)
+            adopt(layer)
         if structure.counts and hasattr(layer, "submodel_resize"):
             layer.submodel_resize(dict(structure.counts))
+
+
+def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
+    """Make the config and the blocks of a transformer count the blocks that are there, in place, as transformers has them."""
+    layers, above = small.get_submodule(path), path.rpartition(".")[0]
+    config: Any = getattr(small.get_submodule(above), "config", None)
+    if getattr(config, "num_hidden_layers", None) != len(full.get_submodule(path)._modules) or not path:
+        return
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and len(kinds) == config.num_hidden_layers:
+        config.layer_types = [kinds[int(name)] for name in layers._modules]
+    config.num_hidden_layers = len(layers._modules)
+    for place, layer in enumerate(layers.children()):
+        for part in layer.modules():
+            if "layer_idx" in part.__dict__:  # where a cache keeps its keys and values
+                part.__dict__["layer_idx"] = place
 
 
 def _above(name: str) -> list[str]:
@@ -199,29 +208,3 @@ def _leave_out(small: nn.Module, path: str) -> None:
             parent.__class__ = Gaps
     else:
         parent._modules[name] = None
-
-
-def without_values(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device; transient buffers are shared, what the constructor computed."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_meta(parameter), parameter.requires_grad)
-    persistent = {id(buffer) for buffer in persistent_buffers(module).values()}
-    for buffer in module.buffers():
-        memo[id(buffer)] = _meta(buffer) if id(buffer) in persistent else buffer
-    return copy_structure(module, memo)
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    # empty_like would import sympy to answer on the meta device: 0.3 s of a client's start
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are part of the state, each once."""
-    transient = {
-        f"{path}.{name}" if path else name
-        for path, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in module.named_buffers() if name not in transient}

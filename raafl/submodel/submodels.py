@@ -13,11 +13,12 @@ from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
 from raafl.submodel.caches import Caches
+from raafl.submodel.copying import persistent_buffers, without_values
 from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
-from raafl.submodel.shrink import Shrunk, Structure, build, persistent_buffers, without_values
+from raafl.submodel.shrink import Shrunk, Structure, build
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
@@ -376,22 +377,21 @@ class Submodels:
 
     # ---- what they cost ----
 
-    def cost(self, spec: Spec = FULL, batch_size: int = 1, num_optimizer_slots: int = 2) -> Cost:
+    def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
         """Predict the cost of training ``spec``; see `raafl.submodel.cost.predict`. Cached.
 
         Only how many indices are kept matters, not which.
         """
-        key = (spec, batch_size, num_optimizer_slots)
-        return self.cached("cost of", key, lambda: self._typical_cost(*key))
+        return self.cached("cost of", (spec, batch_size), lambda: self._typical_cost(spec, batch_size))
 
-    def _typical_cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
-        key = (self.normal(spec).leading, batch_size, num_optimizer_slots)
+    def _typical_cost(self, spec: Spec, batch_size: int) -> Cost:
+        key = (self.normal(spec).leading, batch_size)
         return self.cached("cost", key, lambda: self._cost(*key))
 
-    def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
+    def _cost(self, spec: Spec, batch_size: int) -> Cost:
         from raafl.submodel.cost import predict
 
-        return predict(self, spec, batch_size, num_optimizer_slots)
+        return predict(self, spec, batch_size)
 
 
 def _is_float(tensor: Tensor) -> bool:

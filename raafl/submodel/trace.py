@@ -8,7 +8,7 @@ followed without values, as long as it asks for conditions alone: those are take
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from raafl.submodel import products, reductions  # noqa: F401  # the rules they register
-from raafl.submodel.aside import draw_, is_theirs, line_of, place_of, settle, undisturbed, watch_outputs
-from raafl.submodel.copying import copy_structure
+from raafl.submodel.aside import (
+    call,
+    draw_,
+    is_theirs,
+    line_of,
+    loss_of,
+    meta_batch,
+    place_of,
+    settle,
+    tensors_in,
+    undisturbed,
+    watch_outputs,
+)  # fmt: skip
+from raafl.submodel.copying import on_meta, remade
 from raafl.submodel.declared import within
 from raafl.submodel.examples import made_batch
 from raafl.submodel.labels import Dim, Labels
@@ -107,10 +118,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_blind and func is _SCALAR and args[0].is_meta and args[0].dtype == torch.bool:
             return False
-        ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        ins = tensors_in((args, kwargs))
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
         answer = func(*args, **kwargs)
-        outs = [x for x in tree_leaves(answer) if isinstance(x, Tensor)]
+        outs = tensors_in(answer)
         self._read.update(map(id, ins))
         if not outs:
             return answer
@@ -146,7 +157,7 @@ def trace(module: nn.Module, batch: Any) -> Seen:
         module: the model, real or a skeleton; neither it nor any random state is changed.
         batch: a real one, of which a few samples are enough; None = one is made, see `made_batch`.
     """
-    first, runs = None, (step, call) if has_step(module) else (call,)
+    first, runs = None, (loss_of, call) if has_step(module) else (call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
     with undisturbed():
@@ -174,7 +185,7 @@ def _runs(module: nn.Module, batch: Any) -> bool:
     copy = _copy(module, values=False)
     try:
         with torch.no_grad(), torch.device("meta"):
-            call(copy, _on_meta(batch))
+            call(copy, meta_batch(batch))
     except Exception:
         return False
     return True
@@ -193,7 +204,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
     if not values:
-        batch = _on_meta(batch)
+        batch = meta_batch(batch)
     settle(copy)
     tracer = Tracer(copy, is_blind=way == "blind")
     parameters = frozenset(name for name, _ in copy.named_parameters())
@@ -223,40 +234,24 @@ def has_step(module: Any) -> bool:
     return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
-def step(module: Any, batch: Any) -> Any:
-    """Run a training step."""
-    return module.training_step(batch, 0)
-
-
-def call(module: Any, batch: Any) -> Any:
-    """Run a forward pass; of a batch that is a list the first tensor is the input."""
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(batch[0] if isinstance(batch, list | tuple) else batch)
-
-
 def _copy(module: nn.Module, values: bool) -> nn.Module:
     """Return a copy on the meta device, or a real one whose parameters are to be drawn.
 
     Hooks that an algorithm has put on the model's layers, and says are beside its axes (``is_beside_axes``), are left out;
     a module that says so of itself is not expected to be called.
     """
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu" if values else "meta")
-        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for buffer in module.buffers():
-        if not values:
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-        elif buffer.device.type == "meta":
-            memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    copy = copy_structure(module, memo)
+    real = _zeros, lambda x: _zeros(x) if x.is_meta else x.clone()
+    copy = remade(module, *(real if values else (on_meta, on_meta)))
     for part in copy.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "is_beside_axes", False)]:
                 del hooks[key]
                 part._forward_pre_hooks_with_kwargs.pop(key, None)
     return copy
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _draw(module: nn.Module, seed: int) -> None:
@@ -268,16 +263,6 @@ def _draw(module: nn.Module, seed: int) -> None:
             value.zero_()
             continue
         draw_(name, value, torch.randn(value.shape, generator=generator))
-
-
-def _on_meta(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return torch.empty(batch.shape, dtype=batch.dtype, device="meta")
-    if isinstance(batch, Mapping):
-        return {key: _on_meta(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_on_meta, batch))
-    return type(batch)(map(_on_meta, batch)) if isinstance(batch, list | tuple) else batch
 
 
 @contextmanager

@@ -52,8 +52,35 @@ def with_exits(name):
     return module, submodels, submodels.state(module)
 
 
+class Gated(nn.Module):
+    """A block of nobody's library."""
+
+    def __init__(self, width, inner=5):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def stacks_of(module):
+    return {name: len(stack) for name, stack in Submodels(module).stacks.items()}
+
+
+def test_any_list_of_equal_blocks_is_a_stack():
+    assert stacks_of(nn.Sequential(*(Gated(4) for _ in range(3)))) == {"blocks": 3}
+    assert stacks_of(nn.ModuleDict({"a": nn.ModuleList([Gated(4), Gated(4)]), "b": nn.Linear(4, 2)})) == {"a": 2}
+    # one block, layers without parts, and blocks of other shapes
+    assert stacks_of(nn.Sequential(Gated(4))) == stacks_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}
+    stages = nn.ModuleList([nn.Sequential(Gated(4), Gated(4)), nn.Sequential(Gated(4), Gated(4, 6))])
+    assert stacks_of(stages) == {}
+    # experts within a block belong to it
+    inner = nn.Sequential(*(nn.Sequential(Gated(4), Gated(4)) for _ in range(2)))
+    assert stacks_of(inner) == {"blocks": 2}
+
+
 @pytest.mark.parametrize("name", STACKS)
-def test_a_stack_is_found_by_the_type_of_its_blocks(name):
+def test_a_stack_is_found_by_its_equal_blocks(name):
     submodels = Submodels(made(name))
     assert {stack: (len(found), found.path) for stack, found in submodels.stacks.items()} == {
         STACKS[name]: (2, STACKS[name])

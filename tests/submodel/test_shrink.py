@@ -235,14 +235,6 @@ def test_the_global_state_itself_can_be_the_storage():
         submodels.shrink(Spec.keep({"layers.1": [0]}), present=full)
 
 
-def test_replaced_buffers_are_brought_back():
-    _, submodels, full = built("cnn_norm")
-    shrunk = filled(submodels, FULL, full)
-    shrunk.module.norm1.running_mean = torch.full((3,), 9.0)
-    shrunk.refresh_()
-    assert shrunk.trained["norm1.running_mean"].tolist() == [9.0] * 3
-
-
 class WithTables(nn.Module):
     """A transient buffer that the constructor computes, one of them as wide as the axis."""
 

@@ -18,7 +18,6 @@ from raafl.core.algorithm import Hook, Local, Task
 from raafl.core.types import Warn
 from raafl.errors import BadInput, fraction, positive
 from raafl.submodel import Axis, Member, Submodels
-from raafl.submodel.known import is_block
 from raafl.submodel.lora import is_lora
 
 NAME = "usage_policy"
@@ -184,7 +183,7 @@ class Adaptive(Local):
         if _has_lora(module):  # the only axes are ranks then: what reads them is neither a head nor a sublayer
             return module
         axes = list(Submodels(module).axes.values())
-        blocks = [(path, part) for path, part in module.named_modules() if is_block(part)]
+        blocks = [(path, part) for path, part in module.named_modules() if any(a.name == f"{path}.heads" for a in axes)]
         if blocks:
             for path, block in blocks:
                 self._gate_block(path, block, [axis for axis in axes if axis.name.startswith(f"{path}.")])

@@ -15,8 +15,8 @@ from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
 from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.cost import meta_batch
-from raafl.submodel.ledger import FusedAttention, Ledger, tensors_in
+from raafl.submodel.aside import meta_batch, settle, tensors_in
+from raafl.submodel.ledger import FusedAttention, Ledger
 
 _More = tuple[float, int, float, float]
 
@@ -121,10 +121,7 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     """Return the ledger of one forward and backward pass of a task, without values."""
     module: Any = submodels.shrink(spec, device="meta").module
     batch = meta_batch(submodels.example_batch, batch_size)
-    module.train()
-    for name in ("log", "log_dict"):
-        if hasattr(module, name):
-            module.__dict__[name] = _ignore
+    settle(module)
     task = Task(
         Assignment(0, 0, 0, 0, 0, spec, 0, None, None, 0, 0.0, extra=extra), submodels, module,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0), FlatTensors.empty(Layout(())), 1, torch.Generator(),
@@ -142,7 +139,3 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     finally:
         hook.close()
     return ledger
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None

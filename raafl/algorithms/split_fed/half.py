@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed, shapes_of
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
+from raafl.submodel.aside import meta_batch
 from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.caches import Caches
 from raafl.submodel.copying import copy_structure
-from raafl.submodel.cost import Cost, meta_batch
+from raafl.submodel.cost import Cost
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.shrink import Shrunk, Structure, build
 from raafl.submodel.submodels import Part
@@ -97,9 +98,9 @@ class Half(Submodels):
         with replaced(module, outline, activation):
             return step(batch, index)
 
-    def _cost(self, spec: Spec, batch_size: int, num_optimizer_slots: int) -> Cost:
+    def _cost(self, spec: Spec, batch_size: int) -> Cost:
         self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))  # not while a step is followed
-        return super()._cost(spec, batch_size, num_optimizer_slots)
+        return super()._cost(spec, batch_size)
 
     # ---- what stands for the client's half on the server ----
 

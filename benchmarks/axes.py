@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import Row, main
 from raafl.plan.axes import facts
 from raafl.submodel import Submodels
-from raafl.submodel.proof import refuted
+from raafl.submodel.prove.proof import refuted
 from tests.submodel.architectures import ARCHITECTURES
 
 RATE = 0.25

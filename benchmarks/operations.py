@@ -4,7 +4,7 @@ Local steps of models of `benchmarks.submodels`, whole and at the smallest rate,
 a client's does. Each operation is timed by itself, the fastest of its calls with the same shapes; what it multiplies, padding as
 well, is taken off at the speed of matrix products, and the rest is divided by the bytes of its operands and results, at the
 speed of the layer of `raafl.devices.probes`. So `measured` is how many times its bytes count by the clock, `counted` how many
-times they count by `raafl/submodel/kernels.py`. Rows are of one step, those that take longest first; operations that take
+times they count by `raafl/submodel/cost/kernels.py`. Rows are of one step, those that take longest first; operations that take
 less than a five-hundredth of it are left out.
 
     python -m benchmarks.operations [--json] [--out FILE] [--quick] [--models NAME ...]
@@ -80,7 +80,7 @@ def _timed() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from raafl.submodel.aside import tensors_in
-    from raafl.submodel.ledger import OperationCost, counted
+    from raafl.submodel.cost.ledger import OperationCost, counted
 
     class Timed(TorchDispatchMode):
         def __init__(self) -> None:

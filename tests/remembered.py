@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from model_zoo import CNN, MLP
-from raafl.submodel import cost
 from raafl.submodel.cost import Cost
+from raafl.submodel.cost import predicted as cost
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels
 
@@ -30,7 +30,7 @@ def remember() -> None:
 
 @contextmanager
 def costs() -> Iterator[None]:
-    """Predict the cost of a submodel once for all runs within, the forked ones' too; tests/submodel/test_cost.py has that.
+    """Predict the cost of a submodel once for all runs within, the forked ones' too (tests/submodel/cost/test_predicted.py).
 
     Of the zoo's plain classifiers once for all tests: all that they are is in their arguments and parameters.
     """

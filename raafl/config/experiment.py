@@ -29,8 +29,8 @@ from raafl.parts.protect.robust import Guard, guarded
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Submodels
 from raafl.submodel.batch_norm import BatchNorm
-from raafl.submodel.exits import give_exits
-from raafl.submodel.proof import refuted
+from raafl.submodel.depth.exits import give_exits
+from raafl.submodel.prove.proof import refuted
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from raafl.submodel.ledger import Ledger
+from raafl.submodel.cost.ledger import Ledger
 
 
 class Probes:

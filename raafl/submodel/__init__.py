@@ -21,12 +21,12 @@ from __future__ import annotations
 from raafl.submodel.axes import Axis, Member
 from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
+from raafl.submodel.cut.shrink import Shrunk, skeleton
 from raafl.submodel.declared import Exit, Stack
-from raafl.submodel.depth import depth_window, last_fraction
-from raafl.submodel.exits import EarlyLogits, add_exits
+from raafl.submodel.depth.exits import EarlyLogits, add_exits
+from raafl.submodel.depth.windows import depth_window, last_fraction
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
-from raafl.submodel.shrink import Shrunk, skeleton
 from raafl.submodel.spec import FULL, Spec, SpecError
 from raafl.submodel.submodels import Submodels
 

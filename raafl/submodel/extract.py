@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -158,12 +158,14 @@ class CopyPlan:
                     "spec and part"
                 )
 
+    def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the views of the ranges, in the full storage and in the small one."""
+        self._check(full, small)
+        return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
+
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
         """Call ``fn(target, source)`` on matching pieces; it changes ``target``, a piece of ``full``, in place."""
-        self._check(full, small)
-        for target, source in zip(
-            self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True
-        ):
+        for target, source in self._pairs(full, small):
             fn(target, source)
         for piece in self._indexed:
             region = piece.region(full)
@@ -175,10 +177,7 @@ class CopyPlan:
         """Copy the submodel out of ``full`` into ``out`` (new storage on the same device by default) and return it."""
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
-        self._check(full, out)
-        for source, target in zip(
-            self._cached(full, self._full_side), self._cached(out, self._small_side), strict=True
-        ):
+        for source, target in self._pairs(full, out):
             target.copy_(source)
         for piece in self._indexed:
             out.view(piece.small).copy_(piece.pick(piece.region(full)))
@@ -186,10 +185,7 @@ class CopyPlan:
 
     def scatter_(self, full: FlatTensors, small: FlatTensors) -> None:
         """Write the submodel's values into ``full``, which is changed there and nowhere else."""
-        self._check(full, small)
-        for target, source in zip(
-            self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True
-        ):
+        for target, source in self._pairs(full, small):
             target.copy_(source)
         for piece in self._indexed:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))

@@ -14,14 +14,15 @@ from typing import Any
 from torch import nn
 
 from raafl.submodel.axes import Axis, Member
-from raafl.submodel.layers import resizes
+from raafl.submodel.cut.layers import resizes
+from raafl.submodel.packages import type_names
 
 _LORA = "peft.tuners.lora.layer.LoraLayer"
 
 
 def is_lora(layer: nn.Module) -> bool:
     """Check whether this is a LoRA layer of peft, whatever kind of layer it adapts."""
-    return any(f"{base.__module__}.{base.__qualname__}" == _LORA for base in type(layer).__mro__)
+    return _LORA in type_names(layer)
 
 
 def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:

@@ -13,17 +13,17 @@ from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
 from raafl.submodel.caches import Caches
-from raafl.submodel.copying import persistent_buffers, without_values
+from raafl.submodel.cut.copying import persistent_buffers, without_values
+from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
-from raafl.submodel.shrink import Shrunk, Structure, build
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
-    from raafl.submodel.cost import Cost
-    from raafl.submodel.discover import Found
+    from raafl.submodel.cost.predicted import Cost
+    from raafl.submodel.find.discover import Found
 
 Part = Literal["present", "sent", "trained"]
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Submodels:
         declare = getattr(self.module, "submodel_axes", None)
         if declare is not None:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
-        from raafl.submodel.discover import discover_axes
+        from raafl.submodel.find.discover import discover_axes
 
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, residual_width=self.residual_width)
         self.found, self._kept_whole, self._problem = found, dict(found.kept_whole), found.problem
@@ -378,7 +378,7 @@ class Submodels:
     # ---- what they cost ----
 
     def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
-        """Predict the cost of training ``spec``; see `raafl.submodel.cost.predict`. Cached.
+        """Predict the cost of training ``spec``; see `raafl.submodel.cost.predicted.predict`. Cached.
 
         Only how many indices are kept matters, not which.
         """
@@ -389,7 +389,7 @@ class Submodels:
         return self.cached("cost", key, lambda: self._cost(*key))
 
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
-        from raafl.submodel.cost import predict
+        from raafl.submodel.cost.predicted import predict
 
         return predict(self, spec, batch_size)
 

@@ -30,7 +30,7 @@ def test_config_says_how_to_run_it(config):
 def test_config_builds(config, tmp_path, request, monkeypatch):
     """Model, data, partition, devices and algorithm are built; the model is measured and tried for one step.
 
-    Its axes are not proven here: tests/submodel/test_proof.py proves the zoo's, and each run its own.
+    Its axes are not proven here: tests/submodel/prove/test_proof.py proves the zoo's, and each run its own.
     """
     monkeypatch.setattr("raafl.config.experiment.refuted", lambda *_: {})
     from raafl.commands.run import Run

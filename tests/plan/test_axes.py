@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from raafl.commands.cli import main
 from raafl.plan.axes import facts
 from raafl.plan.show import axes_text
-from raafl.submodel import Submodels, narrow, trace
+from raafl.submodel import Submodels
+from raafl.submodel.find import trace
+from raafl.submodel.prove import narrow
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 60000,
@@ -102,7 +104,7 @@ def test_a_plan_and_a_summary_have_the_same(capsys, tmp_path):
 
 
 def test_what_is_refuted_or_could_not_be_followed_is_whole_with_its_reason():
-    from raafl.submodel.proof import refuted
+    from raafl.submodel.prove.proof import refuted
 
     batch = torch.randn(4, 6), torch.tensor([0, 1, 1, 0])
     submodels = Submodels(Wrong(), batch)
@@ -132,7 +134,7 @@ def test_a_large_model_needs_no_values(capsys, monkeypatch):
     pytest.importorskip("transformers")
     drawn, draw = [], trace._draw
     monkeypatch.setattr(
-        "raafl.submodel.proof.drawn", lambda s, m: drawn.append(narrow.num_values(s)) or narrow.drawn(s, m)
+        "raafl.submodel.prove.proof.drawn", lambda s, m: drawn.append(narrow.num_values(s)) or narrow.drawn(s, m)
     )
     monkeypatch.setattr(
         trace, "_draw", lambda m, seed: drawn.append(sum(p.numel() for p in m.parameters())) or draw(m, seed)

@@ -92,6 +92,6 @@ def test_a_module_may_follow_its_own_width():
 
 
 def test_declared_axes_need_no_tracing(monkeypatch):
-    monkeypatch.setattr("raafl.submodel.discover.discover_axes", lambda *args: pytest.fail("traced"))
+    monkeypatch.setattr("raafl.submodel.find.discover.discover_axes", lambda *args: pytest.fail("traced"))
     assert Submodels(FusedAttention()).axes
     assert isinstance(Submodels(nn.Linear(2, 2)).layout().fingerprint, str)  # nor does the full model

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from raafl.local.buffers import Buffers
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError
+from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs
-from tests.submodel.test_shrink import filled, zeroed
 from tests.submodel.zoo import MODELS, ZOO, any_spec, built, kept_masks, one_step, trains
 
 few = settings(deadline=None, max_examples=3, derandomize=True, phases=[Phase.explicit, Phase.generate])

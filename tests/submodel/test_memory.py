@@ -85,7 +85,7 @@ with skeleton():
     model = Net()
 submodels = Submodels(model)
 submodels.shrink(Spec.keep({"hidden": [1]}), rescale=True)
-heavy = ("sympy", "torch.fx", "torch.utils.flop_counter", "raafl.submodel.discover", "lightning", "torch._dynamo")
+heavy = ("sympy", "torch.fx", "torch.utils.flop_counter", "raafl.submodel.find.discover", "lightning", "torch._dynamo")
 print([name for name in sorted(set(sys.modules) - before) if name in heavy])
 """
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Member, Spec, SpecError, Submodels, skeleton
+from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs
 from tests.submodel.networks import CASES, SLOW, WORDS, Spotter, built, hugging_face, last_state, output, words
-from tests.submodel.test_shrink import filled, zeroed
 
 few = settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

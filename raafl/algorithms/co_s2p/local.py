@@ -16,7 +16,7 @@ from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.aside import meta_batch, settle, tensors_in
-from raafl.submodel.ledger import FusedAttention, Ledger
+from raafl.submodel.cost.ledger import FusedAttention, Ledger
 
 _More = tuple[float, int, float, float]
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import Submodels
 from raafl.submodel.aside import tensors_in
-from raafl.submodel.copying import copy_structure
-from raafl.submodel.ledger import FusedAttention, Ledger, storage_key
+from raafl.submodel.cost.ledger import FusedAttention, Ledger, storage_key
+from raafl.submodel.cut.copying import copy_structure
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shape of each tensor in a batch, in order."""

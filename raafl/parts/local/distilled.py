@@ -15,7 +15,7 @@ from raafl.errors import BadInput
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import EarlyLogits, Submodels, add_exits
 from raafl.submodel.declared import find_stacks, join, said
-from raafl.submodel.known import tail_of
+from raafl.submodel.depth.tails import tail_of
 
 IGNORED = -100
 """The label of positions that do not count, as in torch's cross entropy."""

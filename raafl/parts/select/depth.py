@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raafl.parts.select.units import count
 from raafl.submodel import Spec, depth_window
-from raafl.submodel.depth import stack_of as stack_of
+from raafl.submodel.depth.windows import stack_of as stack_of
 
 if TYPE_CHECKING:
     from raafl.submodel import Submodels

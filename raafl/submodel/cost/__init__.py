@@ -1,0 +1,5 @@
+"""What a submodel costs the client that trains it: operations, bytes moved, memory, bytes on the wire."""
+
+from raafl.submodel.cost.predicted import Cost, predict
+
+__all__ = ["Cost", "predict"]

@@ -1,0 +1,189 @@
+"""What a step does, followed on the meta device: FLOPs, bytes read and written, and what is alive at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raafl.submodel.aside import tensors_in
+from raafl.submodel.cost.kernels import traffic, workspace_bytes
+
+_aten = torch.ops.aten
+_TAKES_NO_PART = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+)
+_READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
+_OVERWRITES = frozenset({_aten.copy_, _aten.zero_, _aten.fill_})
+_CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten.addcdiv_})
+"""What optimisers do in place: nothing where there are no values, though torch takes its time for it."""
+
+
+class Ledger(TorchDispatchMode):
+    """Counts all operations while it is entered; a condition on a tensor without values is false.
+
+    Attributes:
+        flops: multiplications and additions of matrix products, convolutions and attention.
+        padding_flops: those that convolutions do beside, on channels that are padding.
+        moved_bytes: bytes of operands and results of every operation that is not a mere view, of a table from which rows
+            are looked up the rows; each operation's by the time that it takes to move them (`traffic`).
+        live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
+        peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        """Start with nothing; the storages of ``held`` are never counted as alive."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops, self.padding_flops = 0.0, 0.0
+        self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        for tensor in held:
+            self._note(tensor, counted=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and enter it."""
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return False  # no mask is all ones, nothing is NaN
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        is_idle = func._overloadpacket in _CHANGES and args[0].is_meta
+        result = args[0] if is_idle else func(*args, **kwargs)
+        work = counted(func, args, kwargs, result)
+        self.flops += work.flops
+        self.padding_flops += work.padding_flops
+        self.moved_bytes += work.moved_bytes
+        made = tensors_in(result)
+        for tensor in made:
+            self._note(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(func._overloadpacket, args, made))
+        return result
+
+    def _note(self, tensor: Tensor, counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key in self._alive:
+            return
+        num_bytes = storage.nbytes() if counted else 0
+
+        def gone(_: Any) -> None:
+            self.live_bytes -= num_bytes
+            self._alive.pop(key, None)
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class OperationCost(NamedTuple):
+    """What one operation does and moves.
+
+    Attributes:
+        flops: multiplications and additions.
+        padding_flops: those on channels that are padding.
+        num_bytes: of operands and results, as they are.
+        moved_bytes: as how many they count, by the time that it takes to move them.
+    """
+
+    flops: float = 0.0
+    padding_flops: float = 0.0
+    num_bytes: int = 0
+    moved_bytes: int = 0
+
+
+def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
+    """Look up the ledger entry of an operation; none where it is not one of torch's own."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return OperationCost()
+    packet, made = func._overloadpacket, tensors_in(result)
+    formula = _formulas().get(packet)
+    flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
+    num_bytes = _moved_bytes(func, args, kwargs, made)
+    moved_bytes, padding_flops = traffic(packet, args, made, num_bytes)
+    return OperationCost(flops, padding_flops, num_bytes, moved_bytes)
+
+
+@cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:
+    packet = func._overloadpacket
+    if packet in _TAKES_NO_PART:
+        return 0
+    operands = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
+    there = {storage_key(tensor) for tensor in operands}
+    fresh = sum(_bytes_of(tensor) for tensor in made if storage_key(tensor) not in there)
+    changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in _changed_by(func)]
+    written = sum(map(_bytes_of, tensors_in(changed)))
+    if not fresh and not written:
+        return 0  # a view
+    if packet in _READS_ROWS:
+        return 2 * fresh + sum(map(_bytes_of, operands[1:]))
+    read = sum(map(_bytes_of, operands))
+    return fresh + read + (0 if packet in _OVERWRITES else written)
+
+
+@cache
+def _changed_by(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operation changes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, what is repeated in it by broadcasting once."""
+    number = tensor.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        number *= size if stride or not size else 1
+    return number
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identify a storage while it is alive, on the meta device as well, unlike `data_ptr`."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention by the fused kernel that a CPU would take, which saves no scores; the meta device alone takes none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace `scaled_dot_product_attention` where there is a kernel for its arguments."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            fused = _fused_attention(*args, **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
+    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
+        return None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output

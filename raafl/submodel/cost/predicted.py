@@ -1,0 +1,229 @@
+"""What a submodel costs the client that trains it: predicted from the small module on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from raafl.submodel.aside import call, loss_of, meta_batch, settle, tensors_in
+from raafl.submodel.spec import FULL, Spec, SpecError
+
+if TYPE_CHECKING:
+    from raafl.devices.profiles import Profile, TaskTime
+    from raafl.submodel.cost.ledger import Ledger
+    from raafl.submodel.submodels import Submodels
+
+
+_SLOTS = 2
+"""Values that an optimiser is taken to keep for each trained one, as Adam does, where its step cannot run on the meta device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one submodel at one batch size.
+
+    Attributes:
+        params: parameters present.
+        flops_per_sample: multiplications and additions of one sample's forward and backward pass.
+        peak_bytes: memory that a client's tensors need at the worst moment of a task: the values as received, which it
+            keeps, the frozen base where it holds one, the module with its buffers, the batch, and whichever is more of a
+            step: what is alive in the forward and backward pass (activations, gradients, what the backward pass holds
+            meanwhile) beside the optimiser's state, or what is alive in the optimiser's step. What libraries take for
+            themselves is not in it.
+        down_bytes: bytes that a client receives.
+        up_bytes: bytes that it sends.
+        moved_bytes_per_sample: bytes that all operations of a step, the optimiser's too, read and write, over the samples; each
+            operation's by the time that it takes to move them.
+        padding_flops_per_sample: multiplications and additions that convolutions do beside, on channels that are padding.
+        num_exchanges: round trips to the server in the middle of a task, such as one for each batch of a model in two halves.
+    """
+
+    params: int
+    flops_per_sample: float
+    peak_bytes: int
+    down_bytes: int
+    up_bytes: int
+    moved_bytes_per_sample: float = 0.0
+    padding_flops_per_sample: float = 0.0
+    num_exchanges: int = 0
+
+    def time_on(self, profile: Profile, samples: float, tested: float = 0.0) -> TaskTime:
+        """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
+
+        A forward pass counts for a third of a training step; each of ``num_exchanges`` for the link's latency, twice.
+        """
+        passes = samples + tested / 3
+        return profile.task_time(
+            self.flops_per_sample * passes, self.down_bytes, self.up_bytes,
+            self.moved_bytes_per_sample * passes, self.padding_flops_per_sample * passes, self.num_exchanges,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step needs beside the module and the batch.
+
+    Attributes:
+        flops: of forward and backward pass; None where they could not be run.
+        moved_bytes: read and written by all operations.
+        peak_bytes: the most that is alive at once, from the second step on.
+        padding_flops: of forward and backward pass, on channels that are padding.
+    """
+
+    flops: float | None
+    moved_bytes: int
+    peak_bytes: int
+    padding_flops: float = 0.0
+
+
+def predict(submodels: Submodels, spec: Spec, batch_size: int) -> Cost:
+    """Predict the cost of training ``spec``, without allocating it.
+
+    One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
+    tensors have a size and no values; what is alive is followed from operation to operation. Where the step cannot run (it
+    reads values, or there is none), a forward pass counts three times and all gradients are taken to be there with all
+    activations; without an example batch 6 FLOPs count for each parameter that trains, and no activations.
+
+    Args:
+        submodels: of the model.
+        spec: the submodel.
+        batch_size: samples per step.
+    """
+    present, trained = submodels.layout(spec), submodels.layout(spec, "trained")
+    names = submodels.parameter_names
+    params = sum(entry.numel for entry in present.entries if entry.name in names)
+    batch = None if submodels.example_batch is None else meta_batch(submodels.example_batch, batch_size)
+    step, held_bytes = _step(submodels, spec, batch)
+    flops = step.flops
+    if flops is None:
+        flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
+    samples = max(batch_size, 1)
+    down_bytes = submodels.layout(spec, "sent").num_bytes
+    peak = down_bytes + submodels.idle_bytes(spec) + held_bytes + step.peak_bytes
+    more = step.moved_bytes / samples, step.padding_flops / samples
+    return Cost(params, flops / samples, peak, down_bytes, trained.num_bytes, *more)
+
+
+def _step(submodels: Submodels, spec: Spec, batch: Any) -> tuple[Step, int]:
+    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
+    run, failure = _Run(submodels, spec, batch), None
+    # tensors that the user's code makes without saying where are best on the meta device as well, but not always
+    for default in ("meta", "cpu") if batch is not None else ():
+        try:
+            with torch.device(default):
+                return run.step(), run.held_bytes
+        except Exception as error:
+            run, failure = _Run(submodels, spec, batch), error
+    if failure is not None and spec != FULL and _runs_whole(submodels, batch):
+        raise SpecError(
+            f"{type(submodels.module).__name__}.training_step runs with the whole model, but not with {spec}: "
+            f"{' '.join(str(failure).split())}: say in `submodel_axes` which dimensions go together"
+        ) from failure
+    if batch is not None:
+        try:
+            return run.forward(), run.held_bytes
+        except Exception:
+            run = _Run(submodels, spec, batch)
+    return run.update(), run.held_bytes
+
+
+def _runs_whole(submodels: Submodels, batch: Any) -> bool:
+    for default in ("meta", "cpu"):
+        try:
+            with torch.device(default):
+                _Run(submodels, FULL, batch).step()
+            return True
+        except Exception:
+            continue
+    return False
+
+
+class _Run:
+    """One step of the small module on the meta device."""
+
+    def __init__(self, submodels: Submodels, spec: Spec, batch: Any) -> None:
+        from raafl.submodel.cost.ledger import FusedAttention, Ledger, storage_key
+
+        self.module: Any = submodels.shrink(spec, device="meta").module
+        self.batch = batch
+        settle(self.module)
+        held = [*self.module.parameters(), *self.module.buffers(), *tensors_in(batch)]
+        self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
+        self.trains = [p for p in self.module.parameters() if p.requires_grad]
+        self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
+        self.ledger: Ledger = Ledger(held)
+        self.attention = FusedAttention()
+
+    def step(self) -> Step:
+        """Follow a training step, its backward pass and the optimiser's step."""
+
+        def passes() -> None:
+            loss = loss_of(self.module, self.batch)
+            if loss.requires_grad:
+                loss.backward()
+
+        peak_bytes = self._peak_of(passes)
+        work = self.ledger
+        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops)
+
+    def forward(self) -> Step:
+        """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
+        peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
+        work = self.ledger
+        return self._updated(3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops)
+
+    def update(self) -> Step:
+        """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
+        values = sum(p.numel() * p.itemsize for p in self.module.parameters())
+        return self._updated(None, 3 * values, self.gradient_bytes)
+
+    def _updated(self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0) -> Step:
+        """Return the step with its update, whose state is there throughout from the second step on."""
+        if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
+            for parameter in self.trains:
+                with self.ledger:
+                    parameter.grad = torch.empty_like(parameter)
+        gradients = self.ledger.live_bytes
+        try:
+            update_bytes = self._peak_of(self._optimise)
+            state, before = self.ledger.live_bytes - gradients, self.ledger.moved_bytes
+            self._peak_of(self._optimise_again)  # with its state there
+            moved_bytes += self.ledger.moved_bytes - before
+        except Exception:
+            state = _SLOTS * self.gradient_bytes
+            update_bytes = gradients + state
+            moved_bytes += 3 * self.gradient_bytes + 2 * state
+        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops)
+
+    def _optimise(self) -> None:
+        with torch.device("cpu"):  # where optimisers count their steps
+            self.optimizers = _optimizers(self.module.configure_optimizers())
+        self._optimise_again()
+
+    def _optimise_again(self) -> None:
+        with torch.device("cpu"):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def _peak_of(self, call: Callable[[], Any]) -> int:
+        """Return the most bytes alive at once during a call."""
+        self.ledger.peak_bytes = self.ledger.live_bytes
+        with self.ledger, self.attention:
+            call()
+        return self.ledger.peak_bytes
+
+
+def _optimizers(answer: Any) -> list[Optimizer]:
+    """Return the optimisers in an answer of `configure_optimizers`; raises `TypeError` where there are none."""
+    if isinstance(answer, Mapping):
+        answer = answer.get("optimizer")
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):
+        answer = answer[0]
+    found = [answer] if isinstance(answer, Optimizer) else answer
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Optimizer) for one in found):
+        raise TypeError("configure_optimizers gives no optimizer")
+    return list(found)

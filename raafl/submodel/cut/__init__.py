@@ -1,0 +1,1 @@
+"""Making a submodel physical: the user's own module with smaller tensors, and the sizes that its code asks for."""

@@ -1,0 +1,229 @@
+"""Small dense modules: the user's own module with smaller tensors, all of them views into one flat buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.submodel import lora  # noqa: F401  # the sizes that it registers
+from raafl.submodel.axes import Runs
+from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.cut.layers import adopt, produces, resize
+from raafl.submodel.cut.multihead import FewerHeads
+from raafl.submodel.cut.sizes import Sizes
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.frozen import select
+
+
+@contextmanager
+def skeleton() -> Iterator[None]:
+    """Within this context, modules built by this thread have their parameters on the meta device: a shape, no memory.
+
+    Buffers stay real, since what the constructor computed in them (positions, frequencies) is part of the model. Each
+    parameter is let go as it is registered, so at most one tensor's memory is held.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    thread = threading.get_ident()
+    made: Any = WeakIdKeyDictionary()  # a parameter registered under two names stays one
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
+            return None
+        if parameter not in made:
+            made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return made[parameter]
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """A small module and its storage.
+
+    Attributes:
+        module: runs like any other; its parameters and buffers are views into ``present``.
+        present: all tensors of the submodel, but for a frozen base that the module shares with others; to be filled before
+            use, training changes them in place.
+        trained: the part that goes up; a view of the beginning of ``present``.
+    """
+
+    module: nn.Module
+    present: FlatTensors
+    trained: FlatTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a small module is built from.
+
+    Attributes:
+        module: the full one; its values are never read.
+        selections: runs kept, by tensor and dimension, of the tensors that shrink.
+        trains: names of the parameters that train.
+        absent: paths of the modules that are left out.
+        stand_ins: places of modules left out -> path of the module that is used there instead.
+        counts: number of indices kept of each axis that shrinks.
+        frozen: values of frozen parameters that are not in the small module's own storage.
+        sizes: what the module's code has to follow.
+        full: number of indices of each axis of the full module.
+        unscaled: paths of layers whose output is not multiplied when they lose features.
+    """
+
+    module: nn.Module
+    selections: Mapping[str, Mapping[int, Runs]]
+    trains: frozenset[str]
+    absent: tuple[str, ...]
+    stand_ins: Mapping[str, str]
+    counts: Mapping[str, int]
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
+    full: Mapping[str, int] = field(default_factory=dict)
+    unscaled: frozenset[str] = frozenset()
+
+
+def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
+    """Return a copy of the module's structure whose tensors are views into ``present``.
+
+    With ``rescale``, each layer that makes the features of a shrunk axis multiplies its output by 1/(share kept) while
+    training: the scaler of HeteroFL (Diao et al. 2021, section 3.1).
+    """
+    full = structure.module
+    small = copy_structure(full, _replacements(structure, present))
+    for path in structure.absent:
+        _leave_out(small, path)
+    for path, other in structure.stand_ins.items():
+        parent, _, name = path.rpartition(".")
+        small.get_submodule(parent)._modules[name] = StandIn(small.get_submodule(other))
+    for path in {path.rpartition(".")[0] for path in structure.absent}:
+        _renumber(full, small, path)
+    _resize_layers(small, structure)
+    structure.sizes.apply_(small, {**structure.full, **structure.counts}, structure.full)
+    if rescale:
+        _rescale(full, small, structure.unscaled)
+    if present.device.type != "cpu":
+        small.to(present.device)  # moves what is not in the state; the views are there already
+    return small
+
+
+def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
+    memo: dict[int, Any] = {}
+    for name, parameter in structure.module.named_parameters():
+        view = present[name] if name in present else structure.frozen.get(name)
+        if view is None:
+            view = torch.empty(0, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
+    for name, buffer in structure.module.named_buffers():
+        if name in present:
+            # a version counter of its own, or batch norm's counting would seem to change an index that a gradient needs
+            memo[id(buffer)] = present[name].data
+        elif name in structure.selections:
+            memo[id(buffer)] = select(buffer, structure.selections[name])
+    return memo
+
+
+def _resize_layers(small: nn.Module, structure: Structure) -> None:
+    shrunk = {path for name in structure.selections for path in _above(name)}
+    for name, layer in small.named_modules(remove_duplicate=False):
+        if name in shrunk:
+            resize(layer)
+        elif isinstance(layer, nn.RNNBase):
+            adopt(layer)
+        if structure.counts and hasattr(layer, "submodel_resize"):
+            layer.submodel_resize(dict(structure.counts))
+
+
+def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
+    """Make the config and the blocks of a transformer count the blocks that are there, in place, as transformers has them."""
+    layers, above = small.get_submodule(path), path.rpartition(".")[0]
+    config: Any = getattr(small.get_submodule(above), "config", None)
+    if getattr(config, "num_hidden_layers", None) != len(full.get_submodule(path)._modules) or not path:
+        return
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and len(kinds) == config.num_hidden_layers:
+        config.layer_types = [kinds[int(name)] for name in layers._modules]
+    config.num_hidden_layers = len(layers._modules)
+    for place, layer in enumerate(layers.children()):
+        for part in layer.modules():
+            if "layer_idx" in part.__dict__:  # where a cache keeps its keys and values
+                part.__dict__["layer_idx"] = place
+
+
+def _above(name: str) -> list[str]:
+    """Return the paths of all modules that ``name`` lies in, the root's included."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
+
+
+class _Rescale:
+    """A forward hook; an object, so that the module can still be copied."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output * self.factor if layer.training else None
+
+
+def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> None:
+    # Compared tensor by tensor, not by name: a tied weight has one name and may be the output of one layer only.
+    for name, layer in small.named_modules():
+        if isinstance(layer, FewerHeads):
+            layer.scale = full.get_submodule(name).num_heads / layer.num_heads
+        made = produces(layer)
+        if made is None or name in unscaled:
+            continue
+        tensor, dim = made
+        before = getattr(full.get_submodule(name), tensor).shape[dim]
+        after = getattr(layer, tensor).shape[dim]
+        if 0 < after < before:
+            layer.register_forward_hook(_Rescale(before / after))
+
+
+class StandIn(nn.Module):
+    """Takes the place of another module, whose tensors keep the names they have where it lies itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Stand for ``module``, which lies elsewhere in the same model."""
+        super().__init__()
+        self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's answer."""
+        return self.stands_for[0](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute."""
+        if "stands_for" not in self.__dict__:  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.__dict__["stands_for"][0], name)
+
+
+class Gaps(nn.ModuleList):
+    """A list from which blocks are gone: places count those that are there, whatever their names."""
+
+    def _get_abs_string_index(self, idx: Any) -> str:
+        return str(list(self._modules)[idx])
+
+
+def _leave_out(small: nn.Module, path: str) -> None:
+    """Take a block out of its list, which keeps the names of the others; any other module becomes None."""
+    parent_path, _, name = path.rpartition(".")
+    parent = small.get_submodule(parent_path)
+    if isinstance(parent, nn.ModuleList | nn.Sequential):
+        del parent._modules[name]
+        if type(parent) is nn.ModuleList:
+            parent.__class__ = Gaps
+    else:
+        parent._modules[name] = None

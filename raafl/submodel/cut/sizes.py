@@ -1,0 +1,320 @@
+"""The sizes that a model's own code asks for, brought in line with its smaller tensors.
+
+Code asks for sizes in two ways: it reads a number that a module holds (``self.num_heads``), which is set to what the small
+module has; or it works one out (``width // 4``, a literal), which is replaced where it is handed to torch. Only calls that
+would be wrong are replaced, so that other modules run at full speed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Counts = Mapping[str, int]
+"""Number of indices that are there, by axis."""
+
+Trail = tuple[str | int, ...]
+"""An attribute of a module, and where it is a tuple, a dictionary or an object: which part of it."""
+
+Where = tuple[str | int, ...]
+"""An argument of a call: its place or keyword, and where it is a tuple or slice: which part of it."""
+
+Site = tuple[tuple[str, int], ...]
+"""A call in code: function and instruction of each frame, from the call up to the module's method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The size of a dimension, from the number of indices kept of each axis: a sum of products.
+
+    Attributes:
+        terms: a factor and the axes whose counts it is multiplied with; (64, ()) is the number 64.
+    """
+
+    terms: tuple[tuple[int, tuple[str, ...]], ...]
+
+    def __call__(self, counts: Counts) -> int:
+        """Work the size out."""
+        return sum(factor * math.prod(counts[axis] for axis in axes) for factor, axes in self.terms)
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes on which the size depends."""
+        return {axis for _, axes in self.terms for axis in axes}
+
+    @classmethod
+    def of(cls, terms: Mapping[tuple[str, ...], int]) -> Extent:
+        """Make the one form of a sum: terms in order, none that is zero."""
+        return cls(tuple((factor, axes) for axes, factor in sorted(terms.items()) if factor))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What has to follow when axes of a model shrink.
+
+    Attributes:
+        attributes: path of the module and trail -> size.
+        calls: path of the module and its method -> calls in it -> arguments -> sizes.
+    """
+
+    attributes: Mapping[tuple[str, Trail], Extent] = field(default_factory=dict)
+    calls: Mapping[tuple[str, str], Mapping[Site, Mapping[Where, Extent]]] = field(default_factory=dict)
+
+    def apply_(self, small: nn.Module, counts: Counts, full: Counts) -> None:
+        """Set the attributes of a small module, and have its calls corrected, where axes that they hang on are shrunk.
+
+        Args:
+            small: a copy of the model.
+            counts: of every axis.
+            full: the same of the whole model.
+        """
+        modules = dict(small.named_modules(remove_duplicate=False))
+        shrunk = {axis for axis, count in counts.items() if full.get(axis, count) != count}
+        put(modules, {key: extent(counts) for key, extent in self.attributes.items() if extent.axes & shrunk})
+        for (path, method), sites in self.calls.items():
+            table = {
+                site: {where: extent(counts) for where, extent in arguments.items()}
+                for site, arguments in sites.items()
+            }
+            if shrunk and path in modules:
+                modules[path].__dict__[method] = Corrected(modules[path], method, table)
+
+
+def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int]) -> None:
+    """Set attributes; what other modules share, such as a config, is copied for the module first."""
+    own: set[tuple[str, str]] = set()
+    for (path, (name, *inside)), value in values.items():
+        if path not in modules or name not in modules[path].__dict__:
+            continue  # it is left out, or another takes its place
+        attributes = modules[path].__dict__
+        if not inside:
+            attributes[str(name)] = value
+            continue
+        held: Any = attributes[str(name)]
+        part: Any = inside[0]
+        if isinstance(held, tuple | list):
+            attributes[str(name)] = type(held)([*held[:part], value, *held[part + 1 :]])
+            continue
+        if (path, str(name)) not in own:
+            own.add((path, str(name)))
+            held = attributes[str(name)] = shallow(held)
+        (held if isinstance(held, dict) else held.__dict__)[part] = value
+
+
+def shallow(held: Any) -> Any:
+    """Return a copy of a dictionary or plain object that shares what it holds."""
+    if isinstance(held, dict):
+        return held.copy()
+    copy = object.__new__(type(held))
+    copy.__dict__.update(held.__dict__)
+    return copy
+
+
+# ---- calls that are corrected ----
+
+
+class Corrected:
+    """A method of a small module, in which sizes that its code works out are replaced. Survives copying and pickling."""
+
+    def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
+        """Take the place of ``module``'s method."""
+        self.module, self.method, self.table = module, method, table
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method."""
+        with _Correct(self.table):
+            return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+BORDERS: set[CodeType] = {Corrected.__call__.__code__}
+"""Code at which a `Site` ends: what stands between a module's method and whoever calls it."""
+
+
+def site_of(frame: FrameType | None) -> Site:
+    """Return where in a module's method a frame is."""
+    found = []
+    while frame is not None and frame.f_code not in BORDERS:
+        found.append((frame.f_code.co_qualname, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found) if frame is not None else ()
+
+
+class _Correct(TorchFunctionMode):
+    """Replaces sizes in the calls of a table."""
+
+    def __init__(self, table: Mapping[Site, Mapping[Where, int]]) -> None:
+        super().__init__()
+        self.table = table
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in TAKERS and (sizes := self.table.get(site_of(sys._getframe(1)))):
+            if func.__name__ in PARTS:
+                return torch.split(args[0], list(sizes.values()), _along(args, kwargs))
+            for where, size in sizes.items():
+                args, kwargs = _replaced(args, where, size), kwargs
+        return func(*args, **kwargs)
+
+
+def _replaced(value: Any, where: Where, size: int) -> Any:
+    """Return a tuple, list or slice with one of its parts replaced."""
+    if not where:
+        return size
+    part, *rest = where
+    if isinstance(value, slice):
+        ends = {"start": value.start, "stop": value.stop, str(part): size}
+        return slice(ends["start"], ends["stop"], value.step)
+    items = list(value)
+    items[part] = _replaced(items[part], tuple(rest), size)  # type: ignore[index]
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+# ---- which arguments are sizes ----
+
+Taken = tuple[Where, int | None, "Part"]
+"""An argument that is a size: where, the value (None = torch works it out), and what has that size."""
+
+Sized = Callable[[Sequence[Any], Mapping[str, Any], Any], Iterator[Taken]]
+"""``takes(args, kwargs, answer)`` yields each argument that is a size."""
+
+PARTS = ("split", "split_with_sizes", "chunk")
+"""Functions that cut a dimension into parts, whose sizes are replaced all together."""
+
+TAKERS: dict[str, Sized] = {}
+"""By the name of the function or method."""
+
+
+def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
+    """Register the decorated function for these functions of torch."""
+
+    def add(function: Sized) -> Sized:
+        TAKERS.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a size is the size of: a dimension of a tensor, its first indices, or one factor of it.
+
+    Attributes:
+        tensor: has the dimension.
+        dim: from 0.
+        stop: not the dimension, but its indices below this; None = all of it.
+        outer: not the dimension, but its slowest factor, which has so many indices; None = all of it.
+    """
+
+    tensor: Tensor
+    dim: int
+    stop: int | None = None
+    outer: int | None = None
+
+
+def _along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the dimension that is cut into parts."""
+    dim: int = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    return dim
+
+
+def _row(args: Sequence[Any], first: int) -> list[tuple[Where, Any]]:
+    """Return sizes given one by one, or as a tuple, from this place on, each with where it is."""
+    if len(args) > first and isinstance(args[first], tuple | list):
+        return [((first, i), size) for i, size in enumerate(args[first])]
+    return [((first + i,), size) for i, size in enumerate(args[first:])]
+
+
+def _shape(first: int) -> Sized:
+    """Take the sizes from this argument on for the shape of the answer."""
+
+    def sized(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+        row = _row(args, first)
+        for dim, (where, size) in enumerate(row if len(row) == answer.dim() else ()):
+            yield where, size, Part(answer, dim)
+
+    return sized
+
+
+takes_sizes("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to")(_shape(1))
+takes_sizes("zeros", "ones", "empty", "full")(_shape(0))
+
+
+@takes_sizes("unflatten")
+def _unflatten(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    if len(args) > 2:
+        for place, size in enumerate(args[2]):
+            yield (2, place), size, Part(answer, args[1] % args[0].dim() + place)
+
+
+@takes_sizes("repeat")
+def _repeat(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    for dim, (where, number) in enumerate(_row(args, 1)):
+        yield where, number, Part(answer, dim, outer=int(number))
+
+
+@takes_sizes("split", "split_with_sizes")
+def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    sizes = args[1] if len(args) > 1 else None
+    for place, part in enumerate(answer):
+        size = sizes[place] if isinstance(sizes, tuple | list) else sizes
+        yield (place,), size, Part(part, _along(args, kwargs) % part.dim())
+
+
+@takes_sizes("chunk")
+def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    return _split((args[0], None, *args[2:]), kwargs, answer)  # torch works the sizes out
+
+
+@takes_sizes("narrow")
+def _narrow(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    if len(args) == 4 and isinstance(args[2], int):
+        dim = args[1] % args[0].dim()
+        yield (2,), args[2], Part(args[0], dim, stop=args[2] % args[0].shape[dim])
+        yield (3,), args[3], Part(answer, dim)
+
+
+@takes_sizes("__getitem__", "__setitem__")
+def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if any(isinstance(i, Tensor | list) for i in index):
+        return
+    behind = sum(i is not None for i in index) - sum(i is Ellipsis for i in index)
+    dim = 0
+    for place, i in enumerate(index):
+        if i is Ellipsis:
+            dim += args[0].dim() - behind
+            continue
+        if isinstance(i, slice):
+            for end in ("start", "stop"):
+                value = getattr(i, end)
+                if isinstance(value, int) and value:
+                    stop = min(value + (args[0].shape[dim] if value < 0 else 0), args[0].shape[dim])
+                    where = (1, place, end) if isinstance(args[1], tuple) else (1, end)
+                    yield where, value, Part(args[0], dim, stop=max(stop, 0))
+        dim += i is not None
+
+
+@takes_sizes("group_norm")
+def _group_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    if len(args) > 1:
+        yield (1,), args[1], Part(args[0], 1, outer=int(args[1]))
+
+
+@takes_sizes("layer_norm", "rms_norm")
+def _layer_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    for place, size in enumerate(args[1] if len(args) > 1 else ()):
+        yield (1, place), size, Part(args[0], args[0].dim() - len(args[1]) + place)
+
+
+@takes_sizes("conv1d", "conv2d", "conv3d")
+def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    if len(args) > 6:
+        yield (6,), args[6], Part(args[0], 1 + args[0].dim() - args[1].dim(), outer=int(args[6]))

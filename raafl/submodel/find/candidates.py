@@ -1,0 +1,302 @@
+"""From labels to axes: which units may go, in which tensors they lie, and what the axis is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from raafl.submodel.axes import Axis, Member
+from raafl.submodel.cut.layers import produces
+from raafl.submodel.cut.sizes import Extent
+from raafl.submodel.declared import join, said, within
+from raafl.submodel.find.held import held
+from raafl.submodel.find.labels import Atom, Dim, Reason
+from raafl.submodel.find.trace import Seen
+from raafl.submodel.packages import is_packaged
+
+MOST_MEMBERS = 512
+"""Places of an axis in one dimension beyond which it stays whole."""
+
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where an atom lies in a tensor: index i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
+
+    name: str
+    dim: int
+    starts: tuple[int, ...]
+    unit: int
+    is_read: bool
+    is_made: bool
+
+
+@dataclass
+class Candidate:
+    """An atom that lies in parameters.
+
+    Attributes:
+        atom: of labels.
+        spots: in the order of the model's tensors.
+        outside: atoms that vary more slowly somewhere: heads, of the features of a head.
+    """
+
+    atom: Atom
+    spots: list[Spot] = field(default_factory=list)
+    outside: set[Atom] = field(default_factory=set)
+
+    @property
+    def made(self) -> list[str]:
+        """Names of the tensors that make its units; where none does, of those that have them otherwise."""
+        made = [spot.name for spot in self.spots if spot.is_made]
+        made = made or [spot.name for spot in self.spots if not spot.is_read]
+        return made or [spot.name for spot in self.spots]
+
+
+class Candidates:
+    """All atoms that lie in a model's parameters, and those among them that are axes.
+
+    Attributes:
+        axes: name -> the candidate, in the order of the model's tensors.
+        whole: (tensor, dimension) -> why it, or a part of it, cannot shrink.
+    """
+
+    def __init__(
+        self, seen: Seen, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
+    ) -> None:  # fmt: skip
+        """Choose the axes of ``module`` from what a trace has seen of it, beside those that parts of it declare."""
+        self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
+        self.seen, self.module = seen, module
+        self._held = dict(self._hold())
+        self._by_atom: dict[Atom, Candidate] = {}
+        self._places = {name: place for place, name in enumerate(seen.dims)}
+        for name, dims in seen.dims.items():
+            for place, dim in enumerate(dims):
+                self._collect(name, place, dim)
+        self._copy_to_exits()
+        self._pin_outputs()
+        self.reasons: dict[Atom, Reason] = {}
+        picked: list[Candidate] = []
+        for candidate in sorted(self._by_atom.values(), key=lambda c: len(c.outside)):
+            if (reason := self._why_whole(candidate, residual_width)) is not None:
+                self.reasons[candidate.atom] = reason
+            elif not any(other.atom in candidate.outside for other in picked):
+                picked.append(candidate)
+        picked.sort(key=lambda c: (self._places[c.spots[0].name], c.spots[0].dim, c.spots[0].starts))
+        self.axes = dict(zip(self._names(picked), picked, strict=True))
+        self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
+
+    def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
+        """Keep layers of known families as they were cut before there were traces; give their dimensions and reasons."""
+        for path, is_wide in held(self.module):
+            name = f"{path}.weight"
+            if name not in self.seen.dims:
+                continue  # this model is made without it
+            _, place = produces(self.module.get_submodule(path)) or ("", 0)
+            made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
+            if is_wide:
+                self.seen.labels.unify(made, read)
+                yield (name, place), Reason("its features are hidden states, too, and go with the residual width alone")
+            else:
+                self.seen.labels.pin(made, Reason("it was whole before, and recorded runs stay as they are"))
+
+    def _collect(self, name: str, place: int, dim: Dim) -> None:
+        for atom, starts, unit, outside in _spots(dim, (0,), 1, ()):
+            candidate = self._by_atom.setdefault(atom, Candidate(atom))
+            candidate.spots.append(Spot(name, place, starts, unit, dim.is_read, dim.is_made))
+            candidate.outside.update(other for other in outside if other is not atom)
+
+    def _copy_to_exits(self) -> None:
+        """Let a module that takes another's place at an exit have the axes of that one, which the steps did not call."""
+        places = [
+            (join(prefix, place), join(prefix, path))
+            for prefix, exits in said(self.module, "submodel_exits")
+            for one in exits.values()
+            for place, path in (one.items() if isinstance(one, Mapping) else ())
+        ]
+        for candidate in self._by_atom.values():
+            for spot in list(candidate.spots):
+                for place, path in places:
+                    own = path + spot.name.removeprefix(place)
+                    if within(spot.name, (place,)) and own in self.seen.dims:
+                        candidate.spots.append(replace(spot, name=own))
+                        self.seen.untouched.discard(own)
+
+    def _pin_outputs(self) -> None:
+        """Keep whole what a part gives that has all of an axis: the result has to have the same form."""
+        for path, dims in self.seen.given:
+            for dim in dims:
+                for atom in dim.units():
+                    candidate = self._by_atom.get(atom)
+                    if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
+                        reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
+                        atom.pin = reason  # it says more than what the loss does to it
+
+    def _why_whole(self, candidate: Candidate, residual_width: bool) -> Reason | None:
+        atom = candidate.atom
+        if atom.pin is not None:
+            return atom.pin
+        if atom.span is not None and not residual_width:
+            return Reason(f"{atom.span.text}: it shrinks only where residual_width is asked for", atom.span.place)
+        if any((spot.name, spot.dim) in self._declared for spot in candidate.spots):
+            return Reason("a part of the model declares its axes")
+        places = {(spot.name, spot.dim) for spot in candidate.spots if spot.name in self.seen.parameters}
+        if len(places) < 2 or "read" not in atom.marks:
+            return Reason("nothing else of the model goes with it")
+        if any(len(spot.starts) > MOST_MEMBERS for spot in candidate.spots):
+            return Reason(f"each unit lies in more than {MOST_MEMBERS} places of a dimension")
+        home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
+        sizes = {self.seen.dims[spot.name][spot.dim].size for spot in candidate.spots}
+        for name in sorted(self.seen.untouched):
+            if within(name, (home,)) and sizes & {dim.size for dim in self.seen.dims[name]}:
+                return Reason(f"'{name}', which may belong to it, took no part in the steps that were followed")
+        return None
+
+    # ---- names ----
+
+    def _names(self, picked: Sequence[Candidate]) -> list[str]:
+        """Name axes: heads and the feed-forward units of a block by the block, others by the first layer that makes them."""
+        blocks = {id(c): self._block(c) for c in picked}
+        heads = {blocks[id(c)] for c in picked if "batch" in c.atom.marks}
+        alone = [blocks[id(c)] for c in picked if "batch" not in c.atom.marks and c.atom.span is None]
+        names: list[str] = []
+        for candidate in picked:
+            block = blocks[id(candidate)]
+            made = candidate.made[0].rpartition(".")[0] or candidate.made[0]
+            if "batch" in candidate.atom.marks:
+                options = [join(block, "heads"), join(block, "cross_heads"), made]
+            elif candidate.atom.span is None and block in heads and alone.count(block) == 1:
+                options = [join(block, "ffn"), made]
+            elif (
+                candidate.atom.span is not None
+                and self._packaged(candidate) is not None
+                and any(within(spot.name, heads) for spot in candidate.spots)
+            ):
+                options = [join(self._packaged(candidate) or "", "width"), made]
+            else:
+                options = [made]
+            number = (f"{made}.{i}" for i in range(2, len(picked) + 2))
+            names.append(next(name for name in (*options, *number) if name not in names))
+        return names
+
+    def _block(self, candidate: Candidate) -> str:
+        """Return the innermost block that has all of it, or the module that has."""
+        home = path = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
+        while path:
+            above, _, _ = path.rpartition(".")
+            parent = self.module.get_submodule(above)
+            if isinstance(parent, nn.ModuleList | nn.Sequential) or isinstance(
+                self.module.get_submodule(path), _LAYERS
+            ):
+                return path
+            path = above
+        return home
+
+    def _packaged(self, candidate: Candidate) -> str | None:
+        """Return the outermost model of a package that makes all of it."""
+        parts = _common(name.rpartition(".")[0] for name in candidate.made).split(".")
+        paths = ("", *(".".join(parts[:end]) for end in range(1, len(parts) + 1)))
+        return next((path for path in paths if is_packaged(self.module.get_submodule(path))), None)
+
+    # ---- what comes of it ----
+
+    def found(self) -> list[Axis]:
+        """Return the axes."""
+        axes = []
+        for name, candidate in self.axes.items():
+            members = dict.fromkeys(
+                Member(spot.name, spot.dim, spot.unit, start) for spot in candidate.spots for start in spot.starts
+            )
+            axes.append(Axis(name, candidate.atom.size, tuple(members)))
+        return axes
+
+    def whole(self) -> dict[tuple[str, int], Reason]:
+        """Return for each dimension of a parameter that has no axis the reason."""
+        found: dict[tuple[str, int], Reason] = {}
+        for name, dims in self.seen.dims.items():
+            for place, dim in enumerate(dims if name in self.seen.parameters else ()):
+                units = list(dim.units())
+                if units and not any(atom in self._name_of for atom in units):
+                    why = next((self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit"))
+                    found[name, place] = self._held.get((name, place), why)
+        return found
+
+    def unscaled(self) -> frozenset[str]:
+        """Return the layers that make units of an axis but are not to make up for those that are gone.
+
+        Scores are sums over the features of a head, of which none goes with other heads. A gate multiplies what makes up
+        for them already.
+        """
+        found: set[str] = set()
+        for candidate in self.axes.values():
+            made = [spot for spot in candidate.spots if spot.is_made]
+            for spot in made:
+                units = self.seen.dims[spot.name][spot.dim].units()
+                if "batch" in candidate.atom.marks and any("scored" in unit.marks for unit in units):
+                    found.add(spot.name.rpartition(".")[0])
+            if "gated" in candidate.atom.marks:
+                found.update(spot.name.rpartition(".")[0] for spot in made[:-1])
+        return frozenset(found)
+
+    def extent(self, dim: Dim) -> Extent | None:
+        """Return the size of a dimension by the axes' counts; None where it hangs on the batch."""
+        terms: dict[tuple[str, ...], int] = {(): 1}
+        for atom in dim.leaves():
+            factor = self._terms(atom)
+            if factor is None:
+                return None
+            product: dict[tuple[str, ...], int] = {}
+            for axes, number in terms.items():
+                for others, times in factor.items():
+                    key = tuple(sorted((*axes, *others)))
+                    product[key] = product.get(key, 0) + number * times
+            terms = product
+        return Extent.of(terms)
+
+    def _terms(self, atom: Atom) -> Mapping[tuple[str, ...], int] | None:
+        if atom in self._name_of:
+            return {(self._name_of[atom],): 1}
+        if not atom.parts:
+            return None if atom.pin is not None and atom.pin.text == "it is an input" else {(): atom.size}
+        terms: dict[tuple[str, ...], int] = {}
+        for part in atom.parts:
+            extent = self.extent(part)
+            if extent is None:
+                return None
+            for number, axes in extent.terms:
+                terms[axes] = terms.get(axes, 0) + number
+        return terms
+
+
+def _spots(
+    dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
+) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
+    """Yield where the units of a dimension lie that begins at each of ``starts``, ``unit`` elements an index.
+
+    Of a product (a, b) the indices of b lie once in every index of a, so a's indices are b's starts.
+    """
+    unit *= dim.size
+    for atom in dim.leaves():
+        unit //= atom.size
+        if atom.parts:
+            done = 0
+            for part in atom.parts:
+                yield from _spots(part, tuple(start + done * unit for start in starts), unit, outside)
+                done += part.size
+        else:
+            yield atom, starts, unit, outside
+        starts = tuple(start + i * unit for start in starts for i in range(min(atom.size, MOST_MEMBERS + 1)))
+        starts = starts[: MOST_MEMBERS + 1]
+        outside = (*outside, *Dim([atom]).units())
+
+
+def _common(paths: Iterable[str]) -> str:
+    """Return the longest path that all paths begin with."""
+    first, *others = ([*path.split(".")] if path else [] for path in dict.fromkeys(paths))
+    for other in others:
+        while other[: len(first)] != first:
+            first.pop()
+    return ".".join(first)

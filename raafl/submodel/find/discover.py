@@ -1,0 +1,107 @@
+"""Finds a model's axes: a step is followed, and what goes together in it is an axis where nothing is in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from raafl.submodel import lora
+from raafl.submodel.axes import Axis, Member, Shapes, declared_axes
+from raafl.submodel.cut.sizes import Sizes
+from raafl.submodel.declared import said
+from raafl.submodel.find.candidates import Candidates
+from raafl.submodel.find.labels import Reason
+from raafl.submodel.find.trace import Seen, trace
+
+_REMEDY = "declare `submodel_axes` on the model, or train the full model"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What discovery has found.
+
+    Attributes:
+        axes: in the order of the tensors in which they begin.
+        whole: (parameter, dimension) -> why it stays whole.
+        kept_whole: the reasons for those that make features, by layer.
+        sizes: what has to follow in a small module.
+        spanned: the axes across which norms take statistics.
+        unscaled: layers whose output is not multiplied when they lose features (see `Submodels.shrink`).
+        problem: why no step could be followed to its end.
+    """
+
+    axes: list[Axis] = field(default_factory=list)
+    whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
+    kept_whole: Mapping[str, str] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
+    spanned: frozenset[str] = frozenset()
+    unscaled: frozenset[str] = frozenset()
+    problem: str | None = None
+
+    def follows(self) -> dict[str, Any]:
+        """Collect the arguments of `raafl.submodel.cut.shrink.Structure` that tracing has found."""
+        full = {axis.name: axis.size for axis in self.axes}
+        return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
+
+
+def discover_axes(
+    module: nn.Module, batch: Any, shapes: Shapes, aliases: Mapping[str, str], *, residual_width: bool = False
+) -> Found:
+    """Find the axes of ``module`` from a step on ``batch``, or on one made for it.
+
+    Outputs are never on an axis. Where there are LoRA layers, their ranks are the axes, and nothing else is: the base stays
+    whole.
+
+    Args:
+        module: real or a skeleton.
+        batch: a real one; None = one is made of what the first layer reads.
+        shapes: of each parameter and buffer.
+        aliases: other names of tied tensors -> the name in ``shapes``.
+        residual_width: whether widths that norms take statistics across are axes, too.
+    """
+    if ranks := lora.ranks(module):
+        one = {axis.name: "it has one unit" for axis in ranks if axis.size == 1}
+        return Found([axis for axis in ranks if axis.size > 1], kept_whole=one, unscaled=lora.unscaled(module))
+    declared = [axis for path, part in _parts(module) for axis in _declared(path, part, shapes, aliases)]
+    seen = trace(module, batch)
+    problem = None
+    if seen.problem is not None:
+        problem = f"axes of {type(module).__name__} were not found: {seen.problem}; {_REMEDY}"
+        seen = Seen({}, seen.labels, frozenset(), seen.watch)
+    candidates = Candidates(seen, module, residual_width, declared)
+    places = {name: place for place, name in enumerate(shapes)}
+    found = candidates.found()
+    axes = sorted([*found, *declared], key=lambda axis: min(places.get(m.name, len(places)) for m in axis.members))
+    whole = candidates.whole()
+    kept_whole: dict[str, str] = {}
+    for (name, dim), reason in whole.items():
+        if seen.dims[name][dim].is_made or len(seen.dims[name]) == 1:
+            kept_whole.setdefault(name.rpartition(".")[0] or name, str(reason))
+    return Found(
+        axes, whole, kept_whole, seen.watch.solve(candidates.extent, {axis.name: axis.size for axis in found}),
+        frozenset(name for name, c in candidates.axes.items() if c.atom.span is not None), candidates.unscaled(), problem,
+    )  # fmt: skip
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts that declare their axes, without those inside such a part."""
+    paths: list[str] = []
+    for path, declaration in said(module, "submodel_axes"):
+        if not any(path.startswith(f"{other}.") for other in paths):
+            paths.append(path)
+            yield path, declaration
+
+
+def _declared(path: str, declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> Iterator[Axis]:
+    """Yield the axes of a part by the names that it has in the whole model."""
+    prefix = f"{path}."
+    inner = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    own = {name.removeprefix(prefix): other for name, other in aliases.items() if name.startswith(prefix)}
+    for axis in declared_axes(declaration, inner | {other: shapes[other] for other in own.values()}, own):
+        members = (
+            m if m.name in own.values() else Member(prefix + m.name, m.dim, m.unit, m.offset) for m in axis.members
+        )
+        yield Axis(prefix + axis.name, axis.size, tuple(members))

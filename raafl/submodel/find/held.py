@@ -1,0 +1,35 @@
+"""Layers that were whole before axes were found by following steps, and stay so: recorded runs of them can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from raafl.submodel.packages import TORCHVISION, hugging_face, type_names
+
+HELD: dict[str, tuple[str, bool]] = {
+    **dict.fromkeys(
+        hugging_face("bert.BertPooler roberta.RobertaPooler vit.ViTPooler deit.DeiTPooler"), ("dense", True)
+    ),
+    **dict.fromkeys(hugging_face("roberta.RobertaClassificationHead"), ("dense", True)),
+    **dict.fromkeys(hugging_face("distilbert.DistilBertForSequenceClassification"), ("pre_classifier", True)),
+    **dict.fromkeys(hugging_face("distilbert.DistilBertForMultipleChoice"), ("pre_classifier", True)),
+    **dict.fromkeys(hugging_face("albert.AlbertModel"), ("pooler", True)),
+    **dict.fromkeys(hugging_face("albert.AlbertEmbeddings"), ("word_embeddings", False)),
+    TORCHVISION: ("heads.pre_logits", False),
+}
+"""Types, and a layer in each that stays whole.
+
+Whether the features that it makes are hidden states as those that it reads are, and go with the residual width; else they
+stay whole.
+"""
+
+
+def held(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each layer of `HELD`, and whether it goes with the residual width."""
+    for path, part in module.named_modules():
+        for base in type_names(part):
+            if base in HELD:
+                layer, is_wide = HELD[base]
+                yield f"{path}.{layer}".removeprefix("."), is_wide

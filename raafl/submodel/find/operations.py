@@ -1,0 +1,284 @@
+"""What each operation of torch says of the dimensions that it combines: one rule for each family of ATen operations.
+
+A rule gets a `Call` and returns the labels of its outputs, after it has made those dimensions the same that only go together,
+and pinned those that cannot go. What counts is whether the result for the units that stay is the same once the others are
+zero everywhere: a sum over units is, a softmax over them is not. An operation without a rule pins what it reads, and that
+alone. A rule for another operation is added from anywhere:
+
+>>> @rule("my_cross")                                              # torch.ops.mine.my_cross(x, y), along the last dimension
+... def _my_cross(call):
+...     call.labels.unify(call.dims("x")[-1], call.dims("y")[-1])
+...     return [call.dims("x")]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raafl.submodel.find.labels import Dim, Labels, Misfit
+
+Dims = Sequence[Dim]
+"""The labels of a tensor, dimension by dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation that has run.
+
+    Attributes:
+        name: without the namespace.
+        arguments: by name, as the operation's schema has them.
+        ins: its tensors, in order.
+        outs: the tensors it has given.
+        labels: to combine dimensions with.
+        dims_of: finds the labels of a tensor.
+        is_view: whether the outputs share their elements with an input.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    ins: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    labels: Labels
+    dims_of: Callable[[Tensor], Dims]
+    is_view: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def has(self, name: str) -> bool:
+        """Check whether a tensor was given for this argument."""
+        return isinstance(self.arguments.get(name), Tensor)
+
+    def dims(self, which: str | int = 0) -> list[Dim]:
+        """Return the labels of an argument, or of the input at this place."""
+        return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
+
+    def place(self, more: int = 0) -> int:
+        """Return the dimension that ``dim`` names, from 0, of a tensor with so many more than the first."""
+        return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
+
+    def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
+        """Return labels of which nothing is known, or that are pinned."""
+        return [self.labels.new(size, pinned) for size in sizes]
+
+    def others(self, first: Dims) -> list[Dims]:
+        """Return the labels of all outputs, of which those after the first carry nothing on."""
+        return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
+
+    def unify_last(self, dims: Dims, others: Dims) -> None:
+        """Make dimensions the same from the last on, but for those of one index, as they are broadcast."""
+        for dim, other in zip(reversed(dims), reversed(others), strict=False):
+            if dim.size != 1:
+                self.labels.unify(dim, other)
+
+    def unify_named(self, dim: Dim, *names: str) -> None:
+        """Make ``dim`` the same as the one dimension of these arguments, of those that were given."""
+        for name in names:
+            if self.has(name):
+                self.labels.unify(self.dims(name)[0], dim)
+
+
+Rule = Callable[[Call], Sequence[Dims]]
+
+MOVING = ("transpose", "t", "squeeze", "unsqueeze")
+"""Operations that, in place, change the form of the tensor itself."""
+
+RULES: dict[str, Rule] = {}
+"""The rule of each operation; a variant in place has that of its name without the underscore."""
+
+POINTWISE = {
+    "copy", "masked_fill", "_prelu_kernel", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "lerp", "where",
+}  # fmt: skip
+"""Operations element by element that torch does not tag as such."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of these operations."""
+
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+def rule_of(func: Any) -> Rule | None:
+    """Return the rule of an ATen operation; None = there is none."""
+    name = func._schema.name.split("::")[1]
+    plain = name.rstrip("_")
+    if found := RULES.get(name) or RULES.get(plain):
+        return found
+    if torch.Tag.pointwise in func.tags or plain in POINTWISE:
+        return pointwise
+    # variants in place are not always tagged themselves
+    packet = getattr(torch.ops.aten, plain, None) if plain != name else None
+    if packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):
+        return pointwise
+    return None
+
+
+def follow(rule: Rule | None, call: Call) -> list[Dims]:
+    """Return labels for the outputs of an operation; without a rule that fits, pin what it reads."""
+    if call.outs and all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
+        try:
+            found = list(rule(call)) if rule is not None else []
+        except (Misfit, IndexError, KeyError):
+            found = []
+        fits = [[dim.size for dim in dims] == list(out.shape) for dims, out in zip(found, call.outs, strict=False)]
+        if len(fits) == len(call.outs) and all(fits):
+            # only views hand on the very object, by which a parameter's dimension is known
+            return found if call.is_view else [[Dim(dim.atoms) for dim in dims] for dims in found]
+    if call.outs:
+        for tensor in call.ins:
+            for dim in call.dims_of(tensor):
+                call.labels.pin(dim, f"operation '{call.name}' is not followed")
+    return [call.new(out.shape, f"operation '{call.name}' is not followed") for out in call.outs]
+
+
+# ---- element by element ----
+
+
+def pointwise(call: Call) -> list[Dims]:
+    """Make the dimensions that are broadcast together the same."""
+    found: list[Dims] = []
+    for out in call.outs:
+        dims: list[Dim | None] = [None] * out.dim()
+        for tensor in call.ins:
+            for back, dim in enumerate(reversed(call.dims_of(tensor)), 1):
+                if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
+                    continue  # a scalar, or one index for all
+                known = dims[-back]
+                if known is None:
+                    dims[-back] = dim
+                else:
+                    call.labels.unify(known, dim)
+                    if call.name == "mul" and call.ins[0].shape == call.ins[1].shape:
+                        call.labels.mark(known, "gated")
+        found.append([Dim() if dim is None else dim for dim in dims])
+    return found
+
+
+@rule(
+    "clone", "detach", "alias", "_to_copy", "lift_fresh", "lift", "lift_fresh_copy", "native_dropout", "bernoulli",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "fill", "zero", "uniform", "normal",
+    "_conj", "view_as_real_copy",
+)  # fmt: skip
+def _same(call: Call) -> list[Dims]:
+    return [call.dims()] * len(call.outs)
+
+
+@rule(
+    "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_permuted", "empty_strided",
+    "new_empty_strided",
+)  # fmt: skip
+def _filled(call: Call) -> list[Dims]:
+    return [call.new(out.shape) for out in call.outs]  # all values are alike
+
+
+@rule("arange", "randn", "rand", "scalar_tensor", "randint", "linspace", "eye", "randperm", "tril_indices")
+def _made(call: Call) -> list[Dims]:
+    return [call.new(out.shape, "code makes values for each of its places") for out in call.outs]
+
+
+# ---- the same elements, in another order or form ----
+
+FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
+    "t": lambda call, dims: dims[::-1],
+    "permute": lambda call, dims: [dims[i] for i in call["dims"]],
+    "unsqueeze": lambda call, dims: [*dims[: call.place(1)], Dim(), *dims[call.place(1) :]],
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "_reshape_alias"),
+        lambda call, dims: dims if call.ins[0].shape == call.outs[0].shape else call.labels.regroup(dims, call.outs[0].shape),
+    ),
+}  # fmt: skip
+"""By name: the labels of the one output, from those of the one input."""
+
+
+@rule(*FORMS)
+def _form(call: Call) -> list[Dims]:
+    return [FORMS[call.name](call, call.dims())]
+
+
+@rule("transpose")
+def _transpose(call: Call) -> list[Dims]:
+    dims, one, other = call.dims(), call["dim0"], call["dim1"]
+    if dims:
+        dims[one], dims[other] = dims[other], dims[one]
+    return [dims]
+
+
+@rule("squeeze")
+def _squeeze(call: Call) -> list[Dims]:
+    dims, which = call.dims(), call.arguments.get("dim")
+    places = range(len(dims)) if which is None else [which] if isinstance(which, int) else which
+    gone = {i % max(len(dims), 1) for i in places}
+    return [[dim for i, dim in enumerate(dims) if not (i in gone and dim.size == 1)]]
+
+
+@rule("expand")
+def _expand(call: Call) -> list[Dims]:
+    sizes, dims = list(call.outs[0].shape), call.dims()
+    ahead = len(sizes) - len(dims)
+    kept = [d if d.size == size else call.labels.new(size) for d, size in zip(dims, sizes[ahead:], strict=True)]
+    return [[*call.new(sizes[:ahead]), *kept]]
+
+
+@rule("repeat")
+def _repeat(call: Call) -> list[Dims]:
+    times, dims = list(call["repeats"]), call.dims()
+    dims = [Dim()] * (len(times) - len(dims)) + dims
+    return [[Dim([*call.labels.new(n).atoms, *dim.atoms]) for n, dim in zip(times, dims, strict=True)]]
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy", "split_with_sizes_copy")
+def _split(call: Call) -> list[Dims]:
+    place, start, whole = call.place(), 0, call.dims()
+    found: list[Dims] = []
+    for out in call.outs:
+        part = call.labels.take(whole[place], start, out.shape[place])
+        start += out.shape[place]
+        found.append([*whole[:place], part, *whole[place + 1 :]])
+    return found
+
+
+@rule("cat")
+def _cat(call: Call) -> list[Dims]:
+    place = call["dim"] % call.outs[0].dim()
+    rows = [call.dims(i) for i, tensor in enumerate(call.ins) if tensor.numel()]
+    for row in rows[1:]:
+        for i, dim in enumerate(row):
+            if i != place:
+                call.labels.unify(rows[0][i], dim)
+    rows[0][place] = call.labels.join([row[place] for row in rows])
+    return [rows[0]]
+
+
+@rule("stack")
+def _stack(call: Call) -> list[Dims]:
+    found, place = list(pointwise(replace(call, outs=call.ins[:1]))[0]), call.place(1)
+    return [[*found[:place], call.labels.new(len(call.ins), "values are stacked in it"), *found[place:]]]
+
+
+@rule("glu")
+def _glu(call: Call) -> list[Dims]:
+    dims, place = call.dims(), call["dim"]
+    half = dims[place].size // 2
+    one, other = (call.labels.take(dims[place], start, half) for start in (0, half))
+    call.labels.unify(one, other)
+    dims[place] = one
+    return [dims]
+
+
+@rule("pixel_shuffle")
+def _pixel_shuffle(call: Call) -> list[Dims]:
+    dims, factor = call.dims(), call["upscale_factor"]
+    channels, *inner = call.labels.regroup([dims[-3]], [dims[-3].size // factor**2, factor, factor])
+    for dim in (*inner, *dims[-2:]):
+        call.labels.pin(dim, "they are pixels")
+    return [[*dims[:-3], channels, *call.new(call.outs[0].shape[-2:], "they are pixels")]]

@@ -1,0 +1,171 @@
+"""Rules of operations along some dimensions, as a table, and of look-ups by index; see `operations`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from raafl.submodel.find.labels import Dim, Misfit
+from raafl.submodel.find.operations import Call, Dims, pointwise, rule
+
+# ---- along dimensions ----
+
+
+class Along(NamedTuple):
+    """What an operation does to some of its input's dimensions.
+
+    Attributes:
+        where: the argument that names them; or how many of the last they are.
+        then: what becomes of them: they "stay", are "gone", or are "new", with other indices.
+        why: they cannot go; "" = they can, since zeros add nothing.
+        is_span: whether they can go all the same, though results for the others change.
+    """
+
+    where: str | int
+    then: str
+    why: str
+    is_span: bool = False
+
+    def __call__(self, call: Call) -> list[Dims]:
+        """Follow the operation."""
+        if call.name in ("max", "min") and len(call.ins) == 2:
+            return pointwise(call)
+        places = self.places(call)
+        for place in places if self.why else ():
+            (call.labels.span if self.is_span else call.labels.pin)(call.dims()[place], self.why.format(call.name))
+        return [self._left(call, out, places) for out in call.outs]
+
+    def places(self, call: Call) -> set[int]:
+        """Return the dimensions; none named = all."""
+        ndim = call.ins[0].dim()
+        if isinstance(self.where, int):
+            return set(range(ndim - self.where, ndim))
+        value = call.arguments.get(self.where)
+        if value is None or value == []:
+            return set(range(ndim))
+        return {i % max(ndim, 1) for i in ([value] if isinstance(value, int) else value)}
+
+    def _left(self, call: Call, out: torch.Tensor, places: set[int]) -> Dims:
+        if self.then == "stay":
+            return call.dims()
+        if self.then == "new":
+            return [call.labels.new(out.shape[i], self.why) if i in places else d for i, d in enumerate(call.dims())]
+        keep = bool(call.arguments.get("keepdim"))
+        return [Dim() if i in places else d for i, d in enumerate(call.dims()) if keep or i not in places]
+
+
+ALONG = {
+    "sum nansum linalg_vector_norm norm count_nonzero any": Along("dim", "gone", ""),
+    "mean var std var_mean std_mean": Along("dim", "gone", "statistics are taken across it", is_span=True),
+    "amax amin aminmax max min argmax argmin prod logsumexp all median mode":
+        Along("dim", "gone", "'{}' goes over all of it"),
+    "select unbind": Along("dim", "gone", "one place of it is taken"),
+    "_softmax _log_softmax _safe_softmax": Along("dim", "stay", "a softmax runs along it"),
+    "cumsum cumprod logcumsumexp cummax cummin": Along("dim", "stay", "'{}' runs along it"),
+    "flip roll": Along("dims", "stay", "its places are moved"),
+    "tril triu": Along(2, "stay", "a triangle of it is taken"),
+    "sort topk kthvalue": Along("dim", "new", "it is sorted"),
+    "_fft_r2c _fft_c2r _fft_c2c": Along("dim", "new", "it is transformed to frequencies"),
+    "avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d "
+    "upsample_linear1d": Along(1, "new", "they are pixels"),
+    "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d reflection_pad2d replication_pad2d "
+    "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa": Along(2, "new", "they are pixels"),
+    "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d replication_pad3d "
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": Along(3, "new", "they are pixels"),
+}  # fmt: skip
+for _names, _along in ALONG.items():
+    rule(*_names.split())(_along.__call__)
+
+
+@rule("slice")
+def _slice(call: Call) -> list[Dims]:
+    dims, place, step = call.dims(), call.place(), call["step"] or 1
+    taken = range(*slice(call["start"], call["end"], step).indices(dims[place].size))
+    if step != 1:
+        return Along("dim", "new", "a slice takes every other one")(call)
+    dims[place] = call.labels.take(dims[place], taken.start, len(taken))
+    return [dims]
+
+
+@rule("constant_pad_nd")
+def _pad(call: Call) -> list[Dims]:
+    dims, pad = call.dims(), call["pad"]
+    for back in range(len(pad) // 2):
+        if pad[2 * back] or pad[2 * back + 1]:
+            call.labels.pin(dims[-1 - back], "it is padded")
+            dims[-1 - back] = call.labels.new(call.outs[0].shape[-1 - back], "it is padded")
+    return [dims]
+
+
+@rule("unfold")
+def _unfold(call: Call) -> list[Dims]:
+    (dims,) = Along("dimension", "new", "windows of it are taken")(call)
+    return [[*dims, call.labels.new(call.outs[0].shape[-1], "windows of it are taken")]]
+
+
+# ---- by index: what is looked up by number keeps its numbers ----
+
+
+@rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
+def _embedding(call: Call) -> list[Dims]:
+    weight, out = call.dims("weight"), call.outs[0]
+    call.labels.pin(weight[0], "its rows are a vocabulary")
+    weight[1].is_made = True
+    rows = call.dims("indices") if call.name == "embedding" else call.new(out.shape[:-1], "they are samples")
+    return call.others([*rows, weight[1]])
+
+
+def _indexed(call: Call) -> list[int]:
+    """Pin the dimensions that are indexed, and return them."""
+    place = 0
+    found: list[int] = []
+    for index in call["indices"]:
+        wide = 1 if index is None or index.dtype not in (torch.bool, torch.uint8) else index.dim()
+        if index is not None:
+            found += range(place, place + wide)
+            for dim in call.dims_of(index):
+                call.labels.pin(dim, "it is an index")
+        place += wide
+    for i in found:
+        call.labels.pin(call.dims("self")[i], "it is indexed")
+    return found
+
+
+@rule("index")
+def _index(call: Call) -> list[Dims]:
+    dims, places, out = call.dims("self"), _indexed(call), call.outs[0]
+    rest = [dim for i, dim in enumerate(dims) if i not in places]
+    together = places == list(range(places[0], places[0] + len(places)))
+    at = places[0] if together else 0  # else what is looked up comes first
+    looked_up = call.new(out.shape[at : at + out.dim() - len(rest)], "it is looked up by an index")
+    return [[*rest[:at], *looked_up, *rest[at:]]]
+
+
+@rule("index_put", "_index_put_impl")
+def _index_put(call: Call) -> list[Dims]:
+    dims, places = call.dims("self"), _indexed(call)
+    after = dims[max(places, default=-1) + 1 :]
+    if len(after) + len(places) != len(dims):
+        raise Misfit
+    call.unify_last(call.dims("values"), after)
+    return [dims]
+
+
+@rule("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy")
+def _gather(call: Call) -> list[Dims]:
+    dims, place = call.dims("self"), call.place()
+    by_row = call.name.startswith("index_")  # the index itself has one dimension
+    others = [call.dims(name) for name in ("index", "src", "source") if call.has(name)][by_row:]
+    for i, dim in enumerate(dims):
+        for other in (row[i] for row in others):
+            if i != place and dim.size == other.size:
+                call.labels.unify(dim, other)
+            else:
+                call.labels.pin(dim, "it is indexed")
+                call.labels.pin(other, "it is indexed")
+    call.labels.pin(dims[place], "it is indexed")
+    if call.name == "index_select":
+        dims[place] = call.labels.new(call.outs[0].shape[place], "it is looked up by an index")
+    return [others[0] if call.name == "gather" else dims]

@@ -1,0 +1,266 @@
+"""Follows the dimensions of a model's tensors through the operations that run in a training step.
+
+The step runs on the meta device, where tensors have shapes and no values; where something in it needs values (`.item()`,
+experts that a router chooses), it runs on drawn ones, several times, so that more of its branches are seen. A large model is
+followed without values, as long as it asks for conditions alone: those are taken to be false, as in `raafl.submodel.cost.ledger`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raafl.submodel import aside
+from raafl.submodel.cut.copying import on_meta, remade
+from raafl.submodel.declared import within
+from raafl.submodel.find import products, reductions  # noqa: F401  # the rules they register
+from raafl.submodel.find.examples import made_batch
+from raafl.submodel.find.labels import Dim, Labels
+from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
+from raafl.submodel.find.watch import Watch
+
+TIMES = 3
+"""Steps on drawn values, each on others."""
+
+LARGE = 20_000_000
+"""Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""
+
+MOST_VALUES = 300_000_000
+"""Parameters of a model beyond which values are not drawn, neither here nor in double precision for the proof."""
+
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+
+@dataclass
+class Seen:
+    """What a trace has seen of a model.
+
+    Attributes:
+        dims: labels of each parameter and buffer.
+        labels: with which they were made.
+        parameters: the names among them that are parameters.
+        untouched: parameters that no operation has read.
+        given: what modules give that the training step itself calls: path, labels of the outputs.
+        watch: the sizes that code has asked for.
+        problem: why the step could not be followed to its end.
+    """
+
+    dims: dict[str, list[Dim]]
+    labels: Labels
+    parameters: frozenset[str]
+    watch: Watch
+    untouched: set[str] = field(default_factory=set)
+    given: list[tuple[str, list[Dim]]] = field(default_factory=list)
+    problem: str | None = None
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Labels every tensor that operations make, while it is entered."""
+
+    def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
+        """Label the parameters and buffers of ``module``; where it ``is_blind``, conditions on meta tensors are false."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_blind = is_blind
+        self.labels = Labels(place_in_code)
+        # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
+        self._dims: dict[int, tuple[Tensor, Dims]] = {}
+        self._read: set[int] = set()
+        self.named = dict(module.named_parameters()) | dict(module.named_buffers())
+        for tensor in self.named.values():
+            self._label(tensor, [self.labels.new(size) for size in tensor.shape])
+
+    def _label(self, tensor: Tensor, dims: Dims) -> Dims:
+        self._dims[id(tensor)] = tensor, dims
+        return dims
+
+    def forget(self) -> None:
+        """Let go of all tensors but the module's own."""
+        self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
+
+    def dims_of(self, tensor: Tensor) -> Dims:
+        """Return the labels of a tensor; one that no operation has made is an input, of which nothing can go."""
+        _, known = self._dims.get(id(tensor), (None, ()))
+        if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
+            return self._label(tensor, [self.labels.new(size, "it is an input") for size in tensor.shape])
+        return known
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Check whether a tensor has labels."""
+        return id(tensor) in self._dims
+
+    def untouched(self) -> set[str]:
+        """Return the tensors of the module that no operation has read."""
+        return {name for name, tensor in self.named.items() if id(tensor) not in self._read}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_blind and func is _SCALAR and args[0].is_meta and args[0].dtype == torch.bool:
+            return False
+        ins = aside.tensors_in((args, kwargs))
+        before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
+        answer = func(*args, **kwargs)
+        outs = aside.tensors_in(answer)
+        self._read.update(map(id, ins))
+        if not outs:
+            return answer
+        schema = func._schema
+        arguments = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
+        arguments.update(zip(arguments, args, strict=False))
+        arguments.update(kwargs)
+        alias = schema.returns[0].alias_info
+        is_view = alias is not None and not alias.is_write
+        name = schema.name.split("::")[1].rstrip("_")
+        call = Call(name, arguments, ins, outs, self.labels, lambda x: before[id(x)], is_view)
+        for tensor, dims in zip(outs, follow(rule_of(func), call), strict=True):
+            if name in MOVING or id(tensor) not in before:  # else it was changed in place
+                self._label(tensor, list(dims))
+        return answer
+
+
+def place_in_code() -> str:
+    """Return the line outside torch and this package that is running, as ``file.py:line``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if aside.is_theirs(name):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def trace(module: nn.Module, batch: Any) -> Seen:
+    """Follow one or more training steps of ``module``, or calls of it where it has none.
+
+    Args:
+        module: the model, real or a skeleton; neither it nor any random state is changed.
+        batch: a real one, of which a few samples are enough; None = one is made, see `made_batch`.
+    """
+    first, runs = None, (aside.loss_of, aside.call) if has_step(module) else (aside.call,)
+    ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
+    ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
+    with aside.undisturbed():
+        if batch is None:
+            runs, batch = (aside.call,), made_batch(module, partial(_runs, module))
+            if batch is None:
+                return _unseen(module, "there is no batch to follow: give an example batch")
+        for run in runs:
+            for way in ways:
+                seen = _attempt(module, batch, run, way)
+                if seen.problem is None:
+                    return seen
+                first = seen if first is None or (way == ways[-1] and run is runs[0]) else first
+    assert first is not None
+    return first
+
+
+def _unseen(module: nn.Module, problem: str) -> Seen:
+    labels = Labels()
+    return Seen({}, labels, frozenset(), Watch(nn.Module(), labels, lambda x: (), lambda x: False), problem=problem)
+
+
+def _runs(module: nn.Module, batch: Any) -> bool:
+    """Check whether the forward runs on a batch, on the meta device."""
+    copy = _copy(module, values=False)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            aside.call(copy, aside.meta_batch(batch))
+    except Exception:
+        return False
+    return True
+
+
+def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way: str) -> Seen:
+    """Follow a step in one way.
+
+    Args:
+        module: the model.
+        batch: of a step.
+        run: a step, or a call.
+        way: "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying
+            where; with "blind" every condition on a tensor is false.
+    """
+    values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
+    copy = _copy(module, values)
+    if not values:
+        batch = aside.meta_batch(batch)
+    aside.settle(copy)
+    tracer = Tracer(copy, is_blind=way == "blind")
+    parameters = frozenset(name for name, _ in copy.named_parameters())
+    watch = Watch(copy, tracer.labels, tracer.dims_of, tracer.knows)
+    dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
+    seen = Seen(dims, tracer.labels, parameters, watch)
+    aside.watch_outputs(
+        copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)]))
+    )
+    for time in range(TIMES if values else 1):
+        if values:
+            tracer.forget()
+            _draw(copy, time)
+        try:
+            torch.manual_seed(time)
+            with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
+                run(copy, batch)
+        except Exception as error:
+            seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
+            break
+    beside = [path for path, part in copy.named_modules() if getattr(part, "is_beside_axes", False)]
+    seen.untouched = {name for name in tracer.untouched() & parameters if not within(name, beside)}
+    return seen
+
+
+def has_step(module: Any) -> bool:
+    """Check whether a module has a training step of its own."""
+    own = getattr(type(module), "training_step", None)
+    return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
+def _copy(module: nn.Module, values: bool) -> nn.Module:
+    """Return a copy on the meta device, or a real one whose parameters are to be drawn.
+
+    Hooks that an algorithm has put on the model's layers, and says are beside its axes (``is_beside_axes``), are left out;
+    a module that says so of itself is not expected to be called.
+    """
+    real = _zeros, lambda x: _zeros(x) if x.is_meta else x.clone()
+    copy = remade(module, *(real if values else (on_meta, on_meta)))
+    for part in copy.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "is_beside_axes", False)]:
+                del hooks[key]
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+    return copy
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _draw(module: nn.Module, seed: int) -> None:
+    """Give the parameters values like those that layers begin with, no two alike."""
+    generator = torch.Generator().manual_seed(7 + seed)
+    for name, parameter in module.named_parameters():
+        value = parameter.detach()
+        if not value.is_floating_point():
+            value.zero_()
+            continue
+        aside.draw_(name, value, torch.randn(value.shape, generator=generator))
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Have recurrent layers run step by step: torch's fused ones are one operation."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -1,0 +1,327 @@
+"""Where the sizes in a model's calls come from: numbers that remember the attribute or the dimension they were read from."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from raafl.submodel.cut.sizes import (
+    BORDERS,
+    PARTS,
+    TAKERS,
+    Counts,
+    Extent,
+    Part,
+    Site,
+    Sizes,
+    Trail,
+    Where,
+    put,
+    site_of,
+)  # fmt: skip
+from raafl.submodel.find.labels import Dim, Labels, Misfit
+
+Attribute = tuple[str, Trail]
+Origin = Any
+"""Where a number comes from: an `Attribute` key, a `Dim`, (operator, origin, origin), or a plain number."""
+
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod")
+}
+
+ALONE = (nn.MultiheadAttention, nn.RNNBase)
+"""Layers whose sizes follow from their tensors by rules of their own (`raafl.submodel.cut.layers`)."""
+
+
+class Size(int):
+    """An integer that remembers its origin, through sums, products and quotients."""
+
+    origin: Origin
+
+    def __new__(cls, value: int, origin: Origin) -> Size:
+        """Make the number ``value`` that comes from ``origin``."""
+        size = super().__new__(cls, value)
+        size.origin = origin
+        return size
+
+    def __neg__(self) -> Size:
+        return Size(-int(self), ("sub", 0, self.origin))
+
+    def __deepcopy__(self, memo: Any) -> Size:
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
+    plain = getattr(int, f"__{'r' if swapped else ''}{name}__")
+
+    def work(self: Size, other: Any) -> Any:
+        value = plain(int(self), int(other) if isinstance(other, Size) else other)
+        if type(value) is not int:
+            return value
+        origins = (self.origin, origin_of(other))
+        return Size(value, (name, *(reversed(origins) if swapped else origins)))
+
+    return work
+
+
+for _name in OPERATORS:
+    setattr(Size, f"__{_name}__", _arithmetic(_name, swapped=False))
+    setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
+
+
+def origin_of(value: Any) -> Origin:
+    """Return where a number comes from; a plain one is its own origin."""
+    return value.origin if isinstance(value, Size) else int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """The origin of a number that a module holds."""
+
+    key: Attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One size that a call was given.
+
+    Attributes:
+        method: path of the module whose method is running, and the method.
+        site: the call in it.
+        where: the argument.
+        name: of the function called.
+        origin: where the number comes from.
+        dim: what has this size.
+    """
+
+    method: tuple[str, str]
+    site: Site
+    where: Where
+    name: str
+    origin: Origin
+    dim: Dim
+
+
+class _Method:
+    """A method of a watched module: says which one is running."""
+
+    def __init__(self, watch: Watch, module: nn.Module, path: str, name: str) -> None:
+        self.watch, self.module, self.path, self.name = watch, module, path, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.running.append((self.path, self.name))
+        try:
+            return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        finally:
+            self.watch.running.pop()
+
+
+BORDERS.add(_Method.__call__.__code__)
+
+
+class Watch(TorchFunctionMode):
+    """Notes every size that code hands to torch, while it is entered.
+
+    Attributes:
+        asked: what it has noted.
+        values: the numbers that modules hold.
+        running: the methods that are running, the innermost last.
+    """
+
+    def __init__(
+        self, module: nn.Module, labels: Labels, dims_of: Callable[[Tensor], Any], knows: Callable[[Tensor], bool]
+    ) -> None:
+        """Make the numbers that the parts of ``module``, a copy, hold remember where they come from."""
+        super().__init__()
+        self.asked: list[Asked] = []
+        self.running: list[tuple[str, str]] = []
+        self._alone = {path for path, part in module.named_modules() if isinstance(part, ALONE)}
+        self._labels, self._dims_of, self._knows = labels, dims_of, knows
+        modules = dict(module.named_modules())
+        self.values = dict(_numbers(modules.items()))
+        put(modules, {key: Size(value, Attr(key)) for key, value in self.values.items()})
+        for path, part in modules.items():
+            if not isinstance(part, torch.jit.ScriptModule):
+                part.__dict__["forward"] = _Method(self, part, path, "forward")
+        if callable(getattr(module, "training_step", None)):
+            module.__dict__["training_step"] = _Method(self, module, "", "training_step")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        # weights averaged over heads are seldom used; where they are, the proof finds out
+        self._labels.is_spanning = name != "multi_head_attention_forward"
+        answer = func(*args, **kwargs)
+        self._labels.is_spanning = True
+        if name == "size" or (name == "__get__" and isinstance(answer, torch.Size)):
+            return self._measured(args, kwargs, answer)
+        takes = TAKERS.get(name)
+        if takes is not None and self.running and self.running[-1][0] not in self._alone:
+            site = site_of(sys._getframe(1))
+            for where, value, part in takes(args, kwargs, answer) if site else ():
+                dim = self._dim(part)
+                if dim is not None and isinstance(value, int | None) and not isinstance(value, bool):
+                    origin = None if value is None else origin_of(value)
+                    if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
+                        origin = ("add", self._dims_of(part.tensor)[part.dim], origin)
+                    self.asked.append(Asked(self.running[-1], site, where, name, origin, dim))
+        return answer
+
+    def _measured(self, args: Any, kwargs: Mapping[str, Any], answer: Any) -> Any:
+        """Make the sizes of a tensor remember its dimensions."""
+        if not self._knows(args[0]):
+            return answer
+        dims = self._dims_of(args[0])
+        if isinstance(answer, int):
+            place = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            return _measure(answer, dims[place])
+        return torch.Size(_measure(size, dim) for size, dim in zip(answer, dims, strict=True))
+
+    def _dim(self, part: Part) -> Dim | None:
+        if not self._knows(part.tensor):
+            return None
+        dim: Dim = self._dims_of(part.tensor)[part.dim]
+        try:
+            if part.stop is not None:
+                return self._labels.take(dim, 0, part.stop) if part.stop else None
+            if part.outer is not None:
+                return self._labels.regroup([dim], [part.outer, dim.size // part.outer])[0]
+        except (Misfit, ZeroDivisionError):
+            return None
+        return dim
+
+    # ---- what follows from it ----
+
+    def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
+        """Return the attributes that follow the axes, and the calls that are wrong even so.
+
+        An attribute that was handed on as it is has the size of what it was handed on for, if that is always the same.
+
+        Args:
+            extent_of: the size of a dimension by the axes' counts; None = it hangs on the batch as well.
+            full: counts of the whole model.
+        """
+        extents = [extent_of(asked.dim) for asked in self.asked]
+        wanted: dict[Attribute, set[Extent]] = {}
+        for asked, extent in zip(self.asked, extents, strict=True):
+            if isinstance(asked.origin, Attr) and extent is not None and extent(full) == self.values[asked.origin.key]:
+                wanted.setdefault(asked.origin.key, set()).add(extent)
+        attributes = {key: min(found, key=str) for key, found in wanted.items() if len(found) == 1}
+        attributes = {key: extent for key, extent in attributes.items() if extent.axes}
+        samples: list[Counts] = [{axis: max(1, n // k) for axis, n in full.items()} for k in (2, 3)]
+        samples += [{axis: max(1, n - 1 - i % 3) for i, (axis, n) in enumerate(full.items())}]
+
+        def comes_to(origin: Origin, attributes: Mapping[Attribute, Extent]) -> list[int | None]:
+            return [self._works_out(origin, attributes, extent_of, counts) for counts in samples]
+
+        def is_right(asked: Asked, extent: Extent) -> bool:
+            found = comes_to(asked.origin, attributes)
+            return all(one in (extent(counts), -1) for one, counts in zip(found, samples, strict=True))
+
+        for key in self._spoiling(attributes, extents, comes_to, samples):
+            del attributes[key]
+        places: dict[tuple[tuple[str, str], Site], list[tuple[Asked, Extent | None]]] = {}
+        for asked, extent in zip(self.asked, extents, strict=True):
+            places.setdefault((asked.method, asked.site), []).append((asked, extent))
+        calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}
+        for (method, site), noted in places.items():
+            sizes: dict[Where, Extent | None] = {}
+            if any(sizes.setdefault(asked.where, extent) != extent for asked, extent in noted):
+                continue  # it is made with one size now and with another then, and cannot be corrected
+            wrong = {asked.where for asked, extent in noted if extent is not None and not is_right(asked, extent)}
+            name = noted[0][0].name
+            if name in PARTS and (wrong or (name == "chunk" and len(set(sizes.values())) > 1)):
+                wrong = set(sizes)  # their sizes are given all together
+            replaced = {where: extent for where, extent in sizes.items() if extent is not None and where in wrong}
+            if replaced:
+                calls.setdefault(method, {})[site] = replaced
+        return Sizes(attributes, calls)
+
+    def _spoiling(
+        self, attributes: Mapping[Attribute, Extent], extents: list[Extent | None], comes_to: Any, samples: list[Counts]
+    ) -> set[Attribute]:  # fmt: skip
+        """Return the attributes from which code works out other sizes, that were right if they stayed as they are.
+
+        ``width // heads`` is the size of a head only with the number of all heads, and so is what else comes of it, such as
+        the scale of the scores: the calls are corrected then.
+        """
+        found = set()
+        for asked, extent in zip(self.asked, extents, strict=True):
+            keys = {key for key in _attributes_in(asked.origin) if key in attributes}
+            if extent is None or not keys or isinstance(asked.origin, Attr):
+                continue
+            less = {key: value for key, value in attributes.items() if key not in keys}
+            sizes = [extent(counts) for counts in samples]
+            if comes_to(asked.origin, less) == sizes != comes_to(asked.origin, attributes):
+                found |= keys
+        return found
+
+    def _works_out(
+        self,
+        origin: Origin,
+        attributes: Mapping[Attribute, Extent],
+        extent_of: Callable[[Dim], Extent | None],
+        counts: Counts,
+    ) -> int | None:
+        """Work out what code comes to in a small model."""
+        if isinstance(origin, Attr):
+            return attributes[origin.key](counts) if origin.key in attributes else self.values[origin.key]
+        if isinstance(origin, Dim):
+            extent = extent_of(origin)
+            return origin.size if extent is None else extent(counts)
+        if isinstance(origin, tuple):
+            one, other = (self._works_out(o, attributes, extent_of, counts) for o in origin[1:])
+            try:
+                return None if one is None or other is None else OPERATORS[origin[0]](one, other)
+            except ZeroDivisionError:
+                return None
+        return -1 if origin is None else int(origin)
+
+
+def _attributes_in(origin: Origin) -> Iterable[Attribute]:
+    if isinstance(origin, Attr):
+        yield origin.key
+    elif isinstance(origin, tuple):
+        for part in origin[1:]:
+            yield from _attributes_in(part)
+
+
+def _measure(size: int, dim: Dim) -> int:
+    return Size(size, dim) if size > 1 and any(atom.pin is None for atom in dim.units()) else size
+
+
+PLAIN = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, int, float, str, bytes)
+
+
+def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribute, int]]:
+    """Yield the integers that modules hold, in tuples, dictionaries and plain objects as well."""
+    for path, module in modules:
+        if isinstance(module, ALONE):
+            continue
+        for name, value in module.__dict__.items():
+            if name.startswith("_"):
+                continue
+            if _counts(value):
+                yield (path, (name,)), value
+            elif isinstance(value, tuple | list):
+                if type(value) in (tuple, list) and all(type(x) is int for x in value):
+                    yield from (((path, (name, i)), x) for i, x in enumerate(value) if _counts(x))
+            elif isinstance(value, dict) or (hasattr(value, "__dict__") and not isinstance(value, PLAIN)):
+                inside = value if isinstance(value, dict) else value.__dict__
+                yield from (
+                    ((path, (name, key)), x) for key, x in inside.items() if isinstance(key, str) and _counts(x)
+                )
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is int and value > 1

@@ -1,0 +1,24 @@
+"""Types of other packages, named in text by module and name, so that the package need not be there."""
+
+from __future__ import annotations
+
+from torch import nn
+
+PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+TORCHVISION = "torchvision.models.vision_transformer.VisionTransformer"
+
+
+def hugging_face(names: str) -> list[str]:
+    """Return the dotted names of types of transformers, each given as family and type."""
+    split = [name.split(".") for name in names.split()]
+    return [f"transformers.models.{family}.modeling_{family}.{kind}" for family, kind in split]
+
+
+def type_names(module: nn.Module) -> list[str]:
+    """List the dotted names of the module's type and its bases, nearest first."""
+    return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
+
+
+def is_packaged(module: nn.Module) -> bool:
+    """Check whether the module is a whole transformer of a package."""
+    return not {PRETRAINED, TORCHVISION}.isdisjoint(type_names(module))

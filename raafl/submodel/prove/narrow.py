@@ -1,0 +1,97 @@
+"""On what axes are proven: drawn values, and of a large model a narrow copy, built alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from raafl.submodel.aside import draw_, mapped, tensors_in
+from raafl.submodel.batch_norm import statistics_of
+from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.frozen import select
+from raafl.submodel.spec import Spec
+
+if TYPE_CHECKING:
+    from raafl.submodel.submodels import Submodels
+
+NARROW = 16
+"""What a narrow copy keeps of each axis: one unit in so many, and no fewer than two."""
+
+WIDEST = 64
+"""What it keeps of the residual width at most: tables of a large vocabulary are as wide."""
+
+
+LONGEST = 64
+"""Tokens of each text on which the copy of a model is proven that has no values itself: each gives a number a word."""
+
+
+def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submodels, nn.Module] | None:
+    """Return a narrow copy with the model's own buffers, if the same axes are found in it.
+
+    Where it can be, the residual width is cut, too: the copy need not do what the model does, only be built alike.
+
+    Args:
+        submodels: of the model.
+        module: the model, real or a skeleton.
+        batch: a real one.
+    """
+    for wide in dict.fromkeys([True, submodels.residual_width]):
+        try:
+            large = type(submodels)(module, batch, residual_width=wide, batch_norm=submodels.batch_norm)
+            least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
+            least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
+            copy = _cut(large, module, large.normal(Spec.keep({name: range(size) for name, size in least.items()})))
+            narrow = type(submodels)(
+                copy, batch, residual_width=submodels.residual_width, batch_norm=submodels.batch_norm
+            )
+            if {name: axis.size for name, axis in narrow.axes.items()} == {
+                name: least[name] for name in submodels.axes
+            }:
+                return narrow, copy
+        except Exception:  # of the user's code, such as axes that it declares for one size
+            continue
+    return None
+
+
+def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
+    """Return the model of ``spec``, whose parameters are 0 and whose buffers are those of ``module``."""
+    small = submodels.shrink(spec, present=FlatTensors.zeros(submodels.layout(spec)))
+    selections = submodels.selections(spec)
+    for name, buffer in persistent_buffers(module).items():
+        if buffer.device.type != "meta" and name in small.present.layout.by_name:
+            small.present[name].copy_(select(buffer, selections.get(name, {})))
+    return small.module
+
+
+def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
+    """Return a full state with values like those that layers begin with, no two alike; buffers are the module's own."""
+    generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
+    buffers = persistent_buffers(module)
+    statistics = {name for pair in statistics_of(module) for name in pair}
+    for name, value in values.items():
+        noise = torch.randn(value.shape, generator=generator)
+        if name in buffers and buffers[name].device.type != "meta":
+            value.copy_(buffers[name])
+            if name in statistics:
+                value.add_(0.3 * noise.abs())
+        elif name in buffers:
+            value.zero_()
+        else:
+            draw_(name, value, noise)
+    return values
+
+
+def shortened(batch: Any) -> Any:
+    """Return a batch of texts with the first `LONGEST` tokens of each; another batch as it is."""
+    tensors = tensors_in(batch)
+    if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
+        return batch
+    return mapped(batch, lambda x: x[:, :LONGEST])
+
+
+def num_values(submodels: Submodels) -> int:
+    """Count the parameters of the whole model."""
+    return sum(submodels.parameters.values())

@@ -1,0 +1,348 @@
+"""Axes are admitted by proof: a shrunk model does to a batch what the whole one does with the dropped units zeroed.
+
+Outputs, loss, gradients and buffers of one training step are compared, in double precision and training mode, with
+dropout as identity. Values are drawn from a fixed seed, so that the model's own, torch's random numbers and the caller's
+buffers stay as they are, and so that a replay comes to the same axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations, count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from raafl.submodel.aside import line_of, loss_of, mapped, settle, undisturbed, watch_outputs
+from raafl.submodel.axes import Axis
+from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.declared import within
+from raafl.submodel.find.trace import MOST_VALUES
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.frozen import select
+from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
+from raafl.submodel.spec import FULL, Spec
+
+if TYPE_CHECKING:
+    from raafl.submodel.submodels import Submodels
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Largest difference, as a share of the largest value; float32 is for code that does not run in double precision."""
+
+FORCED = 1e-6
+"""The tolerance where code turns doubles into float32 in between."""
+
+LARGE = 2_000_000
+"""Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
+
+_EDGES = ("LayerNorm", "RMSNorm")
+
+
+@dataclass
+class _Step:
+    """What one training step came to."""
+
+    outputs: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    loss: Tensor | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    forced: bool = False
+
+
+class _Plain(TorchFunctionMode):
+    """Leaves dropout out, and notes where doubles become single floats."""
+
+    forced = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        answer = func(*args, **kwargs)
+        if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
+            self.forced |= args[0].dtype == torch.float64
+        return answer
+
+
+def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, str]:
+    """Return the axes that are not proven -> the reason.
+
+    All axes together are cut to one unit and to a random half, and so are subsets of them, such that of any two axes there
+    is a subset with either one alone (not of a model above `LARGE`). What fails is looked for axis by axis; the others stay.
+    A model above `LARGE` is cut to a narrow one of the same axes first, and that one is proven in its place.
+
+    Args:
+        submodels: of the model, not yet used.
+        module: the model, real or a skeleton; its buffers are read.
+        batch: a real one; a few samples are enough.
+    """
+    if not submodels.axes:
+        return {}
+    too_large = f"not proven: no step is tried of a model of more than {MOST_VALUES:,} parameters"
+    found = dict.fromkeys(submodels.axes, too_large)
+    with undisturbed(), torch.enable_grad():
+        for one, built, some in _candidates(submodels, module, batch):
+            for dtype in TOLERANCES:
+                proof = _Proof(one, built, some, dtype)
+                problem = proof.begin()
+                if problem is None:
+                    return proof.refuted()
+                found = dict.fromkeys(submodels.axes, f"not proven: {problem}")
+    return found
+
+
+def _candidates(submodels: Submodels, module: nn.Module, batch: Any) -> Iterator[tuple[Submodels, nn.Module, Any]]:
+    """Yield the models on which the axes may be proven, and the batch; the next is tried where a step on these does not run."""
+    is_small = num_values(submodels) <= MOST_VALUES
+    if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
+        if not is_small:
+            yield *narrow, shortened(batch)
+        yield *narrow, batch
+    if is_small:
+        yield submodels, module, batch
+
+
+class _Proof:
+    """The whole model with drawn values, beside which small ones are held."""
+
+    def __init__(self, submodels: Submodels, module: nn.Module, batch: Any, dtype: torch.dtype) -> None:
+        self.submodels, self.dtype = submodels, dtype
+        self.batch = mapped(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
+        self.values = drawn(submodels, module)
+        self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
+        self.spanned |= set() if submodels.found is None else submodels.found.spanned
+        self.generator = torch.Generator().manual_seed(11)
+
+    def begin(self) -> str | None:
+        """Explain why the whole model cannot be compared with a smaller one."""
+        try:
+            self.whole = self._made(FULL, self.values)
+            self.first = self._step(self.whole)
+        except Exception as error:
+            return f"its training step does not run on drawn values: {line_of(error)}"
+        step = self.first
+        if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
+            return "its training step gives no finite numbers on drawn values"
+        if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more
+            self.first = _Step()
+        return None
+
+    def refuted(self) -> dict[str, str]:
+        """Return the axes that are not proven -> the reason."""
+        names = list(self.submodels.axes)
+        found: dict[str, str] = {}
+        if self._all_hold(names):
+            return found
+        for name in names:  # one by one, then one more at a time
+            problem = self._problem([name])
+            if problem is not None:
+                found[name] = f"not proven: {problem}"
+        alone = [name for name in names if name not in found]
+        if not alone or self._all_hold(alone):
+            return found
+        together: list[str] = []
+        for name in alone:
+            problem = self._problem([*together, name])
+            if problem is None:
+                together.append(name)
+            else:
+                found[name] = f"not proven beside other axes: {problem}"
+        return found
+
+    def _all_hold(self, names: Sequence[str]) -> bool:
+        if self._problem(names) is not None:
+            return False
+        if num_values(self.submodels) > LARGE:
+            return True
+        return all(self._differs(self._spec(part, _half)) is None for part in _separating(names))
+
+    def _problem(self, names: Sequence[str]) -> str | None:
+        """Compare a model with these axes cut, to one unit or to random ones, with the whole; None = alike."""
+        return self._differs(self._spec(names, _one)) or self._differs(self._spec(names, _half))
+
+    def _spec(self, names: Sequence[str], choose: Callable[[int, torch.Generator], list[int]]) -> Spec:
+        return Spec.keep({name: choose(self.submodels.axes[name].size, self.generator) for name in names})
+
+    def _differs(self, spec: Spec) -> str | None:
+        spec = self.submodels.normal(spec)
+        equal = Spec.keep({name: kept for name, kept in spec.kept if name not in self.spanned})
+        if equal != spec and (problem := self._runs(spec)) is not None:
+            return problem
+        if equal.is_full:
+            return None
+        plan = self.submodels.plan(equal, "present")
+        try:
+            small = self._step(self._made(equal, plan.gather(self.values)))
+        except Exception as error:
+            return f"its training step does not run: {line_of(error)}"
+        kept = FlatTensors.zeros(self.values.layout)
+        plan.cover_(kept, 1)
+        for name, value in kept.items():
+            value.mul_(self.values[name])
+        tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
+        with torch.no_grad():
+            for name, value in kept.items():
+                tensors[name].copy_(value)
+        return self._compared(equal, small, self._step(self.whole))
+
+    def _runs(self, spec: Spec) -> str | None:
+        """Check a step where a norm spans an axis, so that results are others: shapes, finiteness."""
+        try:
+            small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)))
+        except Exception as error:
+            return f"its training step does not run: {line_of(error)}"
+        if not all(torch.isfinite(x).all() for x in _tensors(small)):
+            return "its training step gives no finite numbers"
+        return next((p for p in self._outputs(spec, small, self.first, math.inf)), None)
+
+    def _made(self, spec: Spec, values: FlatTensors) -> Any:
+        present = values.clone() if spec.is_full else values
+        module = self.submodels.shrink(spec, present=present).module.to(self.dtype)
+        _settle(module)
+        return module
+
+    def _step(self, module: Any) -> _Step:
+        module.zero_grad(set_to_none=True)
+        done, mode = _Step(), _Plain()
+        torch.manual_seed(5)
+        handles = watch_outputs(
+            module,
+            lambda path, given: done.outputs.append(
+                (path, [x.detach().clone() for x in given if x.is_floating_point()])
+            ),
+        )
+        try:
+            with mode:
+                loss = loss_of(module, self.batch)
+                loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        done.loss, done.forced = loss.detach(), mode.forced
+        done.gradients = {name: p.grad for name, p in module.named_parameters()}
+        done.buffers = {n: b.clone() for n, b in persistent_buffers(module).items() if b.is_floating_point()}
+        return done
+
+    def _compared(self, spec: Spec, small: _Step, whole: _Step) -> str | None:
+        tolerance = FORCED if whole.forced and self.dtype == torch.float64 else TOLERANCES[self.dtype]
+        assert small.loss is not None and whole.loss is not None
+        if problem := _apart("the loss", small.loss, whole.loss, tolerance, 1e-6):
+            return problem
+        for problem in self._outputs(spec, small, whole, tolerance):
+            return problem
+        selections = self.submodels.selections(spec)
+        largest = max(
+            (float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0
+        )
+        for name, ours in small.gradients.items():
+            theirs = whole.gradients[name]
+            if ours is None and theirs is None:
+                continue
+            shape = (
+                self.submodels.layout(spec).by_name[name].shape if name in self.submodels.layout(spec).by_name else None
+            )
+            given = torch.zeros(shape or (), dtype=self.dtype) if ours is None else ours
+            full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
+            if problem := _apart(f"the gradient of '{name}'", given, full, tolerance, 1e-3 * largest):
+                return problem
+        for name, buffer in small.buffers.items():
+            other = select(whole.buffers[name], selections.get(name, {}))
+            if problem := _apart(f"buffer '{name}'", buffer, other, tolerance, 1e-3):
+                return problem
+        return None
+
+    def _outputs(self, spec: Spec, small: _Step, whole: _Step, tolerance: float) -> Iterator[str]:
+        """Yield where what the training step sees of the model differs: what modules give that hold all of an axis."""
+        axes = [self.submodels.axes[name] for name, _ in spec.kept]
+        if [path for path, _ in small.outputs] != [path for path, _ in whole.outputs]:
+            yield "other layers are called"
+            return
+        for (path, ours), (_, theirs) in zip(small.outputs, whole.outputs, strict=True):
+            if not any(all(within(m.name, (path,)) for m in axis.members) for axis in axes):
+                continue
+            if [x.shape for x in ours] != [x.shape for x in theirs]:
+                yield f"the output of '{path or 'the model'}' has another shape"
+            for one, other in zip(ours, theirs, strict=False):
+                if one.shape == other.shape and (
+                    p := _apart(f"the output of '{path or 'the model'}'", one, other, tolerance, 1e-6)
+                ):
+                    yield p
+
+
+def _settle(module: nn.Module) -> None:
+    """Make a small copy run without dropout, and without a trainer, in training mode."""
+    settle(module)
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            part.dropout = 0.0
+        elif isinstance(part, nn.RReLU):
+            part.lower = part.upper = (part.lower + part.upper) / 2
+        elif type(part).__name__ in ("StochasticDepth", "DropPath"):
+            part.eval()
+    if hasattr(type(module), "fabric"):
+        module._fabric = _fabric()  # as on a client
+
+
+@cache
+def _fabric() -> Any:
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
+
+
+def _norm_spans(module: nn.Module, axis: Axis) -> bool:
+    """Check whether a norm takes its statistics across the axis: such a model is not the whole one with units zeroed."""
+    owners = {member.name.rpartition(".")[0] for member in axis.members}
+    return any(type(module.get_submodule(path)).__name__.endswith(_EDGES) for path in owners)
+
+
+def _one(size: int, generator: torch.Generator) -> list[int]:
+    return [int(torch.randint(size, (1,), generator=generator))]
+
+
+def _half(size: int, generator: torch.Generator) -> list[int]:
+    return torch.randperm(size, generator=generator)[: max(1, size // 2)].tolist()
+
+
+def _separating(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield subsets such that of any two names there is one with the first alone, and one with the second.
+
+    Each name is in half of the subsets, no two in the same half: so none is wherever another is. No fewer subsets do
+    (Sperner's theorem).
+    """
+    num = next(num for num in count() if math.comb(num, num // 2) >= len(names)) if len(names) > 1 else 0
+    halves = dict(zip(names, combinations(range(num), num // 2), strict=False))
+    for place in range(num):
+        yield [name for name in names if place in halves[name]]
+
+
+def _apart(what: str, one: Tensor, other: Tensor, tolerance: float, floor: float) -> str | None:
+    """Return in words that two tensors differ by more than ``tolerance`` of the largest value, or of ``floor``."""
+    if one.shape != other.shape:
+        return f"{what} has the shape {tuple(one.shape)}, not {tuple(other.shape)}"
+    if not one.numel():
+        return None
+    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # max(0, nan) is 0
+        same = torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and math.isinf(tolerance)
+        return None if same else f"{what} is not finite"
+    scale = max(float(other.abs().max()), floor)
+    gap = float((one - other).abs().max())
+    return f"{what} differs by {gap / scale:.2g}" if gap > tolerance * scale else None
+
+
+def _tensors(step: _Step) -> Iterator[Tensor]:
+    if step.loss is not None:
+        yield step.loss
+    yield from (g for g in step.gradients.values() if g is not None)

@@ -1,0 +1,347 @@
+"""Predicted costs against the layouts, and against sums done by hand."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from model_zoo import CNN, MLP, ResNet, ViT
+from raafl.submodel import FULL, Spec, Submodels, depth_window
+from raafl.submodel.aside import meta_batch, tensors_in
+from raafl.submodel.cost import predicted as cost_module
+from raafl.submodel.depth.exits import give_exits
+from tests.submodel import networks
+from tests.submodel.models import built, named_specs
+
+LABELS = torch.zeros(2, dtype=torch.long)
+
+
+@settings(deadline=None, max_examples=40)
+@given(named_specs)
+def test_parameters_and_bytes_are_exactly_the_measured_ones(named):
+    name, spec = named
+    _, submodels, _ = built(name)
+    cost, shrunk = submodels.cost(spec, 4), submodels.shrink(spec)
+    assert cost.params == sum(p.numel() for p in shrunk.module.parameters())
+    assert cost.down_bytes == sum(b.numel() * b.itemsize for b in shrunk.present.buffers.values())
+    assert cost.up_bytes == sum(b.numel() * b.itemsize for b in shrunk.trained.buffers.values())
+
+
+def mlp_flops(widths, samples):
+    """Two for each weight and sample, three times: forward, weights' gradient, inputs' gradient; not the data's."""
+    weights = [a * b for a, b in pairwise(widths)]
+    return samples * (6 * sum(weights) - 2 * weights[0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_flops_of_an_mlp_by_hand(batch_size):
+    submodels = Submodels(MLP(8, (7, 5), 3), (torch.zeros(2, 8), LABELS))
+    assert submodels.cost(FULL, batch_size).flops_per_sample == mlp_flops([8, 7, 5, 3], 1)
+    spec = Spec.keep({"layers.1": [0, 6], "layers.3": range(4)})
+    assert submodels.cost(spec, batch_size).flops_per_sample == mlp_flops([8, 2, 4, 3], 1)
+
+
+def test_flops_of_convolutions_by_hand():
+    submodels = Submodels(CNN(2, 8, (3, 5), (6, 4), 10), (torch.zeros(2, 2, 8, 8), LABELS))
+    conv1 = (
+        3 * 2 * 25 * 8 * 8
+    )  # multiplications per sample; the second convolution sees 4 x 4 pixels, the first linear 2 x 2
+    conv2 = 5 * 3 * 25 * 4 * 4
+    linear = 5 * 4 * 6 + 6 * 4 + 4 * 10
+    assert submodels.cost(FULL, 2).flops_per_sample == 4 * conv1 + 6 * (conv2 + linear)
+
+
+class Sum(nn.Module):
+    """A layer of 8 inputs and 3 outputs, and the sum of its outputs as the loss."""
+
+    def __init__(self, optimizer=None):
+        super().__init__()
+        self.layer, self.optimizer = nn.Linear(8, 3), optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+MATRIX, VALUES = 4 * 8 * 3, 4 * (8 * 3 + 3)
+OPTIMIZERS = {
+    # bytes of the state, and of what the optimiser's step needs for a moment
+    "SGD": (torch.optim.SGD, 0, 0),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), VALUES, 0),
+    # two moments and a count of steps for each tensor; the root of the second moment, and the root divided
+    "AdamW": (torch.optim.AdamW, 2 * VALUES + 2 * 4, 2 * MATRIX),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 100])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_peak_memory_by_hand(name, batch_size):
+    optimizer, state, moment = OPTIMIZERS[name]
+    outputs, loss = batch_size * 3 * 4, 4
+    # forward: outputs and their sum; backward: the loss, its gradient, those of matrix and bias
+    passes = max(outputs + loss, 2 * loss + VALUES)
+    step = max(passes + state, VALUES + state + moment)
+    held = 2 * VALUES + batch_size * 8 * 4  # the values as received and in the module, and the batch
+    assert Submodels(Sum(optimizer), torch.zeros(2, 8)).cost(FULL, batch_size).peak_bytes == held + step
+
+
+def test_the_optimisers_state_is_guessed_only_where_its_step_cannot_run():
+    def impossible(parameters):
+        raise RuntimeError("there is no trainer")
+
+    passes, held = 2 * 4 + VALUES, 2 * VALUES + 8 * 4
+    for optimizer in (None, impossible):
+        submodels = Submodels(Sum(optimizer), torch.zeros(2, 8))
+        assert submodels.cost(FULL, 1).peak_bytes == held + passes + 2 * VALUES  # as Adam's
+    known = Submodels(Sum(torch.optim.SGD), torch.zeros(2, 8))
+    assert known.cost(FULL, 1).peak_bytes == held + passes
+    # nothing but the optimiser's step can run: gradients are there, activations unknown
+    blind = Submodels(Sum(torch.optim.SGD))
+    assert blind.cost(FULL, 1).peak_bytes == 3 * VALUES
+
+
+def test_moved_bytes_by_hand():
+    cost = Submodels(Sum(torch.optim.SGD), torch.zeros(2, 8)).cost(FULL, 10)
+    inputs, outputs, bias = 10 * 8 * 4, 10 * 3 * 4, 3 * 4
+    # of a product with a bias 1.2 times what is read and written counts, of one without 0.7 times, of a sum as well
+    forward = 1.2 * (inputs + MATRIX + bias + outputs) + 0.7 * (outputs + 4)
+    # the loss's gradient is made of the loss, and read as one value for all outputs: times the inputs, and summed
+    backward = (4 + 4) + 0.7 * (4 + inputs + MATRIX) + 0.7 * (4 + bias)
+    update = 0.45 * 3 * VALUES  # values and gradients are read, values written
+    assert 10 * cost.moved_bytes_per_sample == pytest.approx(forward + backward + update, abs=8)  # whole bytes of each
+
+
+def test_of_a_table_only_the_rows_looked_up_move():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 4)
+            self.table.weight.requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            return self.table(batch)
+
+    cost = Submodels(Words(), torch.zeros(2, 5, dtype=torch.long)).cost(FULL, 1)
+    assert cost.moved_bytes_per_sample == 5 * 8 + 2 * 5 * 4 * 4
+
+
+def test_frozen_layers_cost_no_gradients():
+    submodels = Submodels(MLP(8, (7, 5), 3), (torch.zeros(2, 8), LABELS))
+    head = submodels.cost(Spec.keep(trained=["layers.5"]), 4)
+    assert head.flops_per_sample == 2 * (8 * 7 + 7 * 5) + 4 * 5 * 3
+    assert head.up_bytes == 4 * (5 * 3 + 3) and head.down_bytes == submodels.cost(FULL, 4).down_bytes
+    assert head.peak_bytes < submodels.cost(FULL, 4).peak_bytes
+
+
+def test_only_the_number_of_indices_matters_and_it_is_measured_once(monkeypatch):
+    submodels = Submodels(MLP(8, (7,), 3), (torch.zeros(2, 8), LABELS))
+    first = submodels.cost(Spec.keep({"layers.1": [0, 3, 6]}), 4)
+    monkeypatch.setattr(cost_module, "predict", lambda *args: pytest.fail("measured again"))
+    assert submodels.cost(Spec.keep({"layers.1": range(2, 5)}), 4) is first
+
+
+class Reads(MLP):
+    """A step that reads a value, which a meta tensor does not have."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item()
+        return loss
+
+
+def test_a_step_that_reads_values_is_three_forward_passes():
+    submodels = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS))
+    assert submodels.cost(FULL, 4).flops_per_sample == 6 * (8 * 7 + 7 * 3)
+
+
+def test_without_a_batch_or_a_step():
+    model = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
+    assert Submodels(model).cost(FULL, 4).flops_per_sample == 6 * (8 * 7 + 7 + 7 * 3 + 3)  # six per parameter
+    assert Submodels(model, torch.zeros(2, 8)).cost(FULL, 4).flops_per_sample == 6 * (8 * 7 + 7 * 3)
+
+
+def test_a_nested_batch_keeps_its_form():
+    batch = {"x": torch.zeros(2, 3), "more": [torch.zeros(2), torch.zeros(5), 7]}
+    meta = meta_batch(batch, 9)
+    assert meta["x"].shape == (9, 3) and meta["x"].is_meta
+    assert meta["more"][0].shape == (9,) and meta["more"][1].shape == (5,) and meta["more"][2] == 7
+
+
+def test_predicting_logs_nothing_and_leaves_the_random_state_alone(recwarn):
+    submodels = Submodels(MLP(8, (7,), 3, dropout=0.5), (torch.zeros(2, 8), LABELS))
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    submodels.cost(FULL, 4)
+    assert torch.equal(torch.rand(1), expected)
+    assert not [w for w in recwarn if "self.log" in str(w.message)]
+    assert "torch.utils.flop_counter" in sys.modules
+
+
+class Task(nn.Module):
+    """A model of transformers and a loss over its logits."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.model = networks.CASES[name].make()
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, batch_idx):
+        return networks.output(self.model, batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize(("heads", "units"), [(3, 7), (1, 7), (2, 3)])
+def test_flops_of_attention_by_hand(heads, units):
+    submodels = Submodels(Task("vit"), networks.pixels())
+    kept = {
+        f"model.vit.layers.{i}.{axis}": range(n) for i in range(2) for axis, n in (("heads", heads), ("ffn", units))
+    }
+    positions, width, inside = 5, 12, heads * 4  # four patches and the class token
+    projections = 4 * positions * width * inside + 2 * positions * width * units
+    scores = 2 * positions * positions * inside  # q k^T, and the weights times v; the backward pass makes q k^T again
+    patches, classes = 4 * 3 * 4 * 4 * width, 4 * width
+    by_hand = 2 * (2 * (3 * projections + 3.5 * scores) + 2 * patches + 3 * classes)
+    assert submodels.cost(Spec.keep(kept), 2).flops_per_sample == by_hand
+
+
+def test_blocks_below_a_window_cost_one_forward_pass():
+    submodels = Submodels(Task("vit"), networks.pixels())
+    positions, width = 5, 12
+    projections, scores = positions * width * (4 * width + 2 * 7), 2 * positions * positions * width
+    below, above = projections + scores + 4 * 48 * width, 3 * projections + 3.5 * scores + 3 * 4 * width
+    cost, full = submodels.cost(depth_window(submodels, 1, 2), 2), submodels.cost(FULL, 2)
+    assert cost.flops_per_sample == 2 * (below + above)
+    frozen_bytes = cost.down_bytes - cost.up_bytes
+    assert cost.up_bytes < full.up_bytes / 1.5
+    assert (
+        full.peak_bytes - cost.peak_bytes > 2 * frozen_bytes
+    )  # no optimiser state, and fewer gradients and activations
+    assert cost.down_bytes == full.down_bytes
+    assert submodels.cost(depth_window(submodels, 0, 1), 2).down_bytes < full.down_bytes
+
+
+def allocated_bytes(module, batch):
+    """The most that two real steps have allocated at once, as torch's CPU allocator itself notes it."""
+    optimizer = module.train().configure_optimizers()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(2):
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    notes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert notes
+    return max(accumulate(notes))
+
+
+WORKSPACE = {"both_ways": 0.15}
+"""Recurrent nets run in kernels that take memory of their own, which nothing predicts."""
+
+
+def check_peak(kind, module, batch, half):
+    """Compare the predicted peak with an actual one; both far more than the values alone."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    submodels = Submodels(module, batch)
+    spec = Spec.keep({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
+    shrunk = submodels.shrink(spec)
+    submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
+    for name in ("log", "log_dict"):
+        setattr(shrunk.module, name, lambda *args, **kwargs: None)
+    held = 2 * shrunk.present.num_bytes + sum(x.numel() * x.itemsize for x in tensors_in(batch))
+    real = held + allocated_bytes(shrunk.module, batch)
+    assert submodels.cost(spec, len(tensors_in(batch)[0])).peak_bytes == pytest.approx(
+        real, rel=WORKSPACE.get(kind, 0.02)
+    )
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "name", ["vit", "vit_eager", "distilbert", "llama", "mistral", "albert", "encoder", "both_ways"]
+)
+def test_the_predicted_peak_is_what_a_real_step_allocates(name, half):
+    torch.manual_seed(0)
+    batch = {key: torch.cat([value] * 8) for key, value in networks.CASES[name].inputs().items()}
+    check_peak(name, Task(name), batch, half)
+
+
+class PlainConvs(nn.Module):
+    """Convolutions and little else, as small clients train: their copies are most of what a step takes."""
+
+    def __init__(self, channels=(3, 10, 24, 20), kernel=3, dims=2, groups=1):
+        super().__init__()
+        kind = {1: nn.Conv1d, 2: nn.Conv2d}[dims]
+        pairs = pairwise(channels)
+        layers = [(kind(i, o, kernel, padding=1, groups=groups if i % groups == 0 else 1), nn.ReLU()) for i, o in pairs]
+        self.layers = nn.Sequential(*(layer for pair in layers for layer in pair))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="blocks of channels are as with AVX2 or AVX-512",
+)
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (lambda: PlainConvs(), (16, 3, 20, 20)),
+        (lambda: PlainConvs((1, 6, 7), 5), (16, 1, 20, 20)),
+        (lambda: PlainConvs((3, 8, 8), groups=8), (4, 3, 20, 20)),
+        (lambda: PlainConvs((12, 9, 6), dims=1), (16, 12, 200)),
+        (lambda: PlainConvs((4, 4, 4)), (1, 4, 20, 20)),
+        (lambda: PlainConvs((4, 6)).double(), (16, 4, 20, 20)),
+    ],
+    ids=["colours", "one channel", "grouped", "one dimension", "one sample", "double"],
+)
+def test_the_predicted_peak_of_convolutions_is_what_a_real_step_allocates(net, shape):
+    torch.manual_seed(0)
+    module = net()
+    check_peak("convs", module, [torch.randn(shape, dtype=next(module.parameters()).dtype)], half=False)
+
+
+ZOO = {
+    "mlp": lambda: MLP(48, (40, 30), 10),
+    "cnn": lambda: CNN(3, 16, (16, 32), (48, 32), 10),
+    "vit": lambda: ViT("micro"),
+    "resnet": lambda: ResNet(),
+}
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_the_predicted_peak_of_a_zoo_model_is_what_a_real_step_allocates(name, half):
+    torch.manual_seed(0)
+    shape = {"mlp": (48,), "cnn": (3, 16, 16)}.get(name, (3, 32, 32))
+    check_peak(name, ZOO[name](), [torch.randn(8, *shape), torch.zeros(8, dtype=torch.long)], half)
+
+
+def test_an_exit_that_the_step_does_not_use_has_no_gradient():
+    def cost(exits):
+        module = ViT("micro")
+        give_exits(module, exits)
+        return Submodels(module, (torch.zeros(2, 3, 32, 32), LABELS)).cost(FULL, 4)
+
+    with_it, without = cost([1]), cost([])
+    head = 4 * (2 * 32 + 32 * 10 + 10)
+    assert with_it.flops_per_sample == without.flops_per_sample
+    assert with_it.down_bytes - without.down_bytes == head
+    assert with_it.peak_bytes - without.peak_bytes == 2 * head  # as received, and in the module

@@ -1,0 +1,58 @@
+"""Large models are proven on a narrow copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import Experiment
+from raafl.data import Digits, FederatedData, Iid
+from raafl.parts.select.rated import Rated
+from raafl.runtime.setup import proven
+from raafl.submodel import Submodels, skeleton
+from raafl.submodel.prove import proof
+from raafl.submodel.prove.narrow import narrowed, num_values
+from tests.submodel.prove.test_proof import BATCH, Declared, Net, made
+
+
+@pytest.mark.parametrize("name", ["VGG11", "ViT", "BERT", "LLaMA"])
+def test_a_narrow_copy_has_the_axes_of_the_model_and_is_proven_in_its_place(name, monkeypatch):
+    module, batch = made(name)
+    submodels = Submodels(module, batch)
+    narrow, _ = narrowed(submodels, module, batch)
+    assert narrow.axes.keys() == submodels.axes.keys()
+    assert all(axis.size == max(2, submodels.axes[n].size // 16) for n, axis in narrow.axes.items())
+    assert num_values(narrow) < num_values(submodels)
+    monkeypatch.setattr(proof, "LARGE", 0)
+    monkeypatch.setattr(proof, "MOST_VALUES", num_values(submodels) - 1)
+    with skeleton():
+        bare = type(module)(**module.hparams) if module.hparams else module
+    assert proof.refuted(Submodels(bare, batch), bare, batch) == {}
+
+
+def test_where_a_narrow_copy_does_not_run_the_model_itself_is_tried(monkeypatch):
+    monkeypatch.setattr(proof, "LARGE", 0)  # a narrow copy has two of the three classes that the batch names
+    assert proof.refuted(Submodels(Declared(), BATCH), Declared(), BATCH).keys() == {"classes"}
+
+
+def test_a_model_too_large_for_a_copy_is_kept_whole(monkeypatch):
+    monkeypatch.setattr(proof, "LARGE", 0)
+    monkeypatch.setattr(proof, "MOST_VALUES", 1)
+    monkeypatch.setattr(proof, "narrowed", lambda *_: None)
+    (reason,) = proof.refuted(Submodels(Net(), BATCH), Net(), BATCH).values()
+    assert "more than 1 parameters" in reason
+
+
+def test_what_q_vit_adds_goes_by_width_and_refutes_no_axis():
+    algorithm = ALGORITHMS["q_vit"](submodel=Rated("leading", 0.5))
+    experiment = Experiment(model=model_of, data=Digits, algorithm=algorithm, clients=2, max_updates=1)
+    found = proven(experiment, algorithm.local.prepare(model_of()), FederatedData(Digits(), Iid(), 2, 0))
+    assert found.axes and found.refuted == {}
+
+
+def model_of():
+    import model_zoo
+
+    torch.manual_seed(0)
+    return model_zoo.MLP(64, (12,), 10, lr=0.1)

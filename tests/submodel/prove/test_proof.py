@@ -1,0 +1,203 @@
+"""Axes are admitted by proof: right ones stay, wrong ones are kept whole with a reason, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import SubmodelOptions
+from raafl.errors import BadInput
+from raafl.submodel import CopyPlan, Submodels
+from raafl.submodel.prove.proof import _Proof, _separating, refuted
+from tests.federation import experiment
+from tests.submodel.zoo import ZOO
+
+BATCH = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
+
+
+class Net(nn.Module):
+    """Two layers; what `read` makes of the logits is the output."""
+
+    def __init__(self, read=lambda x: x):
+        super().__init__()
+        self.fc1, self.fc2, self.read = nn.Linear(6, 5), nn.Linear(5, 3), read
+
+    def forward(self, x):
+        return self.read(self.fc2(torch.relu(self.fc1(x))))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Declared(Net):
+    """Says of its classes that they may shrink."""
+
+    def submodel_axes(self):
+        return {
+            "hidden": [("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1)],
+            "classes": [("fc2.weight", 0), ("fc2.bias", 0)],
+        }
+
+
+class Half(Net):
+    """Says of its hidden units that they may shrink, and forgets the bias; the step does not notice."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)) * self.gain[: self.fc1.weight.shape[0]])
+
+    def submodel_axes(self):
+        return {"hidden": [("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1), ("gain", 0, 1)]}
+
+
+READS = {
+    "logits": lambda x: x.logits if hasattr(x, "logits") else x,
+    "T": lambda x: x.T.T,
+    "mT": lambda x: x.mT.mT,
+    "H": lambda x: x.H.H,
+    "data": lambda x: x + 0 * x.data.sum(),
+    "unknown": lambda x: getattr(x, "somewhere", x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_attribute_of_a_value_keeps_it_whole(name):
+    submodels = Submodels(Net(READS[name]), BATCH)
+    assert list(submodels.axes) == ["fc1"]
+    assert "fc2" in submodels.kept_whole
+
+
+def test_sizes_may_be_read():
+    submodels = Submodels(Net(lambda x: x.view(x.shape[0], x.size(1))), BATCH)
+    assert list(submodels.axes) == ["fc1"]
+
+
+def test_a_class_axis_that_is_declared_is_kept_whole_and_the_other_stays():
+    module = Declared()
+    submodels = SubmodelOptions().proven(module, BATCH, ALGORITHMS["hetero_fl"]().select)
+    assert list(submodels.axes) == ["hidden"] and list(submodels.refuted) == ["classes"]
+    assert submodels.kept_whole["classes"].startswith("not proven: ")
+
+
+def test_a_right_declaration_is_proven():
+    assert refuted(Submodels(Half(), BATCH), Half(), BATCH) == {}
+
+
+def test_a_step_that_does_not_run_keeps_all_whole_with_the_reason():
+    class Broken(Net):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("no such batch")
+
+    found = refuted(Submodels(Broken(), BATCH), Broken(), BATCH)
+    assert found == {"fc1": "not proven: its training step does not run on drawn values: ValueError: no such batch"}
+
+
+def test_code_that_needs_single_precision_is_tried_in_it():
+    class Single(Net):
+        def forward(self, x):
+            assert x.dtype == torch.float32
+            return super().forward(x)
+
+    assert refuted(Submodels(Net(), BATCH), Single(), BATCH) == {}
+
+
+def test_a_loss_that_is_not_finite_proves_nothing():
+    class Infinite(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) / 0.0
+
+    (reason,) = refuted(Submodels(Infinite(), BATCH), Infinite(), BATCH).values()
+    assert "no finite numbers" in reason
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_axis_of_the_zoo_is_proven(name):
+    module, batch = made(name)
+    for wide in (False, True) if ZOO[name].width else (False,):
+        assert refuted(Submodels(module, batch, residual_width=wide), module, batch) == {}
+
+
+@pytest.mark.parametrize("name", ["MLP", "CNN", "ViT", "BERT", "LLaMA"])
+def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):
+    module, batch = made(name)
+    gather, axes = CopyPlan.gather, Submodels(module, batch).axes
+    proof = _Proof(Submodels(module, batch), module, batch, torch.float64)
+    assert proof.begin() is None
+    for axis in axes.values():
+        for member in {m.name: m for m in axis.members}.values():
+            if member.name.endswith(("k_proj.bias", "key.bias")):
+                continue  # softmax does not see what is added to all scores alike: such a bias does nothing, right or wrong
+
+            def shifted(plan, full, out=None, member=member, axis=axis):
+                other = full.clone()
+                part = other[member.name].narrow(member.dim, member.offset, member.unit * axis.size)
+                part.copy_(part.roll(member.unit, member.dim))
+                return gather(plan, other, out)
+
+            monkeypatch.setattr(CopyPlan, "gather", shifted)
+            assert not proof._all_hold(list(axes)), member
+
+
+def test_nothing_is_disturbed():
+    module, batch = made("CNN with batch norm")
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    refuted(Submodels(module, batch), module, batch)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), str(np.random.get_state()))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert module.training and all(p.grad is None for p in module.parameters())
+
+
+def test_subsets_separate_each_axis_from_each_other():
+    names = list("abcde")
+    subsets = list(_separating(names))
+    assert all(any(a in s and b not in s for s in subsets) for a in names for b in names if a != b)
+    assert list(_separating(["a"])) == []
+
+
+def test_a_name_that_is_no_axis_is_refused():
+    with pytest.raises(BadInput, match="axis 'fc9' is not one"):
+        Submodels(Net(), BATCH).keep_whole({"fc9": "because"})
+
+
+def test_a_run_says_what_a_rate_leaves_and_what_is_not_proven(tmp_path):
+    from model_zoo import MLP
+    from raafl.commands.run import simulate
+
+    class Wrong(MLP):
+        def submodel_axes(self):
+            return {
+                "hidden": [("layers.1.weight", 0), ("layers.1.bias", 0), ("layers.3.weight", 1)],
+                "classes": [("layers.3.weight", 0), ("layers.3.bias", 0)],
+            }
+
+    def wrong():
+        return Wrong(64, (24,), 10, lr=0.05, momentum=0.5)
+
+    summary, _ = simulate(experiment(tmp_path / "run", "hetero_fl", model=wrong, max_updates=4))
+    (warning,) = summary["warnings"]
+    assert warning.startswith("axis 'classes' stays whole, not proven: ")
+    assert summary["kept_whole"].keys() == {"classes"}
+    # 64 x 24 + 24 and 24 x 10 + 10 parameters; half of the units leave 64 x 12 + 12 + 12 x 10 + 10
+    assert summary["rates_leave"]["1/2"]["parameters"] == pytest.approx(910 / 1810)
+    with pytest.raises(BadInput, match="axis 'classes' stays whole"):
+        simulate(experiment(tmp_path / "strict", "hetero_fl", model=wrong, max_updates=4, strict=True))
+
+
+def made(name):
+    """A model of the zoo in single precision, and its batch."""
+    model = ZOO[name]
+    torch.manual_seed(0)
+    free = dict(zip(model.loss.__code__.co_freevars, model.loss.__closure__, strict=True))
+    batch = [x.float() if x.is_floating_point() else x for x in free["batch"].cell_contents]
+    return model.make().float(), batch

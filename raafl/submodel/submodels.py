@@ -76,9 +76,7 @@ class Submodels:
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
         self.found: Found | None = None
-        self._kept_whole: dict[str, str] = {}
         self.whole_dims: dict[tuple[str, int], str] = {}  # of a tensor -> the reason, once `axes` has been asked for
-        self._problem: str | None = None
         self.refuted: dict[str, str] = {}
 
     @cached_property
@@ -92,7 +90,7 @@ class Submodels:
         from raafl.submodel.find.discover import discover_axes
 
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, residual_width=self.residual_width)
-        self.found, self._kept_whole, self._problem = found, dict(found.kept_whole), found.problem
+        self.found = found
         self.whole_dims = {place: str(reason) for place, reason in found.whole.items()}
         return AxisTable(found.axes, shapes)
 
@@ -104,12 +102,14 @@ class Submodels:
     @property
     def kept_whole(self) -> dict[str, str]:
         """Layers whose width cannot shrink -> the reason, as found by tracing."""
-        return self._kept_whole if self._table else {}
+        found = self.found if self._table else None
+        return {**({} if found is None else found.kept_whole), **self.refuted}
 
     @property
     def problem(self) -> str | None:
         """Why axes were not found, or only those of layers with axes of their own; None when nothing was in the way."""
-        return self._problem if self._table else None
+        found = self.found if self._table else None
+        return None if found is None else found.problem
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -131,7 +131,6 @@ class Submodels:
         table, self.refuted = self._table, {**self.refuted, **new}
         self.whole_dims |= {(m.name, m.dim): why for name, why in new.items() for m in table.axes[name].members}
         self._table = AxisTable([axis for axis in table.axes.values() if axis.name not in new], table.shapes)
-        self._kept_whole = {**self._kept_whole, **new}
         self._caches.clear()
 
     def why_whole(self) -> str:
@@ -198,14 +197,12 @@ class Submodels:
         try:
             table.check(spec)
         except SpecError as error:
-            if self._problem is not None and any(name not in table.axes for name, _ in spec.kept):
-                raise SpecError(f"{error}; {self._problem}" if table.axes else self._problem) from None
-            reason = next((self.kept_whole[name] for name, _ in spec.kept if name in self.kept_whole), None)
-            if reason is None:
-                raise
-            raise SpecError(
-                f"{error}; '{next(n for n, _ in spec.kept if n in self.kept_whole)}' cannot shrink: {reason}"
-            ) from None
+            if self.problem is not None and any(name not in table.axes for name, _ in spec.kept):
+                raise SpecError(f"{error}; {self.problem}" if table.axes else self.problem) from None
+            for name, _ in spec.kept:
+                if name in self.kept_whole:
+                    raise SpecError(f"{error}; '{name}' cannot shrink: {self.kept_whole[name]}") from None
+            raise
 
     # ---- where they lie ----
 

@@ -203,7 +203,7 @@ class _Proof:
             return f"its training step does not run: {line_of(error)}"
         if not all(torch.isfinite(x).all() for x in _tensors(small)):
             return "its training step gives no finite numbers"
-        return next((p for p in self._outputs(spec, small, self.first, math.inf)), None)
+        return next(self._outputs(spec, small, self.first, math.inf), None)
 
     def _made(self, spec: Spec, values: FlatTensors) -> Any:
         present = values.clone() if spec.is_full else values
@@ -238,9 +238,9 @@ class _Proof:
         assert small.loss is not None and whole.loss is not None
         if problem := _apart("the loss", small.loss, whole.loss, tolerance, 1e-6):
             return problem
-        for problem in self._outputs(spec, small, whole, tolerance):
+        if problem := next(self._outputs(spec, small, whole, tolerance), None):
             return problem
-        selections = self.submodels.selections(spec)
+        selections, present = self.submodels.selections(spec), self.submodels.layout(spec).by_name
         largest = max(
             (float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0
         )
@@ -248,10 +248,8 @@ class _Proof:
             theirs = whole.gradients[name]
             if ours is None and theirs is None:
                 continue
-            shape = (
-                self.submodels.layout(spec).by_name[name].shape if name in self.submodels.layout(spec).by_name else None
-            )
-            given = torch.zeros(shape or (), dtype=self.dtype) if ours is None else ours
+            shape = present[name].shape if name in present else ()
+            given = torch.zeros(shape, dtype=self.dtype) if ours is None else ours
             full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
             if problem := _apart(f"the gradient of '{name}'", given, full, tolerance, 1e-3 * largest):
                 return problem

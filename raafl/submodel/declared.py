@@ -56,6 +56,12 @@ def within(name: str, paths: Iterable[str]) -> bool:
     return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
+def above(name: str) -> list[str]:
+    """Return the paths of all modules that a tensor or module of this name lies in, outermost first, the root's included."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
+
+
 def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the path of each part that has ``attribute``, outermost first, and what it says."""
     for path, part in module.named_modules():

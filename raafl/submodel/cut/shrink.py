@@ -17,6 +17,7 @@ from raafl.submodel.cut.copying import copy_structure
 from raafl.submodel.cut.layers import adopt, produces, resize
 from raafl.submodel.cut.multihead import FewerHeads
 from raafl.submodel.cut.sizes import Sizes
+from raafl.submodel.declared import above
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
 
@@ -106,7 +107,7 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
     for path, other in structure.stand_ins.items():
         parent, _, name = path.rpartition(".")
         small.get_submodule(parent)._modules[name] = StandIn(small.get_submodule(other))
-    for path in {path.rpartition(".")[0] for path in structure.absent}:
+    for path in dict.fromkeys(path.rpartition(".")[0] for path in structure.absent):
         _renumber(full, small, path)
     _resize_layers(small, structure)
     structure.sizes.apply_(small, {**structure.full, **structure.counts}, structure.full)
@@ -134,7 +135,7 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
 
 
 def _resize_layers(small: nn.Module, structure: Structure) -> None:
-    shrunk = {path for name in structure.selections for path in _above(name)}
+    shrunk = {path for name in structure.selections for path in above(name)}
     for name, layer in small.named_modules(remove_duplicate=False):
         if name in shrunk:
             resize(layer)
@@ -146,8 +147,8 @@ def _resize_layers(small: nn.Module, structure: Structure) -> None:
 
 def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
     """Make the config and the blocks of a transformer count the blocks that are there, in place, as transformers has them."""
-    layers, above = small.get_submodule(path), path.rpartition(".")[0]
-    config: Any = getattr(small.get_submodule(above), "config", None)
+    layers, owner = small.get_submodule(path), small.get_submodule(path.rpartition(".")[0])
+    config: Any = getattr(owner, "config", None)
     if getattr(config, "num_hidden_layers", None) != len(full.get_submodule(path)._modules) or not path:
         return
     kinds = getattr(config, "layer_types", None)
@@ -158,12 +159,6 @@ def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
         for part in layer.modules():
             if "layer_idx" in part.__dict__:  # where a cache keeps its keys and values
                 part.__dict__["layer_idx"] = place
-
-
-def _above(name: str) -> list[str]:
-    """Return the paths of all modules that ``name`` lies in, the root's included."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
 class _Rescale:

@@ -10,7 +10,7 @@ from torch import nn
 from raafl.submodel.axes import Axis, Member
 from raafl.submodel.cut.layers import produces
 from raafl.submodel.cut.sizes import Extent
-from raafl.submodel.declared import join, said, within
+from raafl.submodel.declared import above, join, said, within
 from raafl.submodel.find.held import held
 from raafl.submodel.find.labels import Atom, Dim, Reason
 from raafl.submodel.find.trace import Seen
@@ -19,6 +19,7 @@ from raafl.submodel.packages import is_packaged
 MOST_MEMBERS = 512
 """Places of an axis in one dimension beyond which it stays whole."""
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -159,47 +160,37 @@ class Candidates:
 
     def _names(self, picked: Sequence[Candidate]) -> list[str]:
         """Name axes: heads and the feed-forward units of a block by the block, others by the first layer that makes them."""
-        blocks = {id(c): self._block(c) for c in picked}
-        heads = {blocks[id(c)] for c in picked if "batch" in c.atom.marks}
-        alone = [blocks[id(c)] for c in picked if "batch" not in c.atom.marks and c.atom.span is None]
+        blocks = [self._block(c) for c in picked]
+        heads = {block for c, block in zip(picked, blocks, strict=True) if "batch" in c.atom.marks}
+        alone = [b for c, b in zip(picked, blocks, strict=True) if "batch" not in c.atom.marks and c.atom.span is None]
         names: list[str] = []
-        for candidate in picked:
-            block = blocks[id(candidate)]
+        for candidate, block in zip(picked, blocks, strict=True):
             made = candidate.made[0].rpartition(".")[0] or candidate.made[0]
+            options, is_wide = [made], candidate.atom.span is not None
             if "batch" in candidate.atom.marks:
                 options = [join(block, "heads"), join(block, "cross_heads"), made]
-            elif candidate.atom.span is None and block in heads and alone.count(block) == 1:
+            elif not is_wide and block in heads and alone.count(block) == 1:
                 options = [join(block, "ffn"), made]
-            elif (
-                candidate.atom.span is not None
-                and self._packaged(candidate) is not None
-                and any(within(spot.name, heads) for spot in candidate.spots)
-            ):
-                options = [join(self._packaged(candidate) or "", "width"), made]
-            else:
-                options = [made]
+            elif is_wide and any(within(spot.name, heads) for spot in candidate.spots):
+                options = [*self._width(candidate), made]
             number = (f"{made}.{i}" for i in range(2, len(picked) + 2))
             names.append(next(name for name in (*options, *number) if name not in names))
         return names
 
     def _block(self, candidate: Candidate) -> str:
         """Return the innermost block that has all of it, or the module that has."""
-        home = path = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
-        while path:
-            above, _, _ = path.rpartition(".")
-            parent = self.module.get_submodule(above)
-            if isinstance(parent, nn.ModuleList | nn.Sequential) or isinstance(
-                self.module.get_submodule(path), _LAYERS
-            ):
+        home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
+        for path in filter(None, (home, *reversed(above(home)))):
+            parent = self.module.get_submodule(path.rpartition(".")[0])
+            if isinstance(parent, _LISTS) or isinstance(self.module.get_submodule(path), _LAYERS):
                 return path
-            path = above
         return home
 
-    def _packaged(self, candidate: Candidate) -> str | None:
-        """Return the outermost model of a package that makes all of it."""
-        parts = _common(name.rpartition(".")[0] for name in candidate.made).split(".")
-        paths = ("", *(".".join(parts[:end]) for end in range(1, len(parts) + 1)))
-        return next((path for path in paths if is_packaged(self.module.get_submodule(path))), None)
+    def _width(self, candidate: Candidate) -> list[str]:
+        """Name the residual width of the outermost model of a package that makes all of it, if there is one."""
+        home = _common(name.rpartition(".")[0] for name in candidate.made)
+        packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
+        return [join(path, "width") for path in packages][:1]
 
     # ---- what comes of it ----
 

@@ -272,6 +272,8 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: made.counts.update(waits=1),
+        "current_stream": lambda device=None: None,
+        "Event": lambda **_: SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=lambda: None),
     }
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)

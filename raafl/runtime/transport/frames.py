@@ -41,8 +41,8 @@ class Frames:
         if tensors is not None and codec.declared(tensors):
             staging = self.staging.ring("send", tensors)
             checksum, waiting = Checksum(), len(head)
-            for piece in _pieces(tensors):
-                view = codec.memory(piece if staging is None else staging.put(piece))
+            for host in _pieces(tensors) if staging is None else staging.outgoing(_pieces(tensors)):
+                view = codec.memory(host)
                 checksum.update(view)
                 parts.append(view)
                 waiting += len(view)
@@ -83,8 +83,10 @@ class Frames:
             self._stream.read_into(view)
             checksum.update(view)
             problem = problem or problem_of(host, finite)
-            if host is not piece:
-                codec.byte_view(piece).copy_(codec.byte_view(host))
+            if staging is not None:
+                staging.land(host, piece)
+        if staging is not None:
+            staging.landed()
         footer = bytearray(FOOTER_BYTES)
         self._stream.read_into(memoryview(footer))
         return problem if footer == checksum.footer() else ("bad-checksum", "payload")

@@ -26,6 +26,7 @@ from raafl.runtime.transport.codec import FOOTER_BYTES, HEADER_BYTES, Body, Chec
 from raafl.runtime.transport.pair import DRAIN_BYTES, Pair, PeerLost, PeerTimeout
 from raafl.runtime.transport.payload import (
     CHUNK_BYTES,
+    NUM_AHEAD,
     NUM_POSTED,
     NUM_STAGED,
     Staging,
@@ -47,7 +48,7 @@ _POKE_S = 0.001
 
 
 class GlooPair(Pair):
-    """Messages over Gloo; CUDA tensors pass through one pinned buffer of 16 MiB per direction in use."""
+    """Messages over Gloo; CUDA tensors pass through one pinned buffer of 24 MiB per direction in use."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
         """Take over a two-rank ProcessGroupGloo; use `connect`."""
@@ -200,11 +201,9 @@ class GlooPair(Pair):
         self._wait(self._start("send", self._out[:length], _FIRST), timeout_s)
 
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
-        # No more in flight than there are slots: `staging.put` takes the oldest slot again, which must have gone by then.
         staging, limit = self._stage("send", tensors)
         checksum, in_flight = Checksum(), deque[tuple[Any, Tensor]]()
-        for chunk in chunks(tensors):
-            host = chunk if staging is None else staging.put(chunk)
+        for host in chunks(tensors) if staging is None else staging.outgoing(chunks(tensors)):
             in_flight.append((self._start("send", codec.byte_view(host), _REST), host))
             checksum.update(codec.memory(host))
             if len(in_flight) >= limit:
@@ -266,9 +265,11 @@ class GlooPair(Pair):
             if chunk is not footer:
                 checksum.update(codec.memory(host))
                 problem = problem or problem_of(host, finite)
-            if host is not chunk:
-                codec.byte_view(chunk).copy_(codec.byte_view(host))
+            if staging is not None and chunk is not footer:
+                staging.land(host, chunk)
             post()
+        if staging is not None:
+            staging.landed()
         return problem if bytes(codec.memory(footer)) == checksum.footer() else ("bad-checksum", "payload")
 
     def _drain(self, header: Header, body: Body | None) -> None:
@@ -285,7 +286,7 @@ class GlooPair(Pair):
     def _stage(self, way: Literal["send", "recv"], tensors: FlatTensors) -> tuple[Staging | None, int]:
         """Return the staging buffer these tensors need, if any, and how many pieces may be in flight."""
         ring = self.staging.ring(way, tensors)
-        return ring, NUM_POSTED if ring is None else NUM_STAGED
+        return ring, NUM_POSTED if ring is None else NUM_STAGED - NUM_AHEAD
 
 
 def _span(seconds: float) -> timedelta:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import cmath
 import itertools
-from collections.abc import Iterator
-from typing import Literal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ CHUNK_BYTES = 4 << 20
 NUM_POSTED = 128
 """Pieces handed to the transport at a time: few enough to bound its queues, enough never to stall it."""
 
-NUM_STAGED = 4
-"""Pieces of the staging buffer that a CUDA tensor passes through."""
+NUM_STAGED, NUM_AHEAD = 6, 2
+"""Pieces of the staging buffer that a CUDA tensor passes through, and how many of them are filled ahead of the wire."""
 
 
 def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
@@ -63,26 +64,67 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
 class Staging:
     """A ring of pieces in pinned host memory that pieces on another device pass through; made once, used again.
 
-    A piece may be taken again once the `NUM_STAGED` that came after it were taken, so no more may be in flight.
+    To and from a GPU they are copied in the order of its work, with nobody waiting; an event says of each slot when its copy
+    is done. So the copies of the next pieces run while one is hashed, and on the wire.
     """
 
     def __init__(self) -> None:
         """Allocate the ring: `NUM_STAGED` times `CHUNK_BYTES`."""
         memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self._slots = torch.split(memory, CHUNK_BYTES)
+        self._copied: list[Any] = [None] * NUM_STAGED  # the event after the last copy from or to each
         self._next = 0
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next slot as a 1-D tensor of the length and dtype of ``like``."""
-        slot = self._slots[self._next % NUM_STAGED]
+        """Return the next slot as a 1-D tensor of the length and dtype of ``like``, once nothing is copied from it any more."""
+        index = self._next % NUM_STAGED
         self._next += 1
-        return slot[: like.numel() * like.dtype.itemsize].view(like.dtype)
+        self._wait(index)
+        return self._slots[index][: like.numel() * like.dtype.itemsize].view(like.dtype)
 
-    def put(self, piece: Tensor) -> Tensor:
-        """Return the next slot with the bytes of ``piece`` in it."""
-        slot = self.take(piece)
-        byte_view(slot).copy_(byte_view(piece))  # as bytes: a copy of bools would mend what is none
+    def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield each piece in a slot, while those of the next `NUM_AHEAD` are filled.
+
+        It is good until so many were taken after it as may be in flight, `NUM_STAGED` less `NUM_AHEAD`.
+        """
+        ahead = deque[Tensor]()
+        for piece in pieces:
+            ahead.append(self.take(piece))
+            self._copy(ahead[-1], piece, ahead[-1], piece)
+            if len(ahead) > NUM_AHEAD:
+                yield self._filled(ahead.popleft())
+        while ahead:
+            yield self._filled(ahead.popleft())
+
+    def land(self, slot: Tensor, piece: Tensor) -> None:
+        """Begin to copy a slot that was taken to its piece."""
+        self._copy(piece, slot, slot, piece)
+
+    def landed(self) -> None:
+        """Wait until all pieces are there."""
+        for index in range(NUM_STAGED):
+            self._wait(index)
+
+    def _copy(self, target: Tensor, source: Tensor, slot: Tensor, piece: Tensor) -> None:
+        # as bytes: a copy of bools would mend what is none
+        byte_view(target).copy_(byte_view(source), non_blocking=piece.is_cuda)
+        if piece.is_cuda:
+            event: Any = torch.cuda.Event
+            self._copied[self._index(slot)] = copied = event(blocking=True)
+            copied.record(torch.cuda.current_stream(piece.device))
+
+    def _filled(self, slot: Tensor) -> Tensor:
+        self._wait(self._index(slot))
         return slot
+
+    def _wait(self, index: int) -> None:
+        event, self._copied[index] = self._copied[index], None
+        if event is not None:
+            event.synchronize()
+
+    @staticmethod
+    def _index(slot: Tensor) -> int:
+        return slot.storage_offset() * slot.dtype.itemsize // CHUNK_BYTES
 
 
 class StagingRings:

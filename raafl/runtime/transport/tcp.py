@@ -25,7 +25,7 @@ MIN_BYTES_PER_S = 1000.0
 
 
 class TcpPair(Pair):
-    """Messages over a stream socket. CUDA tensors pass through one pinned buffer of 16 MiB per direction in use.
+    """Messages over a stream socket. CUDA tensors pass through one pinned buffer of 24 MiB per direction in use.
 
     A send ends when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Beside the
     pair's timeout for each piece, a peer has to keep up ``min_bytes_per_s`` from a message's first byte to its last:

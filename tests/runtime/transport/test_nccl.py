@@ -55,14 +55,6 @@ class StandIn:
         self.aborted = True
 
 
-class Event:
-    def record(self, stream):
-        pass
-
-    def query(self):
-        return True
-
-
 @pytest.fixture
 def joined(monkeypatch, request):
     """Connects a server on GPU 0 and a client on another, with the stand-in."""
@@ -74,8 +66,6 @@ def joined(monkeypatch, request):
     StandIn.fails, StandIn.ends, StandIn.sent = None, {}, (queue.Queue(), queue.Queue())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
     @contextmanager

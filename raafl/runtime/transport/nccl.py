@@ -10,6 +10,8 @@ import socket
 import struct
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from torch import Tensor
 from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, Body, Header
 from raafl.runtime.transport.gloo import _REST, GlooPair, dist
-from raafl.runtime.transport.pair import Pair, PeerTimeout
+from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
 from raafl.runtime.transport.payload import CHUNK_BYTES, chunks, piece_bytes, problem_of
 from raafl.submodel.flat import FlatTensors
 
@@ -138,6 +140,15 @@ class NcclPair(GlooPair):
         if nccl is not None:
             nccl.abort()
         super().close()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Close the pair when anything goes wrong inside; an error of NCCL's is a lost peer."""
+        with super()._ending():
+            try:
+                yield
+            except RuntimeError as error:
+                raise PeerLost("connection-broken", str(error).partition("\n")[0]) from None
 
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
         total, held = 0, []

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.runtime.transport import Kind, Message, Refused, nccl
+from raafl.runtime.transport import Kind, Message, PeerLost, Refused, nccl
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.submodel.flat import FlatTensors, Layout
 
@@ -149,6 +149,14 @@ def test_emulated_nccl_that_fails_before_the_first_payload_leaves_both_ends_to_g
         sending.result()
     assert any(says in str(warning.message) for warning in warned)
     assert all(end.aborted for end in StandIn.ends.values())
+
+
+def test_emulated_nccl_that_fails_later_ends_the_session(joined):
+    with joined("cuda:0", "cuda:1") as (server, _):
+        StandIn.fails = (0, "sends")
+        with pytest.raises(PeerLost, match="connection-broken: NCCL error: Duplicate GPU detected"):
+            server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")))
+        assert server.closed and StandIn.ends[0].aborted
 
 
 def test_emulated_ends_that_do_not_ask_for_nccl_or_share_a_gpu_have_gloo(joined):

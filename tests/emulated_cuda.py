@@ -155,7 +155,7 @@ class Emulated(TorchDispatchMode):
         if packet in WAITS and place.type == "cuda":
             self.counts["waits"] += 1
         source = tensors[-1].device if packet in COPIES and tensors else place
-        if source != place:
+        if source != place and "meta" not in (source.type, place.type):
             to = {"cuda": "to device", "cpu": "to host"}[place.type] if CPU in (source, place) else "between"
             self.counts[to] += 1
             self.counts["waits"] += to == "to host"

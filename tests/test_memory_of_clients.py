@@ -13,7 +13,9 @@ from raafl.algorithms import ALGORITHMS
 from raafl.devices.gpus import Place
 from raafl.devices.measure import Room
 from raafl.errors import BadInput
+from raafl.local.train import FabricOptions
 from raafl.runtime import memory
+from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
 from tests.federation import experiment, unequal
@@ -52,6 +54,29 @@ def test_a_client_that_declares_none_measures_it_and_says_so(tmp_path, monkeypat
 )
 def test_what_is_declared_is_not_measured(tmp_path, monkeypatch, fields, found):
     assert asked(tmp_path, monkeypatch, **fields) == (found, [])
+
+
+GIB = 2**30
+HERE = [  # what the environment says, and the GPU and the memory that a client then has of two GPUs of 8 GiB
+    ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}, 1, 0.9 * 8 * GIB - GIB / 2),  # fit --local 2: neither is shared
+    ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 0, 0.9 * 4 * GIB - GIB / 2),  # fit --local 3: one is
+    ({"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, 0.9 * 8 * GIB - GIB / 2),  # one client on both
+]
+
+
+@pytest.mark.parametrize(("environment", "gpu", "found"), HERE)
+def test_an_emulated_gpu_is_taken_and_measured_by_one_map(
+    tmp_path, monkeypatch, emulated_cuda, environment, gpu, found
+):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 8 * GIB))
+    made = experiment(tmp_path / "run", fabric=FabricOptions(accelerator="cuda"), devices=None)
+    site = ClientSetup.build(made, "", 3, own_data=False)
+    assert site.trainer.fabric.device == torch.device("cuda", gpu)
+    assert site.info.profile.memory_bytes == math.floor(found)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class Staging:
 
     @staticmethod
     def _index(slot: Tensor) -> int:
-        return slot.storage_offset() * slot.dtype.itemsize // CHUNK_BYTES
+        return int(slot.storage_offset()) * slot.dtype.itemsize // CHUNK_BYTES
 
 
 class StagingRings:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from model_zoo.fasttext import FastText as FastText
     from model_zoo.huggingface import HFCausalLM as HFCausalLM
     from model_zoo.huggingface import HFImageClassifier as HFImageClassifier
+    from model_zoo.huggingface import HFSeq2SeqLM as HFSeq2SeqLM
     from model_zoo.huggingface import HFSequenceClassifier as HFSequenceClassifier
     from model_zoo.keyword_spotter import KeywordSpotter as KeywordSpotter
     from model_zoo.llama import LLaMA as LLaMA
@@ -29,6 +30,7 @@ _HOMES = {
     "FastText": "fasttext",
     "HFCausalLM": "huggingface",
     "HFImageClassifier": "huggingface",
+    "HFSeq2SeqLM": "huggingface",
     "HFSequenceClassifier": "huggingface",
     "KeywordSpotter": "keyword_spotter",
     "LLaMA": "llama",

@@ -25,17 +25,22 @@ _LLAMA: Final[Mapping[str, Any]] = {
 
 
 def make(
-    task: str, name_or_path: str | None, pretrained: bool, architecture: Mapping[str, Any]
+    task: str,
+    name_or_path: str | None,
+    pretrained: bool,
+    architecture: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
 ) -> Any:  # a transformers.PreTrainedModel
-    """Return a float32 model for ``task``.
+    """Return a model for ``task``.
 
     Args:
-        task: what follows ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, MaskedLM.
+        task: what follows ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, Seq2SeqLM, MaskedLM.
         name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python package;
             ``made:llama`` for a tiny LLaMA with the same random weights everywhere, for `raafl.data.FineTuning`'s tokenizer
             ``bytes``; None = the architecture alone.
         pretrained: take the weights from there too; a head that does not fit starts at random.
         architecture: fields of the model's config that differ from what is there, or the whole (with ``model_type``).
+        dtype: of its parameters.
 
     Raises:
         FileNotFoundError: there is no such model, or it cannot be fetched; says what to do.
@@ -55,11 +60,11 @@ def make(
         if "model_type" not in fields:
             raise ValueError("name_or_path is null and architecture has no model_type: give one of them")
         config = transformers.AutoConfig.for_model(**fields)
-        return maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return maker.from_config(config, dtype=dtype, trust_remote_code=False)
     if name_or_path == MADE:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return make(task, None, False, {**_LLAMA, **fields})
+            return make(task, None, False, {**_LLAMA, **fields}, dtype)
     where = located(name_or_path)
     fields.pop("model_type", None)  # the files say it
     if where.startswith((".", "/", "~")) and not Path(where).is_dir():
@@ -69,9 +74,9 @@ def make(
     with _quiet(transformers), _explained(name_or_path, where):
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **fields)
         if not pretrained:
-            return maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            return maker.from_config(config, dtype=dtype, trust_remote_code=False)
         return maker.from_pretrained(
-            where, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, trust_remote_code=False
+            where, config=config, dtype=dtype, ignore_mismatched_sizes=True, trust_remote_code=False
         )
 
 

@@ -1,11 +1,13 @@
-"""Any model of the transformers library as a LightningModule: sentence and image classifiers, causal language models."""
+"""Any model of the transformers library as a LightningModule: sentence and image classifiers, language models."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +15,7 @@ from model_zoo import hub
 from model_zoo.adamw import Optimizer, adamw
 from model_zoo.classifier import Classifier
 from model_zoo.language import Batch, LanguageModel
-from model_zoo.lora import LoRA, adapt, merged, save_adapter
+from model_zoo.lora import LoRA, adapt, base_of, merged, save_adapter
 from model_zoo.metrics import IGNORED
 
 
@@ -33,6 +35,23 @@ class _Wrapped:
         self.lora = LoRA.of(lora)
         if self.lora is not None:
             adapt(self.model, self.lora, trains_head=trains_head)
+
+    def _checkpoint(self, wanted: bool) -> None:
+        """Keep the inputs of blocks alone for the backward pass, which runs these again, if that is wanted.
+
+        Raises:
+            ValueError: this architecture cannot.
+        """
+        if not wanted:
+            return
+        if not self.model.supports_gradient_checkpointing:
+            raise ValueError(
+                f"gradient_checkpointing is true, which this {self.model.config.model_type} cannot: leave it out"
+            )
+        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})  # the first argument under the new name and the old
+        if hasattr(self.model.config, "use_cache"):
+            self.model.config.use_cache = False  # else it says that it does without
 
     def _stand_alone(self) -> None:
         """Let a checkpoint be loaded without the files that the model came from: its shape replaces their name."""
@@ -87,6 +106,7 @@ class HFSequenceClassifier(HFClassifier):
         warmup_steps: int = 0,
         lora: LoRA | None = None,
         optimizer: Optimizer = "adamw",
+        gradient_checkpointing: bool = False,
     ) -> None:
         """Load or build the model.
 
@@ -102,16 +122,19 @@ class HFSequenceClassifier(HFClassifier):
             warmup_steps: steps of each task over which the learning rate rises.
             lora: train adapters beside the frozen model, and the head; null = train the model itself.
             optimizer: adamw, or adan (Xie et al. 2022).
+            gradient_checkpointing: compute blocks again in the backward pass instead of keeping what is in them: less memory,
+                a third more time.
 
         Raises:
             FileNotFoundError: there is no such model, it cannot be fetched, or it has no layers that ``lora`` names.
         """
         fields = {**(architecture or {}), "num_labels": num_classes}
-        model = hub.make("SequenceClassification", name_or_path, pretrained, fields)
+        model = hub.make("SequenceClassification", name_or_path, pretrained, fields, base_of(lora))
         if model.config.pad_token_id is None:  # decoders look for the last token that is not padding
             model.config.pad_token_id = _first(model.config.eos_token_id)
         super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=True)
+        self._checkpoint(gradient_checkpointing)
         self.save_hyperparameters()
         self._stand_alone()
 
@@ -138,12 +161,14 @@ class HFImageClassifier(HFClassifier):
         warmup_steps: int = 0,
         lora: LoRA | None = None,
         optimizer: Optimizer = "adamw",
+        gradient_checkpointing: bool = False,
     ) -> None:
         """Load or build the model; arguments and errors as for `HFSequenceClassifier`."""
         fields = {**(architecture or {}), "num_labels": num_classes}
-        model = hub.make("ImageClassification", name_or_path, pretrained, fields)
+        model = hub.make("ImageClassification", name_or_path, pretrained, fields, base_of(lora))
         super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=True)
+        self._checkpoint(gradient_checkpointing)
         self.save_hyperparameters()
         self._stand_alone()
 
@@ -173,14 +198,15 @@ class HFLanguageModel(_Wrapped, LanguageModel):
         return self(**inputs), targets
 
 
-class HFCausalLM(HFLanguageModel):
-    """Any causal language model of transformers (LLaMA, Mistral, Qwen2, GPT-2, ...), trained with AdamW.
+class _PretrainedLM(HFLanguageModel):
+    """A language model of transformers from its name or shape.
 
-    Takes tokens (batch, length) int64, padding at the end; returns logits (batch, length, vocab_size). No mask is needed:
-    no position sees what comes after it. Batches are ``(tokens, targets)``, or tables as `raafl.data.FineTuning` and the collators
-    of transformers give them: ``input_ids``, ``labels`` (those of the tokens themselves; -100 = does not count), and where several
-    texts are packed in a row ``position_ids``, which begin anew with each.
+    Attributes:
+        task: what follows ``AutoModelFor``.
+        writes: whether evaluation lets the model write its answers.
     """
+
+    task: ClassVar[str]
 
     def __init__(
         self,
@@ -192,18 +218,108 @@ class HFCausalLM(HFLanguageModel):
         warmup_steps: int = 0,
         lora: LoRA | None = None,
         optimizer: Optimizer = "adamw",
+        gradient_checkpointing: bool = False,
+        generate: bool = False,
     ) -> None:
-        """Load or build the model; arguments and errors as for `HFSequenceClassifier`; with ``lora``, the head is frozen, too."""
-        model = hub.make("CausalLM", name_or_path, pretrained, architecture or {})
+        """Load or build the model; arguments and errors as for `HFSequenceClassifier`; with ``lora``, the head is frozen, too.
+
+        With ``generate`` what counts as ``exact_match`` is what the model writes with its own generation settings (beams, sampling,
+        penalties), at most as long as the longest answer of a batch; else what greedy decoding would write, which the pass for
+        the loss tells.
+        """
+        model = hub.make(self.task, name_or_path, pretrained, architecture or {}, base_of(lora))
         super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=False)
+        self._checkpoint(gradient_checkpointing)
+        self.writes = generate
         self.save_hyperparameters()
         self._stand_alone()
+
+    def _predicted(self, batch: Mapping[str, Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+        if not self.writes:
+            return super()._predicted(batch, logits, targets)
+        counted = targets != IGNORED
+        begins = (counted & ~F.pad(counted, (1, -1))).nonzero().tolist()
+        predicted = torch.full_like(targets, IGNORED)
+        for (row, start), answer in zip(begins, self._written(batch, begins, int(counted.sum(1).max())), strict=True):
+            predicted[row, start : start + len(answer)] = answer[: targets.shape[1] - start]
+        return predicted
+
+    def _written(self, batch: Mapping[str, Tensor], begins: list[list[int]], num_tokens: int) -> Tensor:
+        """Write answers with the model's own settings, drawing the same each time.
+
+        Args:
+            batch: with what is asked.
+            begins: row and position at which each answer begins.
+            num_tokens: the longest that one may be.
+
+        Returns:
+            (number of answers, at most num_tokens) tokens.
+        """
+        raise NotImplementedError
+
+    def _generate(self, num_tokens: int, **inputs: Tensor) -> Tensor:
+        settings = copy.deepcopy(self.model.generation_config)
+        settings.max_length, settings.max_new_tokens, settings.use_cache = None, num_tokens, True
+        if settings.pad_token_id is None:
+            settings.pad_token_id = _first(settings.eos_token_id)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            written: Tensor = self.model.generate(**inputs, generation_config=settings)
+        return written
+
+
+class HFCausalLM(_PretrainedLM):
+    """Any causal language model of transformers (LLaMA, Mistral, Qwen2, GPT-2, ...), trained with AdamW.
+
+    Takes tokens (batch, length) int64, padding at the end; returns logits (batch, length, vocab_size). No mask is needed:
+    no position sees what comes after it. Batches are ``(tokens, targets)``, or tables as `raafl.data.FineTuning` and the collators
+    of transformers give them: ``input_ids``, ``labels`` (those of the tokens themselves; -100 = does not count), and where several
+    texts are packed in a row ``position_ids``, which begin anew with each.
+    """
+
+    task = "CausalLM"
 
     def forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
         """Return the logits of the next token at each position; ``more`` is what else transformers' model takes."""
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
+
+    def _written(self, batch: Mapping[str, Tensor], begins: list[list[int]], num_tokens: int) -> Tensor:
+        # what comes before an answer, padded in front, where generation wants it
+        asked = [batch["input_ids"][row, : start + 1] for row, start in begins]
+        length = max(map(len, asked))
+        tokens = torch.stack([F.pad(one, (length - len(one), 0)) for one in asked])
+        mask = torch.stack([F.pad(torch.ones_like(one), (length - len(one), 0)) for one in asked])
+        return self._generate(num_tokens, input_ids=tokens, attention_mask=mask)[:, length:]
+
+
+class HFSeq2SeqLM(_PretrainedLM):
+    """Any encoder-decoder of transformers (T5, BART, Marian, Pegasus, ...), trained with AdamW.
+
+    Batches are tables as `raafl.data.FineTuning` with ``task: seq2seq`` and the collators of transformers give them: ``input_ids``
+    and ``attention_mask`` (batch, length) for the encoder, ``labels`` (batch, length of answers; -100 = does not count). Returns
+    logits (batch, length of answers, vocab_size).
+    """
+
+    task = "Seq2SeqLM"
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
+        """Return the logits of each token of ``labels``, given those before it."""
+        shift = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+        # a model without it shifts labels itself, and makes a loss of them that nobody asks for
+        given = {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels=labels)}
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given, **more).logits
+        return logits
+
+    def _logits_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        table = cast("Mapping[str, Tensor]", batch)
+        return self(**table), table["labels"]
+
+    def _written(self, batch: Mapping[str, Tensor], begins: list[list[int]], num_tokens: int) -> Tensor:
+        rows = [row for row, _ in begins]
+        inputs = {name: value[rows] for name, value in batch.items() if name != "labels"}
+        return self._generate(num_tokens, **inputs)[:, 1:]  # without the token that decoding starts from
 
 
 def _first(token: Any) -> int:

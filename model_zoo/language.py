@@ -42,7 +42,7 @@ class LanguageModel(LightningModule):
         self.perplexity.update(logits, targets)
         found: dict[str, Any] = {**metrics, "perplexity": self.perplexity}
         if isinstance(batch, Mapping):
-            self.exact_match.update(logits, targets)
+            self.exact_match.update(self._predicted(batch, logits, targets), targets)
             found["exact_match"] = self.exact_match
         if num_tokens:  # each token weighs the same, however many a batch has
             self.log_dict(found, batch_size=num_tokens)
@@ -52,6 +52,10 @@ class LanguageModel(LightningModule):
         tokens, targets = cast("Sequence[Tensor]", batch)
         return self(tokens), targets
 
+    def _predicted(self, batch: Mapping[str, Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+        """Predict the tokens whose answers are counted as `exact_match`, (batch, length)."""
+        return logits.argmax(dim=-1)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD over the parameters that train."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -59,5 +63,6 @@ class LanguageModel(LightningModule):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the positions whose target is a token."""
+    """Return the mean cross-entropy over the positions whose target is a token, in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

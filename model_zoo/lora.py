@@ -9,7 +9,13 @@ import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What the frozen model may be kept in."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +28,14 @@ class LoRA:
         dropout: probability of dropping an input of an adapter.
         target_modules: names of the layers to adapt, such as ``[query, value]``, or ``all-linear``; null = those that peft
             adapts in this architecture.
+        base: fp32, or bf16: the frozen model takes half of the memory, and is rounded. What trains is in float32 all the same.
     """
 
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: list[str] | str | None = None
+    base: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the field, for a value that cannot be."""
@@ -39,6 +47,8 @@ class LoRA:
             raise ValueError(f"lora.dropout is {self.dropout}: give 0 or more, and less than 1")
         if self.target_modules is not None and not self.target_modules:
             raise ValueError("lora.target_modules is empty: name layers to adapt, or leave it out")
+        if self.base not in DTYPES:
+            raise ValueError(f"lora.base is '{self.base}': give {' or '.join(DTYPES)}")
 
     @classmethod
     def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
@@ -48,6 +58,12 @@ class LoRA:
     def to_plain(self) -> dict[str, Any]:
         """Return the fields as plain data."""
         return asdict(self)
+
+
+def base_of(lora: LoRA | Mapping[str, Any] | None) -> torch.dtype:
+    """Look up the dtype in which a model that is to be adapted so is kept."""
+    found = LoRA.of(lora)
+    return torch.float32 if found is None else DTYPES[found.base]
 
 
 def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
@@ -83,6 +99,23 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
         for parameter in model.parameters():
             if id(parameter) not in body:
                 parameter.requires_grad_(True)
+    if lora.base != "fp32":
+        _train_in_float32(model)
+
+
+def _train_in_float32(model: Any) -> None:
+    """Give what trains its own dtype: peft casts the inputs of adapters, and a head is given casts of its own."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for layer in model.children():
+        if {parameter.requires_grad for parameter in layer.parameters()} == {True}:
+            layer.register_forward_pre_hook(_cast)
+
+
+def _cast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(layer.parameters()).dtype
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
 
 
 def _refuse_tied(model: Any) -> None:
@@ -134,6 +167,4 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    from torch import nn
-
     return sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})

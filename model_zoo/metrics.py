@@ -75,10 +75,11 @@ class Perplexity(Metric):
 
 
 class ExactMatch(Metric):
-    """Share of the answers that are predicted whole, each token from those before it as they should be.
+    """Share of the answers that are predicted whole.
 
-    An answer is a run of targets that count, in one text. Writing the likeliest token again and again after its prompt gives
-    exactly these answers: where one token is wrong the rest does not matter, and up to there both see the same.
+    An answer is a run of targets that count, in one text. Where each token is the likeliest after those before it as they should
+    be, writing the likeliest token again and again after the prompt gives exactly these answers: once one token is wrong the rest
+    does not matter, and up to there both see the same.
     """
 
     full_state_update = False
@@ -92,13 +93,13 @@ class ExactMatch(Metric):
         self.add_state("right", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("num_answers", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Count logits (batch, length, vocab_size) and targets (batch, length); a target of -100 is left out."""
+    def update(self, predicted: Tensor, targets: Tensor) -> None:
+        """Count predicted tokens and targets, both (batch, length); a target of -100 is left out."""
         counted = targets != IGNORED
         begins = counted & ~F.pad(counted, (1, -1))
         answer = begins.flatten().cumsum(0).reshape_as(targets)  # numbers the answers from 1
         num_answers = begins.sum()
-        wrong = torch.unique(answer[counted & (logits.argmax(dim=-1) != targets)])
+        wrong = torch.unique(answer[counted & (predicted != targets)])
         self.right = self.right + num_answers - len(wrong)
         self.num_answers = self.num_answers + num_answers
 

@@ -44,7 +44,7 @@ _TEXTS: Final[Mapping[str, Text]] = {
     "FineTuning.path": "made:sums".__eq__,
     **{
         f"{name}.name_or_path": lambda text: text == "made:llama" or _is(_PACKAGE, text)
-        for name in ("HFCausalLM", "HFImageClassifier", "HFSequenceClassifier")
+        for name in ("HFCausalLM", "HFImageClassifier", "HFSeq2SeqLM", "HFSequenceClassifier")
     },
     "ByColumn.column": lambda text: _is(_WORD, text),
     "Device.name": lambda text: _is(_WORD, text),

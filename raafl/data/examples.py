@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from raafl.errors import BadInput
 
-Task = Literal["causal", "classification"]
+Task = Literal["causal", "seq2seq", "classification"]
 Tokens = tuple[list[int], list[int]]
-"""Tokens of an example, and its labels: each token itself or -100, or one class."""
+"""Tokens of an example, and its labels: each token itself or -100, the tokens of an answer, or one class."""
 Ints = npt.NDArray[np.int64]
 
 IGNORED: Final = -100
@@ -20,6 +20,7 @@ IGNORED: Final = -100
 
 FORMS: Final[Mapping[Task, tuple[tuple[str, ...], ...]]] = {
     "causal": (("messages",), ("prompt", "completion"), ("text",)),
+    "seq2seq": (("prompt", "completion"),),
     "classification": (("text", "label"),),
 }
 """Columns in which the examples of a task may come; the first that are there are taken."""
@@ -38,9 +39,16 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
     def tokens(text: str, **more: Any) -> list[int]:
         return list(tokenizer(text, truncation=True, max_length=max_length, **more)["input_ids"])
 
+    def ended(ids: list[int]) -> list[int]:
+        return ids + (end if ids[-1:] != end else [])
+
     def plain(text: str) -> Tokens:
-        ids = tokens(text)
-        return _counted(ids + (end if ids[-1:] != end else []), 1, max_length)
+        return _counted(ended(tokens(text)), 1, max_length)
+
+    def translated(prompt: str, completion: str) -> Tokens:
+        # a tokenizer may write what a decoder says in another way, as Marian's does
+        written = tokenizer(text_target=completion, truncation=True, max_length=max_length)["input_ids"]
+        return tokens(prompt), ended(list(written))[:max_length]
 
     def completed(prompt: str, completion: str) -> Tokens:
         before = tokens(prompt)
@@ -58,6 +66,8 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if task == "classification":
         return classified
+    if task == "seq2seq":
+        return translated
     if form[0] == "messages":
         return chatted
     return completed if form[0] == "prompt" else plain

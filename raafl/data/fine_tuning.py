@@ -101,12 +101,14 @@ class Padding:
     Attributes:
         token: what ``input_ids`` are padded with.
         length: of every batch; None = of the longest row in it.
+        num_labels: of every row, where they are not those of its tokens; None = as many as tokens.
         masked: batches have an ``attention_mask``, 1 where there is a token. Where no position sees what comes after it none is
             needed.
     """
 
     token: int
     length: int | None
+    num_labels: int | None
     masked: bool
 
     def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -121,31 +123,33 @@ class Padding:
         if values[0].dim() == 0:
             return torch.stack(values)
         value = {"input_ids": self.token, "labels": IGNORED}.get(name, 0)
+        length = self.length if name != "labels" or self.num_labels is None else self.num_labels
         padded = pad_sequence(values, batch_first=True, padding_value=value)
-        return padded if self.length is None else F.pad(padded, (0, self.length - padded.shape[1]), value=value)
+        return padded if length is None else F.pad(padded, (0, length - padded.shape[1]), value=value)
 
 
 class FineTuning(Classes):
-    """Examples for a causal language model or a classifier of transformers.
+    """Examples for a causal language model, an encoder-decoder or a classifier of transformers.
 
     Columns say what an example is: ``messages`` (a chat, a list of tables with role and content), ``prompt`` and ``completion``,
-    or ``text``; for classification ``text`` and ``label``. Of a chat the loss counts what the assistant says, of a prompt with
-    its completion the completion, of a text all.
+    or ``text``; for seq2seq ``prompt``, which the encoder reads, and ``completion``; for classification ``text`` and ``label``.
+    Of a chat the loss counts what the assistant says, of a prompt with its completion the completion, of a text all.
 
     Args:
         path: a file (JSONL, parquet, CSV), a folder or a name on the hub that `datasets` loads, or `made:sums` for sums that are
             made on the spot.
         tokenizer: of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no files.
-        task: causal or classification.
+        task: causal, seq2seq or classification.
         test_path: the same for evaluation; null = the split `test` of path, or without one a share of its examples.
         test_share: that share.
         name: configuration of the data set, where it has several.
         columns: names of the data's columns where they differ: `{prompt: question, completion: answer}`. `{group: author}` says
             whose an example is, for `ByColumn("group")`.
         chat_template: file with a Jinja template for chats; null = the tokenizer's own.
-        max_length: tokens kept of an example.
+        max_length: tokens kept of an example; for seq2seq of its prompt, and of its completion.
         packing: put several examples, of one group, in a row of max_length tokens when training; none sees another.
         padding: max_length, or longest: to the longest row of a batch. With it costs are predicted from the longest rows of all.
+            Answers for seq2seq have the length of the longest of all either way.
         batch_size: rows in a batch.
         num_train: train on so many rows, evenly spaced; null = all.
         num_test: evaluate on so many examples, evenly spaced; null = all.
@@ -215,6 +219,7 @@ class FineTuning(Classes):
             num_test = max(1, round(self.test_share * len(order)))
             test, test_rows, train_rows = whole, np.sort(order[:num_test]), np.sort(order[num_test:])
         classified = self.task == "classification"
+        self._num_labels = int(max(one.label_starts.diff().max() for one in (whole, test)))
         self._set(
             TokenRows(whole, self._rows(whole, train_rows), packed=self.packing, classified=classified),
             TokenRows(test, list(test_rows[:, None]), packed=False, classified=classified),
@@ -231,7 +236,8 @@ class FineTuning(Classes):
     def _collate(self) -> Padding:
         tokenizer = self.tokenizer
         token = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
-        return Padding(token, self.max_length if self.padding == "max_length" else None, self.task != "causal")
+        length = self.max_length if self.padding == "max_length" else None
+        return Padding(token, length, self._num_labels if self.task == "seq2seq" else None, self.task != "causal")
 
     def _rows(self, encoded: Encoded, examples: Ints) -> list[Ints]:
         """Share examples out among rows."""

@@ -40,7 +40,9 @@ def byte_tokenizer() -> Any:  # a transformers.PreTrainedTokenizerFast
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """Make the examples that ``made:NAME`` stands for: of ``made:sums`` each two numbers below 32 and their sum, as chats.
+    """Make the examples that ``made:NAME`` stands for: of ``made:sums`` chats, and prompts with completions.
+
+    Each asks for the sum of two numbers below 32.
 
     Raises:
         BadInput: nothing is made under that name.
@@ -48,7 +50,11 @@ def examples(name: str) -> list[dict[str, Any]]:
     if name != SUMS:
         raise BadInput(f"data: path is '{name}': {SUMS} is made here, else give a file, a folder, or a name on the hub")
     return [
-        {"messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]}
+        {
+            "messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}],
+            "prompt": f"{a}+{b}",
+            "completion": str(a + b),
+        }
         for a in range(32)
         for b in range(32)
     ]

@@ -81,6 +81,18 @@ def test_of_a_prompt_with_its_completion_the_completion_counts_and_of_a_text_all
         encoder(tokenizer, "classification", ("text", "label"), 2)("abc", "good")
 
 
+def test_for_seq2seq_the_encoder_reads_the_prompt_and_answers_are_as_long_as_the_longest(tmp_path):
+    (a, b, c) = code("abc")
+    translated = encoder(byte_tokenizer(), "seq2seq", ("prompt", "completion"), 3)
+    assert translated("ab", "c") == ([a, b], [c, END]) and translated("aaaa", "bbb") == ([a, a, a], [b, b, b])
+    path = lines(tmp_path / "a.jsonl", [{"prompt": "a" * n, "completion": "b" * n} for n in (1, 3)])
+    data = read(path, test_path=path, task="seq2seq", max_length=5)
+    (batch,) = data.test_dataloader()
+    assert batch["input_ids"].tolist() == [[a, PAD, PAD, PAD, PAD], [a, a, a, PAD, PAD]]
+    assert batch["attention_mask"].sum(1).tolist() == [1, 3]
+    assert batch["labels"].tolist() == [[b, END, IGNORED, IGNORED], [b, b, b, END]]
+
+
 def test_packing_keeps_groups_apart_and_order():
     rows = pack(np.array([3, 4, 2, 5, 1]), np.array([0, 1, 0, 0, 1]), 6)
     assert [row.tolist() for row in rows] == [[0, 2], [3], [1, 4]]
@@ -147,7 +159,7 @@ def test_mistakes_name_the_remedy(tmp_path):
         read(str(tmp_path / "a.txt"))
     for fields, message in (
         ({"task": "classification", "packing": True}, "packing is on and task is classification"),
-        ({"task": "seq2seq"}, "task is 'seq2seq', padding 'max_length': give causal, classification;"),
+        ({"task": "translation"}, "task is 'translation', padding 'max_length': give causal, seq2seq, classification;"),
         ({"max_length": 1}, "max_length is 1: give at least 2"),
         ({"test_share": 1.0}, "test_share is 1.0: give a share"),
         ({"padding": "left"}, "padding 'left': give"),

@@ -12,7 +12,8 @@ from model_zoo.adamw import adamw
 
 pytest.importorskip("transformers")
 
-from model_zoo import HFCausalLM, HFImageClassifier, HFSequenceClassifier
+from model_zoo import HFCausalLM, HFImageClassifier, HFSeq2SeqLM, HFSequenceClassifier
+from raafl.submodel import Spec, Submodels
 
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
         "vocab_size": 50}  # fmt: skip
@@ -20,6 +21,9 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_
          "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 50, "eos_token_id": 3}  # fmt: skip
 VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
        "image_size": 16, "patch_size": 8}  # fmt: skip
+
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50,
+      "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
 
 CASES = [
     (lambda **more: HFSequenceClassifier(num_classes=3, **more), BERT, "SequenceClassification"),
@@ -133,6 +137,79 @@ def test_a_model_may_come_in_a_package(tmp_path, monkeypatch):
     again = HFSequenceClassifier("package:some_weights/model").eval()
     with torch.no_grad():
         assert torch.equal(again(example(BERT)), module(example(BERT)))
+
+
+def trained(module, batch):
+    """Half of a module after one backward pass, and what it is predicted to cost."""
+    submodels = Submodels(module, batch)
+    spec = halved(submodels)
+    small = submodels.shrink(spec)
+    submodels.plan(spec, "present").gather(submodels.state(module), out=small.present)
+    small.module.train().training_step(batch, 0).backward()
+    return small.module, submodels.cost(spec, 8)
+
+
+def halved(submodels):
+    return Spec.keep({axis.name: range(axis.size // 2) for axis in submodels.axes.values()})
+
+
+def translated(num=8):
+    tokens = torch.randint(4, 50, (num, 24), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[:, :20].contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("make", "architecture", "batch"),
+    [
+        (HFSeq2SeqLM, T5, translated()),
+        (HFCausalLM, LLAMA, {name: translated()["input_ids"] for name in ("input_ids", "labels")}),
+        (HFSequenceClassifier, {**BERT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+         translated() | {"labels": torch.arange(8) % 2}),
+    ],
+    ids=["T5", "LLaMA", "BERT"],
+)  # fmt: skip
+def test_checkpointed_blocks_have_the_same_gradients_and_are_predicted_to_need_less(make, architecture, batch):
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        found.append(trained(make(architecture=architecture, gradient_checkpointing=checkpointed), batch))
+    (plain, before), (small, after) = found
+    assert any(getattr(layer, "gradient_checkpointing", False) for layer in small.modules())
+    for (name, one), (_, other) in zip(plain.named_parameters(), small.named_parameters(), strict=True):
+        if name == "model.shared.weight":  # in three places, and its gradients are added up in another order
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        else:
+            assert one.grad is not None and torch.equal(one.grad, other.grad), name
+    assert after.params == before.params and after.down_bytes == before.down_bytes
+    assert after.peak_bytes < 0.9 * before.peak_bytes
+    assert 1.1 < after.flops_per_sample / before.flops_per_sample < 4 / 3  # a forward pass more, but not of the head
+
+
+def test_a_model_that_cannot_be_checkpointed_says_so(monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.BertPreTrainedModel, "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match="gradient_checkpointing is true, which this bert cannot: leave it out"):
+        HFSequenceClassifier(architecture=BERT, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "architecture", "names"),
+    [
+        (HFSeq2SeqLM, T5, ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]),
+        (HFCausalLM, {**LLAMA, "tie_word_embeddings": True}, ["model.embed_tokens", "lm_head"]),
+    ],
+    ids=["T5", "LLaMA"],
+)
+def test_tied_weights_stay_one_in_submodels(make, architecture, names):
+    module, batch = make(architecture=architecture), translated(2)
+    submodels = Submodels(module, batch if make is HFSeq2SeqLM else {**batch, "labels": batch["input_ids"]})
+    spec = halved(submodels)
+    small = submodels.shrink(spec)
+    tied = [small.module.get_parameter(f"model.{name}.weight") for name in names]
+    assert all(one is tied[0] for one in tied)
+    entries = [entry.name for entry in submodels.layout(spec).entries]
+    assert sum(f"model.{name}.weight" in entries for name in names) == 1  # sent once
 
 
 def test_adamw_decays_matrices_alone_and_warms_up():

@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 from model_zoo import HFCausalLM, HFImageClassifier, HFSequenceClassifier
 from model_zoo.lora import LoRA
+from raafl.submodel import FULL, Submodels
 from tests.adapted import BERT, LAYERS
 from tests.model_zoo.test_huggingface import LLAMA, VIT
 
@@ -51,6 +52,33 @@ def test_adapters_and_a_new_head_train_and_nothing_else(make, task, head):
     assert (trained > adapters) == (head != "no head")
     updated = {id(p) for group in module.configure_optimizers().param_groups for p in group["params"]}
     assert updated == {id(module.get_parameter(name)) for name in trained}
+
+
+@pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
+def test_a_base_in_bf16_takes_half_and_what_trains_is_in_float32(make, task, head, tmp_path):
+    from raafl.runfolder import checkpoints as checkpoint
+
+    whole, module, x = adapted(make), adapted(make, base="bf16"), example(task)
+    for (name, one), other in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert one.dtype == (torch.float32 if one.requires_grad else torch.bfloat16) and one.shape == other.shape, name
+    costs = []
+    for made in (whole, module):
+        submodels = Submodels(made, (x, torch.zeros(3, dtype=torch.long)) if task != "CausalLM" else (x, x))
+        submodels.hold(made)
+        assert submodels.problem is None and len(submodels.axes) == len(set(submodels.axes))
+        costs.append((submodels.cost(FULL, 1), len(submodels.axes)))
+    (before, axes), (after, same) = costs
+    frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
+    assert axes == same and after.params == before.params
+    assert (after.down_bytes, after.up_bytes) == (before.down_bytes, before.up_bytes)
+    assert before.peak_bytes - after.peak_bytes > 0.9 * 2 * frozen
+
+    loss = module.training_step((x, x if task == "CausalLM" else torch.zeros(3, dtype=torch.long)), 0)
+    loss.backward()
+    assert loss.dtype == torch.float32 and all(p.grad.dtype == p.dtype for p in module.parameters() if p.requires_grad)
+    again = type(module).load_from_checkpoint(checkpoint.save(tmp_path, 1, module.state_dict(), module=module)).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x), module(x))
 
 
 def test_the_layers_of_bert_that_peft_adapts_by_itself():
@@ -93,6 +121,7 @@ def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
         ({"rank": 0}, r"lora.rank is 0: give 1 or more"),
         ({"alpha": 0.0}, r"lora.alpha is 0.0: give more than 0"),
         ({"dropout": 1.0}, r"lora.dropout is 1.0: give 0 or more, and less than 1"),
+        ({"base": "int4"}, r"lora.base is 'int4': give fp32 or bf16"),
         ({"target_modules": []}, r"lora.target_modules is empty: name layers"),
     ],
 )  # fmt: skip

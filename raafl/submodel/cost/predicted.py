@@ -164,7 +164,7 @@ class _Run:
         def passes() -> None:
             loss = loss_of(self.module, self.batch)
             if loss.requires_grad:
-                loss.backward()
+                _backward(loss)
 
         peak_bytes = self._peak_of(passes)
         work = self.ledger
@@ -215,6 +215,14 @@ class _Run:
         with self.ledger, self.attention:
             call()
         return self.ledger.peak_bytes
+
+
+def _backward(loss: Tensor) -> None:
+    """Run the backward pass within the modes that are entered: `Tensor.backward` leaves them, and checkpointed blocks run anew."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _optimizers(answer: Any) -> list[Optimizer]:

@@ -48,7 +48,9 @@ class _Wrapped:
             raise ValueError(
                 f"gradient_checkpointing is true, which this {self.model.config.model_type} cannot: leave it out"
             )
-        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
+        enable = (
+            getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})  # the first argument under the new name and the old
         if hasattr(self.model.config, "use_cache"):
             self.model.config.use_cache = False  # else it says that it does without
@@ -236,9 +238,9 @@ class _PretrainedLM(HFLanguageModel):
         self._stand_alone()
 
     def _predicted(self, batch: Mapping[str, Tensor], logits: Tensor, targets: Tensor) -> Tensor:
-        if not self.writes:
-            return super()._predicted(batch, logits, targets)
         counted = targets != IGNORED
+        if not self.writes or not counted.any():
+            return super()._predicted(batch, logits, targets)
         begins = (counted & ~F.pad(counted, (1, -1))).nonzero().tolist()
         predicted = torch.full_like(targets, IGNORED)
         for (row, start), answer in zip(begins, self._written(batch, begins, int(counted.sum(1).max())), strict=True):

@@ -180,6 +180,8 @@ def _fused_attention(
     """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
     if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
+    if attn_mask is not None and attn_mask.requires_grad:  # a bias that is learnt, such as T5's
+        return None
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if attn_mask is not None:

@@ -217,7 +217,7 @@ class _Run:
         return self.ledger.peak_bytes
 
 
-def _backward(loss: Tensor) -> None:
+def _backward(loss: torch.Tensor) -> None:
     """Run the backward pass within the modes that are entered: `Tensor.backward` leaves them, and checkpointed blocks run anew."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(

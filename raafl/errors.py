@@ -79,9 +79,14 @@ def briefly(value: object) -> str:
     return text if plain else getattr(value, "__name__", "") or f"an object of {type(value).__name__}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many."""
+def nearest(name: str, known: Iterable[str], none: str = "known: ") -> str:
+    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many.
+
+    Where there are none at all, it says ``none``.
+    """
     known = sorted(known)
+    if not known:
+        return none
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean '{close[0]}'?"

@@ -70,8 +70,9 @@ class AxisTable:
         for name, kept in spec.kept:
             axis = self.axes.get(name)
             if axis is None:
+                none = "it has none: declare `submodel_axes` on the model, or train the full model"
                 raise SpecError(
-                    f"spec keeps indices of axis '{name}', which this model does not have; {_known(name, self.axes)}"
+                    f"spec keeps indices of axis '{name}', which this model does not have; {nearest(name, self.axes, none)}"
                 )
             if kept[-1] >= axis.size:
                 raise SpecError(
@@ -110,12 +111,6 @@ def _elements(places: Sequence[tuple[int, int, Axis]], kept: Mapping[str, Runs],
         else:
             joined.append((start, stop))
     return joined
-
-
-def _known(name: str, axes: Mapping[str, Any]) -> str:
-    if axes:
-        return nearest(name, axes)
-    return "it has none: declare `submodel_axes` on the model, or train the full model"
 
 
 def _check(axis: Axis, member: Member, shapes: Shapes) -> None:

@@ -138,17 +138,10 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
 
 
 def check_names(spec: Spec, names: Sequence[str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> None:
-    """Raise `SpecError` unless the stacks, blocks, parameters and exits that ``spec`` names are there.
-
-    Args:
-        spec: the submodel.
-        names: of all parameters.
-        stacks: the model's.
-        exits: the model's.
-    """
+    """Raise `SpecError` unless the stacks, blocks, parameters (of ``names``) and exits that ``spec`` names are there."""
     for name, indices in spec.blocks:
         if name not in stacks:
-            known = nearest(name, stacks) if stacks else "it declares none (`submodel_blocks`)"
+            known = nearest(name, stacks, "it declares none (`submodel_blocks`)")
             raise SpecError(f"spec keeps blocks of '{name}', which this model does not have; {known}")
         if indices[-1] >= len(stacks[name]):
             raise SpecError(
@@ -162,5 +155,5 @@ def check_names(spec: Spec, names: Sequence[str], stacks: Mapping[str, Stack], e
             )
     for name in spec.exits or ():
         if name not in exits:
-            known = nearest(name, exits) if exits else "it declares none (`submodel_exits`)"
+            known = nearest(name, exits, "it declares none (`submodel_exits`)")
             raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")

@@ -51,13 +51,7 @@ class FrozenBase:
         return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
-        """Return the part that a submodel keeps: what it keeps whole is shared, what it cuts is copied.
-
-        Args:
-            layout: of all tensors that are present.
-            selections: runs kept, by tensor and dimension.
-            device: where the small module is.
-        """
+        """Return the part of ``layout`` that a submodel keeps on ``device``: what is whole is shared, what is cut copied."""
         self.note()
         here, part = self._on.setdefault(device, {}), {}
         for name in (entry.name for entry in layout.entries if entry.name in self.tensors):

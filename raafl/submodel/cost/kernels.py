@@ -47,12 +47,6 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
 
     Bytes count by the time that it takes to move them: more for an operation that makes copies, as convolutions do, or draws or
     compares elements one by one; less for one that is faster than most. Convolutions alone have padding: whole channels.
-
-    Args:
-        packet: the operation.
-        args: its arguments.
-        made: its results.
-        moved_bytes: of its operands and results.
     """
     shape = _convolution(packet, args, made)
     if shape is None:
@@ -67,13 +61,7 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
 
 
 def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes that an operation needs at its peak beside its operands and results; 0 for all but convolutions.
-
-    Args:
-        packet: the operation.
-        args: its arguments.
-        made: its results.
-    """
+    """Return the bytes that an operation needs at its peak beside its operands and results; 0 for all but convolutions."""
     shape = _convolution(packet, args, made)
     if shape is None:
         return 0

@@ -83,14 +83,7 @@ class Ledger(TorchDispatchMode):
 
 
 class OperationCost(NamedTuple):
-    """What one operation does and moves.
-
-    Attributes:
-        flops: multiplications and additions.
-        padding_flops: those on channels that are padding.
-        num_bytes: of operands and results, as they are.
-        moved_bytes: as how many they count, by the time that it takes to move them.
-    """
+    """What one operation does and moves, as a `Ledger` counts it; ``num_bytes`` are those of operands and results as they are."""
 
     flops: float = 0.0
     padding_flops: float = 0.0

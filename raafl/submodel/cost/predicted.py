@@ -87,11 +87,6 @@ def predict(submodels: Submodels, spec: Spec, batch_size: int) -> Cost:
     tensors have a size and no values; what is alive is followed from operation to operation. Where the step cannot run (it
     reads values, or there is none), a forward pass counts three times and all gradients are taken to be there with all
     activations; without an example batch 6 FLOPs count for each parameter that trains, and no activations.
-
-    Args:
-        submodels: of the model.
-        spec: the submodel.
-        batch_size: samples per step.
     """
     present, trained = submodels.layout(spec), submodels.layout(spec, "trained")
     names = submodels.parameter_names

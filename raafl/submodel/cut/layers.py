@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from raafl.submodel.packages import type_names
+
 Resize = Callable[[Any], None]
 """``resize(layer)``: the layer has its small tensors and the large attributes; set the attributes."""
 
@@ -33,11 +35,9 @@ def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:
 
 def resize(layer: nn.Module) -> None:
     """Set the size attributes of a layer whose tensors have been replaced by smaller ones."""
-    for base in type(layer).__mro__:
-        found = RESIZES.get(base) or RESIZES.get(f"{base.__module__}.{base.__qualname__}")
-        if found is not None:
-            found(layer)
-            return
+    names = (key for pair in zip(type(layer).__mro__, type_names(layer), strict=True) for key in pair)
+    if (found := next((RESIZES[key] for key in names if key in RESIZES), None)) is not None:
+        found(layer)
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:

@@ -105,6 +105,5 @@ def _resize_multihead(layer: Any) -> None:
     layer.num_heads, layer.embed_dim = heads, width
     if layer.in_proj_weight is not None:
         layer.kdim = layer.vdim = layer.in_proj_weight.shape[1]
-    layer._qkv_same_embed_dim = (
-        False  # or the layers around it would take torch's fused path, which knows no such heads
-    )
+    # or the layers around it would take torch's fused path, which knows no such heads
+    layer._qkv_same_embed_dim = False

@@ -49,7 +49,7 @@ def depth_window(
     chosen = (exit,) if isinstance(exit, str) else tuple(exit)
     for one in chosen:
         if one not in submodels.exits:
-            known = nearest(one, submodels.exits) if submodels.exits else "it has none (`add_exits`, `submodel_exits`)"
+            known = nearest(one, submodels.exits, "it has none (`add_exits`, `submodel_exits`)")
             raise SpecError(f"exit is '{one}', which this model does not have; {known}")
     names = list(submodels.parameters)
     inside = [place for place, full in enumerate(names) if within(full, (blocks.path,))]

@@ -65,9 +65,7 @@ class Candidates:
         whole: (tensor, dimension) -> why it, or a part of it, cannot shrink.
     """
 
-    def __init__(
-        self, seen: Seen, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
-    ) -> None:  # fmt: skip
+    def __init__(self, seen: Seen, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()) -> None:
         """Choose the axes of ``module`` from what a trace has seen of it, beside those that parts of it declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module

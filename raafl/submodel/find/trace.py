@@ -180,14 +180,10 @@ def _runs(module: nn.Module, batch: Any) -> bool:
 
 
 def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way: str) -> Seen:
-    """Follow a step in one way.
+    """Follow a step, or a call, in one way.
 
-    Args:
-        module: the model.
-        batch: of a step.
-        run: a step, or a call.
-        way: "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying
-            where; with "blind" every condition on a tensor is false.
+    "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying where;
+    with "blind" every condition on a tensor is false.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)

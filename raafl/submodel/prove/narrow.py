@@ -32,11 +32,6 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
     """Return a narrow copy with the model's own buffers, if the same axes are found in it.
 
     Where it can be, the residual width is cut, too: the copy need not do what the model does, only be built alike.
-
-    Args:
-        submodels: of the model.
-        module: the model, real or a skeleton.
-        batch: a real one.
     """
     for wide in dict.fromkeys([True, submodels.residual_width]):
         try:

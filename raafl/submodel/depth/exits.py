@@ -41,7 +41,8 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
         )
     if hasattr(model, "submodel_exits") or hasattr(model, "exits"):
         raise BadInput(f"exits: {type(model).__name__} has exits already: add all of them at once")
-    (stack,) = find_stacks(model).values() or (Stack("", ()),)
+    sizes = {s: sum(p.numel() for p in model.get_submodule(s.path).parameters()) for s in find_stacks(model).values()}
+    stack = max(sizes, key=sizes.__getitem__, default=Stack("", ()))  # beside it there may be lists of adapters
     exits, declared, after = nn.ModuleDict(), {}, {}
     for depth in sorted(set(depths)):
         if not 0 < depth < len(stack):

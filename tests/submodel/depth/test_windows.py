@@ -176,6 +176,13 @@ def test_a_tensor_tied_to_one_below_the_window_is_frozen_with_it():
     assert "bert.embeddings.word_embeddings.weight" not in names and "cls.predictions.transform.dense.weight" in names
 
 
+def test_exits_are_those_of_the_largest_stack():
+    model = made("bert")
+    model.adapters = nn.ModuleList([Gated(4), Gated(4)])
+    add_exits(model, [1])
+    assert model.submodel_exits_after == {"exit1": "bert.encoder.layer.0"}
+
+
 def test_an_exit_of_a_language_model_shares_the_vocabulary():
     _, submodels, _ = with_exits("llama_tied")
     assert [n for n in submodels.parameters if n.startswith("exits")] == ["exits.exit1.0.weight"]

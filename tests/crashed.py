@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,8 +26,9 @@ def simulated(*options: str) -> dict[str, Any]:
         return whole(simulate(parsed.experiment, parsed.config_yaml))[0]
 
 
-def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:
-    """Run it until so many tasks are settled."""
+@contextmanager
+def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
+    """End the run within this context once so many tasks are settled."""
     seen = []
 
     def on_settled(self: Saver, settled: Any, now: float) -> None:
@@ -36,4 +39,10 @@ def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) ->
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "on_settled", on_settled)
         with pytest.raises(Crash):
-            simulated(*options)
+            yield
+
+
+def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:
+    """Run it until so many tasks are settled."""
+    with crash(monkeypatch, num_settled):
+        simulated(*options)

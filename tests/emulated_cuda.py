@@ -106,15 +106,23 @@ class Emulated(TorchDispatchMode):
 
     Attributes:
         counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
-        current: index of the current device.
         generators: of each device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.current = 0
+        self._of_thread = threading.local()
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
+
+    @property
+    def current(self) -> int:
+        """Index of the current device of this thread."""
+        return getattr(self._of_thread, "index", 0)
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self._of_thread.index = index
 
     def full(self, device: Any) -> torch.device:
         """Return a device with its index."""
@@ -218,7 +226,7 @@ def _mixed(devices: list[torch.device]) -> RuntimeError:
 def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Two GPUs of 1 GiB, in every thread and forked process that the test starts."""
     made = Emulated()
-    start, tensor, as_tensor = threading.Thread.start, torch.tensor, torch.as_tensor
+    start, tensor, as_tensor, plain_to = threading.Thread.start, torch.tensor, torch.as_tensor, torch.Tensor.to
 
     def start_inside(thread: threading.Thread) -> None:
         run = thread.run
@@ -237,6 +245,11 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
 
         return make
 
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # C++ takes another tensor's device for the CPU
+        if args and isinstance(args[0], OnDevice):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        return plain_to(tensor, *args, **kwargs)
+
     def properties(device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
             name="Emulated GPU",
@@ -252,7 +265,13 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     def set_device(device: Any) -> None:
         made.current = index(device)
 
+    def exchange_device(index: int) -> int:
+        before, made.current = made.current, index
+        return before
+
     fake: dict[str, Any] = {
+        "_exchange_device": exchange_device,
+        "_maybe_exchange_device": exchange_device,
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -266,7 +285,7 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         "set_rng_state": lambda state, device="cuda": made.generators[index(device)].set_state(state),
         "get_device_properties": properties,
         "get_device_name": lambda device=None: "Emulated GPU",
-        "get_device_capability": lambda device=None: (7, 0),
+        "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (NUM_BYTES, NUM_BYTES),
         "max_memory_allocated": lambda device=None: 2**20,
         "reset_peak_memory_stats": lambda device=None: None,
@@ -280,6 +299,7 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     stream = SimpleNamespace(is_capturing=lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(threading.Thread, "start", start_inside)
+    monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch, "tensor", moved(tensor))
     monkeypatch.setattr(torch, "as_tensor", moved(as_tensor))
     swap = torch.__future__.get_overwrite_module_params_on_conversion()

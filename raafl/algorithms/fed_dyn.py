@@ -69,7 +69,7 @@ class Regularised(Local):
     """The proximal term, and the linear one."""
 
     down: ClassVar[tuple[str, ...]] = (GRADIENT,)
-    adds_to_gradients: ClassVar[bool] = True
+    uses_gradients: ClassVar[bool] = True
 
     def hook(self, task: Task) -> Hook:
         """Return the steps with the linear term."""

@@ -73,7 +73,7 @@ class Controlled(Local):
 
     down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
     up: ClassVar[tuple[str, ...]] = (CLIENT,)
-    adds_to_gradients: ClassVar[bool] = True
+    uses_gradients: ClassVar[bool] = True
     option: int = 2
 
     def hook(self, task: Task) -> Hook:

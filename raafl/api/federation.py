@@ -41,6 +41,7 @@ from raafl.api.watch import CallbackWatcher, current
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
+from raafl.local.numerics import numerics_left
 
 OnInterrupt = Literal["raise", "return"]
 
@@ -356,12 +357,12 @@ def _with_workers(experiment: Experiment) -> Experiment:
 
 @contextmanager
 def _left_as_it_was() -> Iterator[None]:
-    """Leave the process's random numbers and torch's number of threads as they were: a run sets its own."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.get_num_threads()
+    """Leave the process's random numbers, and how torch computes, as they were: a run sets its own."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        yield
+        with numerics_left():
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        torch.set_num_threads(states[3])

@@ -50,6 +50,8 @@ class Settings(TypedDict, total=False):
     precision: str
     gradient_clip_val: float | None
     accumulate_grad_batches: int
+    deterministic: bool
+    tf32: bool | None
     guard: Guard | Mapping[str, Any]
     privacy: Privacy | Mapping[str, Any]
     compress: Compress | Mapping[str, Any]

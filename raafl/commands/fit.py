@@ -80,7 +80,7 @@ def host(
             progress=run.progress, announce=transport.announce, bears=bears,
             patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
         )  # fmt: skip
-        transport.listen(_admit(run, server, terms), run.record.turned_away, experiment.server_device)
+        transport.listen(_admit(run, server, terms), run.record.turned_away, parts.coordinator.state.values.device)
         if transport.address:
             run.progress.note(f"listening at {transport.address}")
         try:
@@ -108,7 +108,7 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
         share = parts.clients[client - 1].num_samples
         server.enter(client, lambda incarnation: Session(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
-            experiment.server_device, terms, plan, share, parts.coordinator.algorithm.local,
+            parts.coordinator.state.values.device, terms, plan, share, parts.coordinator.algorithm.local,
         ))  # fmt: skip
 
     return admit

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, GpuLost, RunFailed
+from raafl.local.numerics import set_numerics
 from raafl.runtime.executors import work
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data
 from raafl.runtime.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
@@ -41,7 +40,7 @@ def _train(experiment: Experiment, transport: Transport) -> None:
     """Train what rank 0 sends, until the run has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get them; rank 0 sees to the run's end, and this one's
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(experiment.threads)
+    set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
     options, num_built = experiment.fabric.at(Place.here(None)), min(MAX_BUILT, 2 * experiment.clients)
     _, trainer = client_parts(experiment, data, options, num_built)

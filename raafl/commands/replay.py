@@ -52,10 +52,10 @@ def replay(
         raise BadInput(f"until is {until}: give the number of an event, from 1")
     rows, summary = read_run(folder, until)
     experiment = load_run(folder, trusted=trust_config, again=True)
-    found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
     parts = build(experiment, pace=False, **begun.get("start", {}))
+    found = conditions(experiment)
     executor = make_executor(parts, workers, own)
     try:
         played = Replay(parts.coordinator, executor)

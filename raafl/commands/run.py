@@ -47,7 +47,7 @@ class Run:
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
         self.parts, self.runtime, self.watcher = parts, runtime, watcher or Watcher()
-        submodels, data, device = parts.submodels, parts.data, experiment.server_device
+        submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
         self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
@@ -144,7 +144,7 @@ class Run:
         module, data = self.evaluator.module, self.parts.data
         self.watcher.begin(self, saved)
         self.evaluator.fill(self.parts.coordinator.state.values)
-        try_training(module, data.example_batch(2), self.parts.experiment.server_device)
+        try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
         with explained(module, "validation_step", next(iter(data.test_batches()))):
             metrics = self.evaluator(self.parts.coordinator.state.values)
         if not metrics:
@@ -192,9 +192,8 @@ class Run:
         self.loggers.start(hyper_parameters(self._config_yaml))
         if self._resumed:
             return
-        found = conditions(experiment.threads, experiment.fabric.accelerator, experiment.fabric.precision)
         row: JournalRow = {
-            "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": found, "start": self._start(),
+            "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": conditions(experiment), "start": self._start(),
             "title": title, "goals": self._goals().to_json(),
         }  # fmt: skip
         self._writer.event(row)

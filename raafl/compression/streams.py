@@ -291,6 +291,7 @@ class CompressedSnapshots(Snapshots):
             if self._part is not None:
                 self.refused(assignment)
             return
+        update.tensors = update.tensors.to(self._state.values.device)
         if self._plan.up is None:
             return
         (_, up), trained = self._both(assignment), update.tensors

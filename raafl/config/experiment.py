@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
+PRECISIONS = ("32-true", "32", "bf16-mixed", "16-mixed")
+"""Of Lightning's, those that leave the parameters' dtype as it is: it is that of what travels and is merged."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -246,6 +248,11 @@ class Experiment:
             yield f"fabric.gradient_clip_val is {clip}: give a number above 0, or null for no clipping"
         if accelerator not in ACCELERATORS:
             yield f"fabric.accelerator is '{accelerator}': {nearest(accelerator, ACCELERATORS)}"
+        precision = str(self.fabric.precision)
+        if precision not in PRECISIONS:
+            yield f"fabric.precision is '{precision}': give 32-true, bf16-mixed or 16-mixed, which leave the model's dtype alone"
+        if precision == "16-mixed" and accelerator == "cpu":
+            yield "fabric.precision is 16-mixed, which is for GPUs: use bf16-mixed, or fabric.accelerator cuda"
         if self.workers > 1 and (
             accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
         ):

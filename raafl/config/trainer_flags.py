@@ -45,7 +45,7 @@ _INSTEAD = {
     "enable_progress_bar": _SHOWN,
     "enable_model_summary": "`raafl plan` shows the model and what its submodels cost",
     "log_every_n_steps": "every evaluation and every task is recorded; logger says where else it goes",
-    "deterministic": "seed decides all that is drawn; `raafl replay` repeats a run from its journal",
+    "deterministic": "fabric.deterministic takes deterministic kernels; seed decides all that is drawn",
     "benchmark": "`raafl plan` says what a run takes",
     "inference_mode": "measuring takes no gradients in any case",
     "detect_anomaly": "an update that is not finite is refused in any case",

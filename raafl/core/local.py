@@ -114,8 +114,8 @@ class Local:
     up_as: ClassVar[UpAs | None] = None
     """What its values always go up as, whatever `compress.up` says."""
 
-    adds_to_gradients: ClassVar[bool] = False
-    """Whether its hook adds something to gradients, as a loss scaler would not have it."""
+    uses_gradients: ClassVar[bool] = False
+    """Whether its hook works with gradients before the step, which 16-mixed scales and may leave infinite."""
 
     down: ClassVar[tuple[str, ...]] = ()
     up: ClassVar[tuple[str, ...]] = ()
@@ -181,9 +181,9 @@ class Local:
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Explain why its steps cannot be run with these settings of `fabric`, one line each."""
-        if self.adds_to_gradients and precision == "16-mixed":
+        if self.uses_gradients and precision == "16-mixed":
             return [
-                "fabric.precision is 16-mixed, and this algorithm adds to gradients, which are scaled: use bf16-mixed"
+                "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"
             ]
         return []
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raafl.core.coordinator import Coordinator
@@ -23,9 +24,11 @@ from raafl.core.types import (
 )
 from raafl.submodel import FlatTensors, Layout, Spec
 
+_CPU = torch.device("cpu")
+
 
 def to_plain(value: Any) -> Any:
-    """Return ``value`` as dicts, lists, numbers, text and tensors; tensors are copied.
+    """Return ``value`` as dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
 
     Raises:
         TypeError: it holds something that has no such form.
@@ -34,9 +37,12 @@ def to_plain(value: Any) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case Tensor():
-            return value.clone()
+            return value.clone() if value.device == _CPU else {"__on_device__": value.cpu()}
         case FlatTensors():
-            return {"__flat__": value.layout.to_json(), "buffers": [b.clone() for b in value.buffers.values()]}
+            flat = {"__flat__": value.layout.to_json()}
+            if value.device == _CPU:
+                return {**flat, "buffers": [b.clone() for b in value.buffers.values()]}
+            return {"__on_device__": {**flat, "buffers": [b.cpu() for b in value.buffers.values()]}}
         case Spec():
             return {"__spec__": value.to_json()}
         case dict():
@@ -48,20 +54,22 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be saved")
 
 
-def from_plain(data: Any) -> Any:
-    """Restore the value that `to_plain` was given."""
+def from_plain(data: Any, device: torch.device = _CPU) -> Any:
+    """Restore the value that `to_plain` was given; what did not lie on the CPU comes to lie on ``device``."""
     if isinstance(data, list):
-        return [from_plain(item) for item in data]
+        return [from_plain(item, device) for item in data]
     if not isinstance(data, dict):
         return data
+    if "__on_device__" in data:
+        return from_plain(data["__on_device__"]).to(device)
     if "__flat__" in data:
         layout = Layout.from_json(data["__flat__"])
         return FlatTensors(layout, dict(zip(layout.dtypes, data["buffers"], strict=True)))
     if "__spec__" in data:
         return Spec.from_json(data["__spec__"])
     if "__tuple__" in data:
-        return tuple(from_plain(item) for item in data["__tuple__"])
-    return {from_plain(key): from_plain(value) for key, value in data["__pairs__"]}
+        return tuple(from_plain(item, device) for item in data["__tuple__"])
+    return {from_plain(key): from_plain(value, device) for key, value in data["__pairs__"]}
 
 
 def save(coordinator: Coordinator) -> dict[str, Any]:
@@ -106,9 +114,10 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     roster, state, standing = coordinator.roster, coordinator.state, coordinator.standing
     state.version = data["version"]
     state.counts.update(dict(data["counts"]))
-    state.memory.update(from_plain(data["memory"]))
+    device = state.values.device
+    state.memory.update(from_plain(data["memory"], device))
     if "client_state" in data:
-        state.clients.kept.update(from_plain(data["client_state"]))
+        state.clients.kept.update(from_plain(data["client_state"], device))
     for item in data["clients"]:
         client = client_from_json(item)
         roster.clients[client.id] = client

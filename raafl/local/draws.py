@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one of this thread, so that what is asked of ``cuda`` is asked of it; nothing to do for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
@@ -21,7 +26,8 @@ def seed_everything(seed: int, device: torch.device) -> None:
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        with current(device):
+            torch.cuda.manual_seed(seed)
 
 
 class Draws:

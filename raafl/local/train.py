@@ -23,7 +23,7 @@ from raafl.data.federated import ClientData
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, briefly
 from raafl.local.buffers import Buffers
-from raafl.local.draws import Draws, seed_everything
+from raafl.local.draws import Draws, current, seed_everything
 from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
@@ -41,9 +41,11 @@ class FabricOptions:
     Attributes:
         accelerator: cpu, cuda or auto.
         device: index of the GPU that all who train use; None = theirs in turn.
-        precision: 32-true, bf16-mixed, ...
+        precision: 32-true, bf16-mixed, or on a GPU 16-mixed.
         gradient_clip_val: largest gradient norm; None = no clipping.
         accumulate_grad_batches: batches to one optimiser step.
+        deterministic: torch and cuDNN take deterministic kernels, or fail where there is none.
+        tf32: round float32 to TF32 in products and convolutions on a GPU; None = as torch has it.
     """
 
     accelerator: str = "cpu"
@@ -51,6 +53,8 @@ class FabricOptions:
     precision: str = "32-true"
     gradient_clip_val: float | None = None
     accumulate_grad_batches: int = 1
+    deterministic: bool = False
+    tf32: bool | None = None
 
     def at(self, place: Place) -> FabricOptions:
         """Return these options with the GPU of a process's place, where they train on GPUs and name none."""
@@ -202,6 +206,10 @@ class LocalTrainer:
         Raises:
             BadInput: training writes to a frozen parameter.
         """
+        with current(self.fabric.device):
+            return self._run(assignment, received, data)
+
+    def _run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
         crew, self.place = self.crew, "before its first batch"
         data = data if crew is None else crew.begin(assignment, received, data)
         built = self._get(assignment.spec)
@@ -211,6 +219,9 @@ class LocalTrainer:
         masking = masked(built.module, data.classes() if self.local.masked else None)
         seed_everything(assignment.seed if crew is None else crew.seed(assignment.seed), self.fabric.device)
         self._generator.manual_seed(assignment.seed)
+        precision: Any = self._strategy.precision
+        if self._scaler is not None:  # anew: what it has learned in one task would show in the next
+            precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
             num_steps, loss, extra = self._steps(built, assignment, received, data)
         extra |= {CLASSES: classes} if classes else {}
@@ -347,7 +358,14 @@ class LocalTrainer:
         loss: Tensor = answer["loss"] if isinstance(answer, dict) else answer
         return loss
 
+    @property
+    def _scaler(self) -> Any:
+        """The loss scaler of 16-mixed."""
+        return getattr(self._strategy.precision, "scaler", None)
+
     def _update(self, module: nn.Module, optimizer: Optimizer, pull: _Pull | None) -> None:
+        if self._scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
+            self._scaler.unscale_(optimizer)
         if pull is not None:
             pull.add_to_gradients(self.local.prox)
         if self.options.gradient_clip_val is not None:

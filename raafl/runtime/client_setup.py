@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from raafl.config.experiment import Experiment
 from raafl.config.shared import sections
 from raafl.core.types import ClientInfo
@@ -15,6 +13,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput
+from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client import Client
 from raafl.runtime.memory import settle_heap, with_memory
@@ -70,7 +69,7 @@ class ClientSetup:
         ``own_data``: all of the training data is this client's, else its share; ``alike``: sections of the config that
         the server is to compare.
         """
-        torch.set_num_threads(experiment.threads)
+        set_numerics(experiment.threads, experiment.fabric)
         if own_data:
             data = whole(experiment)
             mine = data.client(1)

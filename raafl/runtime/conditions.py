@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 import raafl
+from raafl.config.experiment import Experiment
+from raafl.local.numerics import tf32
 
 
-def conditions(threads: int, accelerator: str, precision: str) -> dict[str, Any]:
-    """Return the conditions of a run in this process.
-
-    Args:
-        threads: that compute a task.
-        accelerator: that local steps run on, by Lightning's name.
-        precision: of local steps, by Lightning's name.
-    """
-    return {
+def conditions(experiment: Experiment) -> dict[str, Any]:
+    """Collect the conditions of a run in this process, once its parts are built."""
+    fabric = experiment.fabric
+    found = {
         "raafl": raafl.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
-        "accelerator": accelerator,
-        "precision": precision,
+        "threads": experiment.threads,
+        "accelerator": fabric.accelerator,
+        "precision": fabric.precision,
+    }
+    on_cpu = fabric.accelerator == "cpu" and torch.device(experiment.server_device).type == "cpu"
+    return found if on_cpu else {**found, **_gpu()}
+
+
+def _gpu() -> dict[str, Any]:
+    """Describe this machine's GPUs, what drives them, and how they are to compute."""
+    if not torch.cuda.is_available():
+        return {"gpu": None}
+    from torch.utils.collect_env import get_nvidia_driver_version, run
+
+    cudnn = None
+    with suppress(RuntimeError):  # it is too new for this GPU, or of another version than torch was built with
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+    return {
+        "gpu": ", ".join(names),
+        "driver": get_nvidia_driver_version(run),  # type: ignore[no-untyped-call]
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn,
+        "tf32": tf32(),
+        "deterministic": torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic,
     }
 
 

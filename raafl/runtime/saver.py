@@ -64,7 +64,7 @@ class Saver(Hooks):
         self.wait()
         self._saved_s = self._clock()
         # All is copied here, in the thread that changes it in place: what the writer's thread gets, nobody changes any more.
-        values = coordinator.state.values.clone()
+        values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
         section = {
             "runtime": self._runtime,
             "finished": coordinator.finished,

@@ -16,6 +16,7 @@ from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData, reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput
+from raafl.local.numerics import set_numerics
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.parts.merge.pooled import pooled
 from raafl.submodel import Submodels, skeleton
@@ -93,7 +94,7 @@ def build(
     Raises:
         BadInput: data and clients, or clients and submodels, do not go together.
     """
-    torch.set_num_threads(experiment.threads)
+    set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
     module = make_model(experiment)
     submodels = proven(experiment, module, data)

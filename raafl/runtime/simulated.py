@@ -107,7 +107,8 @@ class Simulation(Driver):
             if limit is not None and self.coordinator.started:
                 self._push(limit, TIMER, Timer(TIME_UP))
         heapq.heapify(self._heap)
-        snapshots = {key: self._snapshots.adopt(from_plain(plain)) for key, plain in data["snapshots"]}
+        device = self.coordinator.state.values.device
+        snapshots = {key: self._snapshots.adopt(from_plain(plain, device)) for key, plain in data["snapshots"]}
         due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
         for client, number, key in data["out"]:
             at, item = due[number]

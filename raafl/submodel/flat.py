@@ -270,7 +270,10 @@ class FlatTensors:
 
     def to(self, device: torch.device | str) -> FlatTensors:
         """Return the same values on ``device``: self when they are there already, else a copy."""
-        if torch.device(device) == self.device:
+        device = torch.device(device)
+        if device == torch.device("cuda"):  # the current GPU, by its index: devices are compared
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device == self.device:
             return self
         return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
 

@@ -118,7 +118,7 @@ BAD = {
     "accelerator unknown": (["--fabric.accelerator", "gpus"], "fabric.accelerator is 'gpus': did you mean 'gpu'?"),
     "precision unknown": (
         ["--fabric.precision", "8-bit"],
-        "fabric.accelerator is 'cpu', fabric.precision '8-bit': Precision '8-bit' is invalid",
+        "fabric.precision is '8-bit': give 32-true, bf16-mixed or 16-mixed, which leave the model's dtype alone",
     ),
     "server device unknown": (["--server_device", "gpu"], "server_device is 'gpu': give cpu, or a GPU such as cuda:0"),
     "server device absent": (["--server_device", "cuda:99"], "server_device is 'cuda:99', but torch sees "),

@@ -93,6 +93,14 @@ def test_a_sound_experiment_has_no_problem():
         ),
         ({"fabric": FabricOptions(accelerator="gpus")}, "fabric.accelerator is 'gpus': did you mean 'gpu'?"),
         (
+            {"fabric": FabricOptions(precision="bf16-true")},
+            "fabric.precision is 'bf16-true': give 32-true, bf16-mixed or 16-mixed, which leave the model's dtype alone",
+        ),
+        (
+            {"fabric": FabricOptions(precision="16-mixed")},
+            "fabric.precision is 16-mixed, which is for GPUs: use bf16-mixed, or fabric.accelerator cuda",
+        ),
+        (
             {"fabric": FabricOptions(accelerator="cuda"), "workers": 2},
             "workers is 2, whose processes are forked and can use no GPU: leave it out with fabric.accelerator cuda, or start "
             "`torchrun --nproc-per-node 2 -m raafl simulate`",

@@ -4,7 +4,8 @@ import threading
 
 import torch
 
-from raafl.local.draws import Draws
+from raafl.local.draws import Draws, seed_everything
+from tests.emulated_cuda import Emulated
 
 
 def test_streams_of_draws_do_not_disturb_each_other():
@@ -42,3 +43,15 @@ def test_a_stream_steps_aside_and_goes_on_where_it_was():
             found.append(torch.rand(1).item())
         own.append(torch.rand(1).item())
     assert (own, found) == (wanted, other)
+
+
+def test_on_an_emulated_gpu_the_tasks_own_is_seeded_and_no_other(emulated_cuda: Emulated):
+    gpu, other = torch.device("cuda:1"), torch.cuda.get_rng_state(0).tolist()
+    seed_everything(5, gpu)
+    wanted = torch.rand(3, generator=torch.Generator().manual_seed(5)).tolist()
+    assert torch.rand(3, device=gpu).tolist() == wanted == torch.rand(3).tolist()
+    assert torch.cuda.get_rng_state(0).tolist() == other and torch.cuda.current_device() == 0
+    before = torch.cuda.get_rng_state(1).tolist()
+    with Draws(gpu, 5):
+        assert torch.rand(3, device=gpu).tolist() == wanted
+    assert torch.cuda.get_rng_state(1).tolist() == before

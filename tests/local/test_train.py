@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -20,6 +22,7 @@ from raafl.core.algorithm import Local, Training
 from raafl.errors import BadInput
 from raafl.local.train import Stopped
 from raafl.submodel import Spec
+from tests.emulated_cuda import Emulated
 from tests.local.bench import NUM_SAMPLES, Bench, Net, assignment, batches, plain_loop, samples
 
 ROOT = Path(__file__).parents[2]
@@ -353,6 +356,51 @@ def test_a_scheduler_that_needs_a_metric_is_refused():
         BadInput, match=r"Plateau\.configure_optimizers gives a ReduceLROnPlateau, which needs a metric"
     ):
         Bench.of(Plateau).run(assignment(epochs=1))
+
+
+class Scaled(MixedPrecision):
+    """Loss scaling alone: by a power of 2, so that what is unscaled is as it was, to the bit."""
+
+    def __init__(self):
+        super().__init__("16-mixed", "cpu")
+
+    def forward_context(self):
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("clip", "prox"), [(None, 0.0), (0.05, 0.0), (None, 0.7), (0.05, 0.7)])
+def test_scaled_gradients_are_clipped_and_pulled_on_as_they_are(clip, prox):
+    plain, scaled = (Bench.of(Net, local=Local(prox=prox), gradient_clip_val=clip) for _ in range(2))
+    scaled.trainer._strategy.precision = Scaled()
+    task = assignment(epochs=2)
+    assert same(scaled.run(task)[1], plain.run(task)[1])
+
+
+def test_each_task_begins_with_a_loss_scaler_of_its_own():
+    scales = []
+
+    class Overflowing(Net):
+        def training_step(self, batch, index):
+            scales.append(bench.trainer._strategy.precision.scaler.get_scale())
+            loss = super().training_step(batch, index)
+            return loss * torch.inf if index == 0 else loss  # its gradients are not finite: the step is left out
+
+    bench = Bench.of(Overflowing)
+    bench.trainer._strategy.precision = Scaled()
+    for _ in range(2):
+        assert bench.run(assignment(steps=2))[1].is_finite()
+    assert scales == 2 * [2.0**16, 2.0**15]
+
+
+def test_what_a_step_makes_on_an_emulated_gpu_lies_on_the_tasks_own(emulated_cuda: Emulated):
+    class Making(Net):
+        def training_step(self, batch, index):
+            made.append(torch.zeros(1, device="cuda").device.index)
+            return super().training_step(batch, index)
+
+    made: list[int] = []
+    Bench.of(Making, accelerator="cuda", device=1).run(assignment(steps=1))
+    assert made == [1] and torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu

@@ -36,6 +36,7 @@ class MaskedAndDistilled(Local):
 
     down: ClassVar[tuple[str, ...]] = (SCORES,)
     up: ClassVar[tuple[str, ...]] = (SCORES,)
+    uses_gradients: ClassVar[bool] = True  # scores have an optimiser of their own
 
     distils: bool = True
     weight: float = 0.2

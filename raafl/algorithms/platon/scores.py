@@ -74,6 +74,8 @@ class Sensitivity(Local):
         groups: the most numbers of an axis that go up; of an axis with more units, neighbours share one.
     """
 
+    uses_gradients: ClassVar[bool] = True
+
     beta1: float = 0.85
     beta2: float = 0.95
     groups: int = 64

@@ -1,0 +1,60 @@
+"""How torch computes in this process: threads, deterministic kernels, TF32. All of it is the whole process's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from raafl.local.train import FabricOptions
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FLAGS = (
+    *((torch.backends.cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")),
+    (torch.backends.cuda.matmul, "allow_tf32"),
+)
+
+
+def set_numerics(threads: int, options: FabricOptions) -> None:
+    """Set what a run's bits depend on, before anything of it is computed."""
+    torch.set_num_threads(threads)
+    if options.deterministic:
+        os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    if options.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
+
+
+def tf32() -> str:
+    """Describe for what float32 is rounded to TF32."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    try:
+        found = matmul.allow_tf32, cudnn.allow_tf32
+    except RuntimeError:  # set through the newer `fp32_precision`, after which torch refuses to say it the older way
+        found = matmul.fp32_precision, cudnn.conv.fp32_precision
+    return f"matmul {found[0]}, convolutions {found[1]}"
+
+
+@contextmanager
+def numerics_left() -> Iterator[None]:
+    """Leave all of it as it was: a run within sets its own."""
+    threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
+    flags: list[tuple[Any, str, bool]] = []
+    for owner, name in _FLAGS:
+        with suppress(RuntimeError):  # as in `tf32`
+            flags.append((owner, name, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+        for owner, name, value in flags:
+            setattr(owner, name, value)
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from raafl.local.numerics import numerics_left, set_numerics
+from raafl.local.train import FabricOptions
+from raafl.runtime.conditions import conditions, differences
+from tests.emulated_cuda import Emulated
+from tests.federation import experiment
+
+
+def test_a_run_on_the_cpu_says_nothing_of_gpus(tmp_path, emulated_cuda: Emulated):
+    assert not {"gpu", "driver", "cuda", "cudnn", "tf32"} & set(conditions(experiment(tmp_path)))
+
+
+def test_where_there_is_no_gpu_one_entry_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = experiment(tmp_path)
+    found = conditions(replace(plain, fabric=FabricOptions(accelerator="auto")))
+    assert found == {**conditions(plain), "accelerator": "auto", "gpu": None}
+
+
+def test_an_emulated_gpu_is_described_and_its_absence_is_a_difference(tmp_path, monkeypatch, emulated_cuda: Emulated):
+    made = experiment(tmp_path, server_device="cuda:0", fabric=FabricOptions(deterministic=True, tf32=False))
+    with numerics_left():
+        set_numerics(1, made.fabric)
+        found = conditions(made)
+        loose = conditions(replace(made, fabric=FabricOptions()))
+    assert {"driver", "cuda", "cudnn"} < set(found) and found == loose  # what holds counts, not what was asked for
+    assert (found["gpu"], found["tf32"]) == ("Emulated GPU", "matmul False, convolutions False")
+    assert found["deterministic"] is True and differences(found, found) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert differences(found, conditions(made)) == ["gpu was Emulated GPU, is None here"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from raafl.config.experiment import Experiment
 from raafl.config.parse import load_run
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
@@ -76,7 +75,7 @@ def replay(
     if result["equal"] is False:
         result["distance"] = _distance(folder, parts)
     if until is not None:
-        result["checkpoint"] = str(_save(folder / "replay", parts, experiment))
+        result["checkpoint"] = str(_save(folder / "replay", parts))
     return result
 
 
@@ -94,7 +93,7 @@ def _own_data(folder: Path, rows: list[JournalRow], files: Mapping[int, Path], t
     return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
 
 
-def _save(folder: Path, parts: ServerSetup, experiment: Experiment) -> Path:
+def _save(folder: Path, parts: ServerSetup) -> Path:
     state = parts.coordinator.state
     return checkpoint.save(folder, state.version, with_ties(parts.module, state.values), module=parts.module)
 

@@ -156,11 +156,15 @@ class Select(ABC):
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
     def joined(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Note that ``client`` is in the fleet now: empty the cache, or bring it up to date."""
-        fleet.cache.clear()
+        """Note that ``client`` is in the fleet now, for the first time, again, or as another device."""
+        self.forget(client, fleet)
 
     def lost(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Note that ``client`` is no longer in the fleet: empty the cache, or bring it up to date."""
+        """Note that ``client`` is no longer in the fleet."""
+        self.forget(client, fleet)
+
+    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Take out of the cache what depends on who is in the fleet: all of it, unless a part knows better."""
         fleet.cache.clear()
 
     def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     roster.tasks = Counter(dict(data["tasks"]))
     roster.joins = Counter(dict(data["joins"]))
     roster.last_id = data["last_id"]
-    coordinator.waiting[:] = [_waiting_from_plain(coordinator, item) for item in data["waiting"]]
+    coordinator.waiting[:] = [_waiting_from_plain(item) for item in data["waiting"]]
     coordinator.arrived_s[:] = data["arrived_s"]
     coordinator.merged, coordinator.evaluated = data["merged"], data["evaluated"]
     coordinator.refused.update(dict(data["refused"]))
@@ -152,21 +153,12 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
 
 def _update_to_plain(update: Update) -> dict[str, Any]:
     """Return an update without its tensors, which the merge has taken in."""
-    return {
-        "assignment": update.assignment,
-        "client": update.client,
-        "incarnation": update.incarnation,
-        "num_samples": update.num_samples,
-        "num_steps": update.num_steps,
-        "metrics": [[name, value] for name, value in update.metrics.items()],
-        "train_s": update.train_s,
-        "bytes_down": update.bytes_down,
-        "bytes_up": update.bytes_up,
-        "fingerprint": update.fingerprint,
-    }
+    without = ("tensors", "extra", "bundles", "refusal")
+    data = {one.name: getattr(update, one.name) for one in fields(update) if one.name not in without}
+    return data | {"metrics": [[name, value] for name, value in update.metrics.items()]}
 
 
-def _waiting_from_plain(coordinator: Coordinator, item: list[Any]) -> tuple[Assignment, Update, int]:
+def _waiting_from_plain(item: list[Any]) -> tuple[Assignment, Update, int]:
     assignment, data, staleness = assignment_from_json(item[0]), dict(item[1]), item[2]
     data["metrics"] = dict(data["metrics"])
     nothing = FlatTensors.empty(Layout(()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from raafl.errors import BadInput, nearest
 from raafl.plan.axes import RATES, facts
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
+from raafl.runfolder.journal import finite
 from raafl.submodel import FULL
 
 
@@ -43,7 +43,7 @@ class Plan:
         data["devices"] = [
             {**asdict(row), "seconds": dict(zip(names, row.seconds, strict=True))} for row in self.devices
         ]
-        found: dict[str, Any] = _finite(data)
+        found: dict[str, Any] = finite(data)
         return found
 
 
@@ -104,11 +104,3 @@ def _others(world: World, name: str, advice: Advice, max_updates: int | None) ->
 def _without_spec(row: SubmodelRow) -> dict[str, Any]:
     names = ("name", "params", "peak_bytes", "down_bytes", "up_bytes", "flops_per_sample")
     return {name: getattr(row, name) for name in names}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

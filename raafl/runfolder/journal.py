@@ -227,7 +227,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
     try:
         return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=_plain)
     except ValueError:  # a float that JSON has no word for: rare, so only then is the value walked
-        return json.dumps(_finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
+        return json.dumps(finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
@@ -245,14 +245,15 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON; convert it to plain data first")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain data with None in the place of numbers that JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value if value is None or isinstance(value, str | int) else _finite(_plain(value))
+        return [finite(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else finite(_plain(value))
 
 
 _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode

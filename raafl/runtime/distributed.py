@@ -173,7 +173,7 @@ class Server(Driver):
         if not self.reason:
             self._look_after_sessions()
         if event is None and self.progress is not None:
-            self.progress.update(self._view)  # seconds go by in it
+            self.progress.update()  # seconds go by in it
 
     def _fail(self, error: CodeFailed | None) -> None:
         """End the run for what has failed of the user's, if anything has."""

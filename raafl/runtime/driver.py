@@ -6,9 +6,8 @@ keeps its clock and its timers, delivers assignments in its own manner, and meas
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from typing import Any, Final
+from typing import Any
 
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import Hooks
@@ -34,9 +33,7 @@ from raafl.errors import CodeFailed
 from raafl.local.evaluate import Evaluator
 from raafl.parts.merge.low_rank import rank_energy
 from raafl.runfolder.record import RunRecord
-from raafl.watch.progress import ClientProgress, Progress, ProgressState
-
-_MAX_SHOWN: Final = 64  # clients a progress view is told of
+from raafl.watch.progress import Progress
 
 
 class Driver(ABC):
@@ -111,7 +108,7 @@ class Driver(ABC):
         if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
             self._checkpoint()
         if self.progress is not None:
-            self.progress.update(self._view)
+            self.progress.update()
         for action in actions:
             if isinstance(action, Fail):
                 self.stop(action.reason)
@@ -146,7 +143,7 @@ class Driver(ABC):
         reached = self.record.evaluated(version, at_s, metrics)
         self.hooks.on_evaluate(version, at_s, metrics)
         if self.progress is not None:
-            self.progress.update(self._view, evaluated=True)
+            self.progress.update(evaluated=True)
         return reached
 
     def _checkpoint(self) -> None:
@@ -169,16 +166,3 @@ class Driver(ABC):
     def _note(self, text: str) -> None:
         if self.progress is not None:
             self.progress.note(text)
-
-    def _view(self) -> ProgressState:
-        """Describe the run as it is now for a person."""
-        coordinator, participation = self.coordinator, self.record.participation
-        working = {assignment.client: assignment for assignment in coordinator.roster.active.values()}
-        clients = []
-        for client in heapq.nsmallest(_MAX_SHOWN, participation):
-            doing = f"v{working[client].version}  {working[client].spec}" if client in working else ""
-            clients.append(ClientProgress(client, doing, participation[client]))
-        return ProgressState(
-            coordinator.state.version, coordinator.merged, self.now, self.record.metrics, tuple(clients),
-            coordinator.limits.max_updates,
-        )  # fmt: skip

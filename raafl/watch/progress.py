@@ -107,7 +107,7 @@ class Progress:
     Attributes:
         warnings: What was said by `warn`, in order.
         verbose: Whether a line for each task is wanted: whoever knows of tasks gives them to `note`.
-        source: Where snapshots come from, instead of those that `update` is given.
+        source: Where the snapshots of a run come from, unless `update` is given one.
     """
 
     source: Callable[[], ProgressState] | None = None
@@ -142,15 +142,15 @@ class Progress:
             self._live.start()
         self._line(title)
 
-    def update(self, snapshot: ProgressState | Callable[[], ProgressState], evaluated: bool = False) -> None:
+    def update(
+        self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
+    ) -> None:
         """Show `snapshot` if it is time to, or if `evaluated` says that an evaluation has just ended.
 
-        A function is called only when something is shown; otherwise a call costs one look at the clock.
+        None is `source`. A function is called only when something is shown; otherwise a call costs one look at the clock.
         """
-        now = self._clock()
-        if now < self._due_at and not evaluated:
-            return
-        if self._due_at == float("inf"):
+        now, snapshot = self._clock(), snapshot or self.source
+        if snapshot is None or (now < self._due_at and not evaluated) or self._due_at == float("inf"):
             return
         if evaluated and now < min(self._due_at, self._shown_at + self._evaluation_period_s):
             self._unseen = snapshot
@@ -159,7 +159,6 @@ class Progress:
 
     def _show(self, snapshot: ProgressState | Callable[[], ProgressState], now: float) -> None:
         self._due_at, self._shown_at, self._unseen = now + self._period_s, now, None
-        snapshot = self.source or snapshot
         state = snapshot() if callable(snapshot) else snapshot
         if self._live is not None:
             self._guard(lambda live: live.update(table(state, self._title), refresh=True), self._live)

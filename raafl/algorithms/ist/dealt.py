@@ -70,11 +70,8 @@ class DisjointUnits(Select):
         present = len(fleet.clients)
         return self.shares or min(present, self.cohort or present)
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Change nothing: the round's shares stay as they were dealt."""
-
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Change nothing: nobody else trains the client's share in this round."""
+    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Change nothing: the round's shares stay as they were dealt, and nobody else trains the client's."""
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client whose memory the largest share exceeds."""

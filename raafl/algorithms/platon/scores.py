@@ -329,11 +329,7 @@ class BestUnits(Select):
 
         return fleet.problems(ask)
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Forget what was known of the client's memory; its scores stay."""
-        fleet.cache.pop(client.id, None)
-
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client's memory; its scores stay."""
         fleet.cache.pop(client.id, None)
 

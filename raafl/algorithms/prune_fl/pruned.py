@@ -178,12 +178,8 @@ class Pruned(Select):
         """Say where there is nothing to choose from."""
         return uncut(fleet.state.submodels, "prune")
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
-        self.lost(client, fleet)
-
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Forget what was known of the client."""
         fleet.cache.pop(client.id, None)  # `Rated` keeps it there
         fleet.cache.pop(("pruned", client.id), None)
 

@@ -164,15 +164,16 @@ class OneOf(Select):
         """Rank the client among the others; what is known of them stays."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
-        self._changed(client, fleet)
+        self.forget(client, fleet)
 
     def lost(self, client: ClientInfo, fleet: Fleet) -> None:
         """Take the client out of the ranking."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].remove(client.id, client.profile.flops_per_s)
-        self._changed(client, fleet)
+        self.forget(client, fleet)
 
-    def _changed(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+        """Forget K, and what the client may get."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 

@@ -288,12 +288,8 @@ class RollingWindows(Select):
         """Name each client that has no rate, or that nothing fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
-        fleet.cache.pop(("size", client.id), None)
-
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
-        """Forget what was known of the client."""
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: Fleet) -> list[str]:

@@ -111,9 +111,8 @@ def partition(given: str, shown: str = "") -> Partition:
 def digest(module: nn.Module) -> str:
     """Return 16 hexadecimal digits that stand for a module's parameters and persistent buffers."""
     sha = hashlib.sha256()
-    state = {
-        name.replace("_orig_mod.", ""): tensor for name, tensor in module.state_dict().items()
-    }  # as if not compiled
+    # as if not compiled
+    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in module.state_dict().items()}
     for name, tensor in sorted(state.items()):
         if isinstance(tensor, torch.Tensor):
             sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

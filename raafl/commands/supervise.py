@@ -262,10 +262,8 @@ class Supervisor:
             return 1
         wait_s = self.server.start_again(self.policy)
         self.say(f"the server {fate(code)}; it goes on from its last checkpoint, if there is one, in {wait_s:g} s")
-        for (
-            number,
-            child,
-        ) in self.clients.items():  # those that were let go by a server that did not live to end its run
+        # those that were let go by a server that did not live to end its run
+        for number, child in self.clients.items():
             if number not in self._away and child.exit_code() == 0:
                 child.due_s = self.server.due_s
         return None

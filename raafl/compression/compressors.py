@@ -162,9 +162,8 @@ class Int8(Compressor):
             yield _scales(entry), (num_rows(entry.shape),), torch.float32
 
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
-        generator = torch.Generator().manual_seed(
-            seed
-        )  # the CPU's wherever the tensors are: the same bits on every device
+        # the CPU's wherever the tensors are: the same bits on every device
+        generator = torch.Generator().manual_seed(seed)
         for entry in taken:
             rows = values.view(entry).reshape(num_rows(entry.shape), -1)
             rows = rows.float() if entry.dtype.itemsize < 4 else rows

@@ -200,11 +200,8 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         return namespace, text, parser.instantiate(namespace)
     except BadInput:
         raise
-    except (
-        ArgumentError,
-        ValueError,
-        TypeError,
-    ) as error:  # what a part says of its arguments, maybe among others' words
+    except (ArgumentError, ValueError, TypeError) as error:
+        # what a part says of its arguments, maybe among others' words
         raise BadInput(explain(str(error), parser, argv, hidden)) from error
 
 

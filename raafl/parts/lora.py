@@ -97,10 +97,8 @@ class Adapted(Local):
 
 def _check_base(module: Any, pair: Pair, lora: str) -> None:
     """Raise `BadInput` unless the weight beside an adapter can take up a product, and is nobody else's."""
-    base, shape = (
-        module.get_parameter(pair.base),
-        [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]],
-    )
+    base = module.get_parameter(pair.base)
+    shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
         raise BadInput(
             f"lora is '{lora}', which adds to '{pair.base}', but that is quantised ({base.dtype}): use flexlora or raflora, or "

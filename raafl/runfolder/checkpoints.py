@@ -149,9 +149,8 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
     hparams = dict(getattr(module, "hparams", None) or {})
     kept = {}
     for name, value in hparams.items():
-        value = (
-            value.item() if hasattr(value, "item") and not isinstance(value, torch.Tensor) else value
-        )  # numpy scalars
+        if hasattr(value, "item") and not isinstance(value, torch.Tensor):  # numpy scalars
+            value = value.item()
         problems = list(_not_plain(value, name))
         if not problems:
             kept[name] = value

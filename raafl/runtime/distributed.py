@@ -262,9 +262,8 @@ class Server(Driver):
 
     def _end(self) -> None:
         """Let the clients go, then take in the last evaluation."""
-        self._announce(
-            None, self.reason or "failed"
-        )  # before any pair is closed: a client that finds it so looks there
+        # before any pair is closed: a client that finds it so looks there
+        self._announce(None, self.reason or "failed")
         for session in self.sessions.values():
             session.stop(self.reason or "failed")
         if self._evaluator is not None and self._evaluator.is_alive():

@@ -264,9 +264,8 @@ class Session(threading.Thread):
             return  # what is next in the outbox says why
         except Refused as refused:
             update, told = self._refused(assignment, refused), str(refused)
-        if (
-            exchange is not None and told and not pair.closed
-        ):  # the client may wait for a reply, and forgets its residual
+        # the client may wait for a reply, and forgets its residual
+        if exchange is not None and told and not pair.closed:
             talk.send(Kind.REFUSED, {"reason": told[:200]})
         self._arrived(pair, update, talk.down_bytes, talk.up_bytes)
 

@@ -37,9 +37,8 @@ from raafl.runtime.interrupt import Interrupt
 from raafl.submodel import FlatTensors
 from raafl.watch.progress import Progress
 
-ARRIVED, LOST, JOINED, TIMER = range(
-    4
-)  # at the same instant: who reports is heard before who leaves, joins, or is awaited
+# at the same instant: who reports is heard before who leaves, joins, or is awaited
+ARRIVED, LOST, JOINED, TIMER = range(4)
 
 LOST_FOR_EACH_CLIENT = 100
 """Tasks lost with none finished between them, for each client, after which a run has failed."""

@@ -99,11 +99,8 @@ class RunState:
     def _joined(self, number: int, client: _Client, row: JournalRow) -> None:
         profile = row.get("profile")
         name = str(profile.get("name", "")) if isinstance(profile, dict) else ""
-        client.there, client.task, client.device = (
-            True,
-            None,
-            "" if name == "default" else foreign(name, _SHOWN_DEVICE),
-        )
+        client.there, client.task = True, None
+        client.device = "" if name == "default" else foreign(name, _SHOWN_DEVICE)
         self._there.add(number)
         self._working.pop(number, None)
         self._tell(f"client {number} is there{f' ({client.device})' if client.device else ''}")

@@ -85,20 +85,13 @@ def serve(
 
     def note(folder: Path) -> None:
         bind(secret, folder)
-        _leave_note(folder)
+        if NOTE in os.environ:  # for the supervisor of `raafl fit --local`
+            Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
 
+    bears = (
+        1 if NOTE in os.environ else None
+    )  # failures alike of a client's code: one where all are ours, and started again
     return host(
-        experiment, config_yaml, TRANSPORTS["tcp"](meeting), progress_file, inbox=inbox, bears=_bears(), min_clients=min_clients,
+        experiment, config_yaml, TRANSPORTS["tcp"](meeting), progress_file, inbox=inbox, bears=bears, min_clients=min_clients,
         terms=Terms(for_clients(config_yaml), sections(config_yaml)), note=note,
     )  # fmt: skip
-
-
-def _bears() -> int | None:
-    """Count the failures alike that a client's code is allowed: one where all clients are ours, and started again; else any."""
-    return 1 if NOTE in os.environ else None
-
-
-def _leave_note(folder: Path) -> None:
-    """Tell the supervisor of `raafl fit --local`, if there is one, where the run folder is."""
-    if NOTE in os.environ:
-        Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")

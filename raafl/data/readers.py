@@ -176,7 +176,8 @@ def cached(
             arrays = build()
             try:
                 for path, array in zip(files, arrays, strict=True):
-                    _save(path, array)
+                    with whole_file(path) as file:
+                        np.save(file, array)
             except OSError:  # the disk is full: this process has the arrays all the same
                 return _as_tensors(arrays)
     return _mapped(files)
@@ -251,11 +252,6 @@ def _is_writable(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
-
-
-def _save(path: Path, array: npt.NDArray[Any]) -> None:
-    with whole_file(path) as file:
-        np.save(file, array)
 
 
 @contextlib.contextmanager

@@ -99,7 +99,8 @@ class Loggers(Hooks):
         tables = Tables(self._folder)
         for worker in self._workers:
             if summary is not None:
-                worker.put(partial(_tell_end, worker.spec, self._folder, summary, tables))
+                with_model = worker.spec.init_args.get("log_model") is not False
+                worker.put(partial(finish, folder=self._folder, summary=summary, tables=tables, with_model=with_model))
             worker.end(lambda logger: _close(logger, status))
         until = time.monotonic() + self._finish_s
         for worker in self._workers:
@@ -210,10 +211,6 @@ def hyper_parameters(config_yaml: str) -> dict[str, Any]:
     """Return a run's config as what loggers call hyper-parameters; empty when there is none."""
     found = yaml.safe_load(config_yaml)
     return found if isinstance(found, dict) else {}
-
-
-def _tell_end(spec: LoggerSpec, folder: Path, summary: Summary, tables: Tables, logger: Any) -> None:
-    finish(logger, folder, summary, tables, with_model=spec.init_args.get("log_model") is not False)
 
 
 def _close(logger: Any, status: str) -> None:

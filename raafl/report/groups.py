@@ -76,15 +76,11 @@ def flat(value: Any, prefix: str = "") -> dict[str, str]:
     elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
         items = [(str(i), item) for i, item in enumerate(value)]
     if not items:
-        return {prefix: _text(value)}
+        return {prefix: value if isinstance(value, str) else json.dumps(value, default=str)}
     found: dict[str, str] = {}
     for name, item in items:
         found |= flat(item, f"{prefix}.{name}" if prefix else name)
     return found
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _experiment(run: RecordedRun) -> dict[str, Any]:

@@ -58,9 +58,8 @@ def stretches(run: RecordedRun) -> Stretches:
         client, since = int(tasks.client[row]), float(start_s[row])
         stop_s[row] = end_s
         if kind[row] == KINDS.index(LOST):
-            stop_s[row] = min(
-                _first(run.lost_at.get(client, ()), since, end_s), _after(begun[client], since, end_s), end_s
-            )
+            lost_s = _first(run.lost_at.get(client, ()), since, end_s)
+            stop_s[row] = min(lost_s, _first(begun[client], math.nextafter(since, math.inf), end_s), end_s)
     num_open = len(run.open_tasks)
     return Stretches(
         np.concatenate([tasks.client[rows], np.array([client for client, _ in run.open_tasks], np.int64)]),
@@ -75,10 +74,6 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
     """Return the first of ascending times that is not before ``since``."""
     place = bisect_left(times, since)
     return times[place] if place < len(times) else otherwise
-
-
-def _after(times: Sequence[float], since: float, otherwise: float) -> float:
-    return _first(times, math.nextafter(since, math.inf), otherwise)
 
 
 def uses(run: RecordedRun, found: Stretches) -> dict[int, dict[str, float]]:

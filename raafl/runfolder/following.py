@@ -170,15 +170,12 @@ class Following(Generic[R]):
             later = (self.path / JOURNAL).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
         except OSError:
             return False
-        if _may_go_on(found) and later and self._resumed:
+        may_go_on = str(found.get("finished")).startswith(("interrupted", "failed"))
+        if may_go_on and later and self._resumed:
             return False
         self.state.ended(found)
         self.begun = self._has_ended = True
         return True
-
-
-def _may_go_on(summary: Summary) -> bool:
-    return str(summary.get("finished")).startswith(("interrupted", "failed"))
 
 
 def _undone(journal: Path) -> Undone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -204,7 +205,8 @@ class Client:
             self._give_up(assignment, {"reason": OUT_OF_MEMORY})
             return
         packed = self._up.pack(assignment, update.tensors, received)
-        metrics = _finite(update.metrics) | {PEAK: float(peak_bytes(device))}
+        metrics = {name: value for name, value in update.metrics.items() if math.isfinite(value)}
+        metrics |= {PEAK: float(peak_bytes(device))}
         meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": metrics}
         meta |= {"extra": dict(update.extra)} if update.extra else {}
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
@@ -222,7 +224,3 @@ class Client:
         self._assignment = None
         with suppress(PeerLost, PeerTimeout):
             self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, meta))
-
-
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if value - value == 0.0}

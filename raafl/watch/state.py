@@ -195,7 +195,7 @@ class RunState:
 
     def snapshot(self, most: int | None = MAX_CLIENTS) -> ProgressState:
         """Describe the run as it stands now, with ``most`` of its clients: those at work first, the longest first."""
-        now_s, summary = self.now_s(), self.summary or {}
+        now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
         marks = self._marks if self.summary is None else Marks()  # of a run that has ended, over all of it
@@ -207,11 +207,11 @@ class RunState:
             metrics={name: number for name, value in self._measured.items() if (number := _as_float(value)) is not None},
             clients=self._shown(now_s, most), num_clients=len(self._clients), num_there=len(self._there),
             num_working=len(self._working), num_updates_goal=self.goals.max_updates,
-            title=self.title, simulated=self.runtime == "simulated", finished=summary.get("finished"),
+            title=self.title, simulated=is_simulated, finished=summary.get("finished"),
             bytes_down=down, bytes_up=up, updates_per_s=updates_per_s, bytes_per_s=bytes_per_s,
             staleness_mean=self._staleness[0] / self._updates if self._updates else 0.0,
             staleness_max=self._staleness[1], outcomes=dict(self._outcomes), etas=found,
-            ends_in_s=ends_in_s(self.goals, found) if found else None, speed=self._speed(),
+            ends_in_s=ends_in_s(self.goals, found) if found else None, speed=speed(self._evaluations) if is_simulated else 1.0,
         )  # fmt: skip
 
     def _shown(self, now_s: float, most: int | None) -> tuple[ClientProgress, ...]:
@@ -226,9 +226,6 @@ class RunState:
     def _since_s(self, number: int) -> float:
         task = self._working[number].task
         return 0.0 if task is None else task.since_s
-
-    def _speed(self) -> float | None:
-        return speed(self._evaluations) if self.runtime == "simulated" else 1.0
 
     def _client(self, number: int, client: _Client, now_s: float) -> ClientProgress:
         task = client.task

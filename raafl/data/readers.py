@@ -53,24 +53,6 @@ def read_digits() -> Tensors:
     raise BadInput("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
 
 
-def find_mnist(root: Path) -> Path | None:
-    """The folder of MNIST's four idx files, plain or gzipped, or None."""
-    return next((folder for folder in mnist_places(root) if _has_mnist(folder)), None)
-
-
-def mnist_places(root: Path) -> list[Path]:
-    """Where MNIST may lie."""
-    return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
-
-
-def read_mnist(folder: Path, split: str) -> Tensors:
-    """MNIST's train or test split: `(n, 1, 28, 28)` uint8 (mapped from an unpacked file) and `(n,)` int64."""
-    stem = _MNIST_STEMS[split]
-    images = read_idx(_idx_file(folder, f"{stem}-images-idx3-ubyte"))
-    labels = read_idx(_idx_file(folder, f"{stem}-labels-idx1-ubyte"))
-    return images.unsqueeze(1), labels.to(torch.int64)
-
-
 def read_idx(path: Path) -> torch.Tensor:
     """A file of unsigned bytes in the idx format; a plain file is mapped, so that ranks share its pages.
 
@@ -88,6 +70,25 @@ def read_idx(path: Path) -> torch.Tensor:
     if isinstance(content, bytes):
         content = np.frombuffer(bytearray(content), np.uint8)
     return torch.from_numpy(content[start:].reshape(shape))
+
+
+class Mnist:
+    """MNIST: four idx files, plain or gzipped."""
+
+    def places(self, root: Path) -> list[Path]:
+        """Where the set may lie."""
+        return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
+
+    def find(self, root: Path) -> Path | None:
+        """The folder that has it, or None."""
+        return next((folder for folder in self.places(root) if _has_mnist(folder)), None)
+
+    def read(self, folder: Path, split: str) -> Tensors:
+        """The train or test split: `(n, 1, 28, 28)` uint8 (mapped from an unpacked file) and `(n,)` int64."""
+        stem = _MNIST_STEMS[split]
+        images = read_idx(_idx_file(folder, f"{stem}-images-idx3-ubyte"))
+        labels = read_idx(_idx_file(folder, f"{stem}-labels-idx1-ubyte"))
+        return images.unsqueeze(1), labels.to(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ floats only the samples it owns.
 from __future__ import annotations
 
 import socket
-from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -86,7 +85,6 @@ class Digits(Classes):
     """
 
     num_classes: ClassVar[int] = 10
-    image_shape: ClassVar[tuple[int, int, int]] = (1, 8, 8)
 
     def __init__(self, batch_size: int = 32, test_share: float = 0.2, seed: int = 0) -> None:
         super().__init__(batch_size)
@@ -107,6 +105,7 @@ class Digits(Classes):
 class _FromFolder(Classes):
     """A data set of bytes in a folder, fetched by torchvision where it is missing."""
 
+    files: ClassVar[readers.Mnist | readers.Cifar]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
 
@@ -121,22 +120,13 @@ class _FromFolder(Classes):
         super().__init__(batch_size, num_train, num_test)
         self.root, self.download = readers.data_root(root), download
 
-    @abstractmethod
-    def _find(self) -> Path | None: ...
-
-    @abstractmethod
-    def _places(self) -> list[Path]: ...
-
-    @abstractmethod
-    def _read(self, folder: Path, split: str) -> readers.Tensors: ...
-
     def prepare_data(self) -> None:
         """Download what is missing, if allowed.
 
         Raises:
             BadInput: the data is missing and cannot be fetched; says where it was looked for and what to do.
         """
-        if self._find() is None:
+        if self.files.find(self.root) is None:
             self._fetch()
 
     def setup(self, stage: str | None = None) -> None:
@@ -147,10 +137,10 @@ class _FromFolder(Classes):
         """
         if hasattr(self, "train"):
             return
-        folder = self._find()
+        folder = self.files.find(self.root)
         if folder is None:
             raise self._missing("")
-        train, test = (self._read(folder, split) for split in ("train", "test"))
+        train, test = (self.files.read(folder, split) for split in ("train", "test"))
         self._set(
             TensorImages(train[0], train[1], self.mean, self.std), TensorImages(test[0], test[1], self.mean, self.std)
         )
@@ -163,7 +153,7 @@ class _FromFolder(Classes):
 
             self.root.mkdir(parents=True, exist_ok=True)
             with readers.locked(self.root / f".{type(self).__name__}.lock"):
-                if self._find() is None:
+                if self.files.find(self.root) is None:
                     _download(getattr(torchvision.datasets, type(self).__name__), self.root)
         except ImportError as error:
             raise self._missing(f"a download needs torchvision: {installing('vision')}") from error
@@ -171,7 +161,7 @@ class _FromFolder(Classes):
             raise self._missing(f"the download failed: {error}") from error
 
     def _missing(self, reason: str) -> BadInput:
-        places = " or ".join(str(place) for place in self._places())
+        places = " or ".join(str(place) for place in self.files.places(self.root))
         why = f" ({reason})" if reason else ""
         return BadInput(
             f"{type(self).__name__} is not in {places}{why}: set root or the environment variable RAAFL_DATA to the "
@@ -190,27 +180,15 @@ class MNIST(_FromFolder):
     """
 
     num_classes: ClassVar[int] = 10
-    image_shape: ClassVar[tuple[int, int, int]] = (1, 28, 28)
+    files = readers.Mnist()
     mean, std = (0.1307,), (0.3081,)
 
     def __init__(self, root: str | Path | None = None, batch_size: int = 64, download: bool = True) -> None:
         super().__init__(root, batch_size, download)
 
-    def _find(self) -> Path | None:
-        return readers.find_mnist(self.root)
-
-    def _places(self) -> list[Path]:
-        return readers.mnist_places(self.root)
-
-    def _read(self, folder: Path, split: str) -> readers.Tensors:
-        return readers.read_mnist(folder, split)
-
 
 class _CIFAR(_FromFolder):
     """One of the CIFAR sets. The images are decoded once per machine and kept as bytes beside the data (in `.raafl`)."""
-
-    image_shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
-    files: ClassVar[readers.Cifar]
 
     def __init__(
         self,
@@ -231,15 +209,6 @@ class _CIFAR(_FromFolder):
             num_test: evaluate on so many images, evenly spaced; null = all.
         """
         super().__init__(root, batch_size, download, num_train, num_test)
-
-    def _find(self) -> Path | None:
-        return self.files.find(self.root)
-
-    def _places(self) -> list[Path]:
-        return self.files.places(self.root)
-
-    def _read(self, folder: Path, split: str) -> readers.Tensors:
-        return self.files.read(folder, split)
 
 
 class CIFAR10(_CIFAR):

@@ -64,13 +64,13 @@ class Datasets(LightningDataModule):
         return f"Datasets(train={train}, test={test}, batch_size={self.batch_size})"
 
 
-def as_datamodule(data: Any, model_name: str | None, **more: Any) -> LightningDataModule:
+def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     """Return ``data`` as a data module.
 
     Args:
         data: a LightningDataModule; a pair (train, test) of map-style data sets, of which the second may be None; a name of
             texts, sst2, ag_news or fpb, on the Hugging Face hub, or of a local folder that `datasets` reads.
-        model_name: of the transformers model, whose tokenizer texts go through.
+        module: what is trained; where it is the name of a transformers model, texts go through its tokenizer.
         more: batch_size, collate_fn, for plain data sets; batch_size, max_length for texts.
 
     Raises:
@@ -78,7 +78,7 @@ def as_datamodule(data: Any, model_name: str | None, **more: Any) -> LightningDa
     """
     given = {name: value for name, value in more.items() if value is not None}
     if isinstance(data, (str, Path)):
-        return named(str(data), model_name, **given)
+        return named(str(data), module if isinstance(module, str) else None, **given)
     if isinstance(data, (tuple, list)) and len(data) == 2:
         return Datasets(*data, **_only(given, "plain data sets", "batch_size", "collate_fn"))
     if isinstance(data, type):

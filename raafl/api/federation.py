@@ -185,9 +185,7 @@ class Federation:
             KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
-        source = as_datamodule(
-            data, module if isinstance(module, str) else None, batch_size=batch_size, collate_fn=collate_fn
-        )
+        source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
         wanted = self.devices if devices is None else devices_of(devices)
         num_clients = self.clients if self.clients is not None else count_of(wanted) or 10
         return self._run(_simulate, spec, source, wanted, num_clients, resume)  # type: ignore[return-value]
@@ -220,9 +218,7 @@ class Federation:
             KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
-        source = as_datamodule(
-            data, module if isinstance(module, str) else None, batch_size=batch_size, collate_fn=collate_fn
-        )
+        source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
         with local_ranks(local):
             if "WORLD_SIZE" not in os.environ:
                 raise BadInput(
@@ -262,7 +258,7 @@ class Federation:
 
         loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
         spec = ModuleSpec(module, **how)
-        source = as_datamodule(data, module if isinstance(module, str) else None, **loading)
+        source = as_datamodule(data, module, **loading)
         given: dict[str, Any] = {"algorithm": copy.deepcopy(self.algorithm)}
         if "partition" in self._fields:
             given["partition"] = self._fields["partition"]

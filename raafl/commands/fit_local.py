@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from raafl.commands.supervise import Child, RestartPolicy, Supervisor
-from raafl.config.argv import names_section, values, without
+from raafl.config.argv import names_section, values, whole_number, without
 from raafl.errors import BadInput
 
 NOTE: Final = "RAAFL_FOLDER_NOTE"
@@ -169,11 +169,7 @@ def read(argv: Sequence[str]) -> Asked:
 
 def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:
     given = values(argv, option)
-    if not given:
-        return None
-    if not given[-1].isdecimal() or int(given[-1]) < least:
-        raise BadInput(f"{option} is '{given[-1]}': give a whole number from {least}")
-    return int(given[-1])
+    return whole_number(option, given[-1], least) if given else None
 
 
 def _keep(logs: Path, folder: Path | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raafl.config.argv import own_options, values
+from raafl.config.argv import own_options, values, whole_number
 from raafl.errors import BadInput
 from raafl.lean_import import quick_imports
 
@@ -113,15 +113,13 @@ def _measure(own: Namespace, rest: Sequence[str], say: Callable[[str], None]) ->
     from raafl.devices.files import write_rows
     from raafl.devices.measure import measure_machine
 
-    threads = (values(rest, "--threads") or ["1"])[-1]
-    if not threads.isdecimal() or int(threads) < 1:
-        raise BadInput(f"threads is '{threads}': give a whole number from 1")
+    threads = whole_number("threads", (values(rest, "--threads") or ["1"])[-1])
     if own.device != "cpu" and not (own.device.startswith("cuda") and torch.cuda.is_available()):
         raise BadInput(f"device is '{own.device}': give cpu, or cuda where torch sees a GPU")
     file = Path(own.measure)
     say(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
     before = torch.get_num_threads()
-    torch.set_num_threads(int(threads))
+    torch.set_num_threads(threads)
     try:
         profile = measure_machine(file.stem, own.device, address=own.address)
     finally:

@@ -240,7 +240,7 @@ def simulate(
     experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None,
     transport: Transport | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
-    """Run on a virtual clock; return the summary and the run folder. OverRanks that ``transport`` brings train, too."""
+    """Run on a virtual clock; return the summary and the run folder. Ranks that ``transport`` brings train, too."""
     from raafl.runtime.executors import OverRanks
     from raafl.runtime.simulated import Simulation
 

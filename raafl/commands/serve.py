@@ -88,9 +88,8 @@ def serve(
         if NOTE in os.environ:  # for the supervisor of `raafl fit --local`
             Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
 
-    bears = (
-        1 if NOTE in os.environ else None
-    )  # failures alike of a client's code: one where all are ours, and started again
+    # failures alike of a client's code: one where all are ours, and started again
+    bears = 1 if NOTE in os.environ else None
     return host(
         experiment, config_yaml, TRANSPORTS["tcp"](meeting), progress_file, inbox=inbox, bears=bears, min_clients=min_clients,
         terms=Terms(for_clients(config_yaml), sections(config_yaml)), note=note,

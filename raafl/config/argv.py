@@ -51,6 +51,13 @@ def values(argv: Sequence[str], option: str) -> list[str]:
     ]
 
 
+def whole_number(option: str, text: str, least: int = 1) -> int:
+    """Read the value of an option; raises `BadInput` unless it is a whole number from ``least``."""
+    if not text.isdecimal() or int(text) < least:
+        raise BadInput(f"{option} is '{text}': give a whole number from {least}")
+    return int(text)
+
+
 def names_section(argv: Sequence[str], section: str) -> bool:
     """Check whether ``argv`` gives a section of the config, or any field of it: `--data`, `--data.batch_size`."""
     return any(name_of(item).split(".")[0] == section for item in argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from raafl.config.argv import own_options
+from raafl.config.argv import own_options, whole_number
 from raafl.errors import BadInput
 
 SERVE = """
@@ -47,7 +47,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         if getattr(own, name, None) is not None:
             setattr(own, name, _truth(name, getattr(own, name)))
     if command == "serve":
-        own.min_clients = None if own.min_clients is None else _number("min_clients", own.min_clients)
+        own.min_clients = None if own.min_clients is None else whole_number("min_clients", own.min_clients)
     elif not {"--help", "-h", "--print_config"} & set(rest):
         if own.address is None and command == "join":
             raise BadInput("join needs --address HOST:PORT, where the server listens")
@@ -55,7 +55,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
             return own, rest
         if own.client is None:
             raise BadInput(f"{command} needs --client ID: a number from 1 to the run's number of clients")
-        own.client = _number("client", own.client)
+        own.client = whole_number("client", own.client)
     return own, rest
 
 
@@ -63,9 +63,3 @@ def _truth(name: str, text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise BadInput(f"{name} is '{text}': give true or false")
     return text.lower() == "true"
-
-
-def _number(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise BadInput(f"{name} is '{text}': give a whole number from 1")
-    return int(text)

@@ -172,7 +172,7 @@ def partition(
     if left_out:
         note += f" {left_out} more runs are left out here: the first of each group is shown."
     note += "".join(f" {reason}" for reason in reasons)
-    return Chart("partition", "Data of the clients", note, views, tables, {"RecordedRun": [name for (name,) in views]})
+    return Chart("partition", "Data of the clients", note, views, tables, {"Run": [name for (name,) in views]})
 
 
 def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:

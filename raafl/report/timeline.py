@@ -82,7 +82,7 @@ def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Char
     if unknown:
         note += " Without a journal it is not known who was there when: all are drawn as present."
     note += _others(left_out)
-    return Chart("timeline", "Who did what when", note, views, tables, {"RecordedRun": [name for (name,) in views]})
+    return Chart("timeline", "Who did what when", note, views, tables, {"Run": [name for (name,) in views]})
 
 
 def _lanes(run: RecordedRun, order: Sequence[int], found: Stretches) -> View:
@@ -200,7 +200,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
     ) + _others(left_out)
     many = any(len(run.client_ids()) > _MAX_LANES for _, run in runs)
     note += f" More than {_MAX_LANES} clients are drawn as {_BANDS} bands of clients of like speed." if many else ""
-    choices = {"Of": ["each client", "all clients"], "RecordedRun": list(totals)}
+    choices = {"Of": ["each client", "all clients"], "Run": list(totals)}
     return Chart("time-spent", "Where the time went", note, views, tables, choices)
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from raafl.runfolder.rows import drop_unfinished
@@ -69,7 +69,7 @@ class Interrupt:
             self._signals = _running
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         global _running
         if self._outermost and _running is not None:
             _running.close()

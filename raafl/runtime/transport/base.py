@@ -10,7 +10,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -77,7 +76,7 @@ class Transport(ABC):
         is where this end's tensors lie.
         """
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Server: let nobody in any more, and end the transport's threads; pairs live on until they are closed."""
         return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 from raafl.runtime.transport.codec import Expect, Message
@@ -76,5 +75,5 @@ class Pair(ABC):
         """Return the pair, to be closed at the end of the block."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

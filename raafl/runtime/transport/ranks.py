@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -86,7 +85,7 @@ class Ranks(Transport):
         self.store.set(_READY, "1")
         self._prepared.set()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the thread that says that rank 0 is there."""
         self._prepared.set()
         self._beats.join()

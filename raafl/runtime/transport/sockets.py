@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -41,7 +40,7 @@ class Sockets(Transport):
         self._admit, self._refused = admit, refused
         self._listener.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the port; see `Transport.__exit__`."""
         self._listener.close()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.shipped import with_paths
@@ -122,10 +122,10 @@ def _fit(argv: list[str]) -> int:
         from raafl.config.parse import parse
 
     _num_ranks()
-    with _json_alone(argv) as progress:
+    with _json_alone(argv):
         with quick_imports():
             parsed = parse("fit", argv)
-        result = fit(parsed.experiment, parsed.config_yaml, progress)
+        result = fit(parsed.experiment, parsed.config_yaml)
     return 0 if result is None else _report(*result, as_json=parsed.as_json)
 
 
@@ -137,14 +137,14 @@ def _simulate(argv: list[str]) -> int:
         from raafl.config.parse import parse
 
     over_ranks = _num_ranks() > 1
-    with _json_alone(argv) as progress:
+    with _json_alone(argv):
         with quick_imports():
             parsed = parse("simulate", argv)
             if over_ranks:
                 from raafl.commands.over_ranks import simulate_over_ranks as simulate
             else:
                 from raafl.commands.run import simulate
-        result = simulate(parsed.experiment, parsed.config_yaml, progress)
+        result = simulate(parsed.experiment, parsed.config_yaml)
     return 0 if result is None else _report(*result, as_json=parsed.as_json)
 
 
@@ -161,7 +161,7 @@ def _serve(argv: list[str]) -> int:
     from raafl.config.remote_options import split
 
     own, rest = split("serve", argv)
-    with _json_alone(rest) as progress:
+    with _json_alone(rest):
         with quick_imports():
             from raafl.commands.serve import serve
             from raafl.config.parse import parse
@@ -170,9 +170,8 @@ def _serve(argv: list[str]) -> int:
             parsed = parse("serve", rest)
             secret = load_secret(own.secret_file)
         result = serve(
-            parsed.experiment, parsed.config_yaml, own.address, secret,
-            min_clients=own.min_clients, encrypt=own.encrypt, progress_file=progress,
-        )  # fmt: skip
+            parsed.experiment, parsed.config_yaml, own.address, secret, min_clients=own.min_clients, encrypt=own.encrypt
+        )
     return _report(*result, as_json=parsed.as_json)
 
 
@@ -290,13 +289,13 @@ def _replay_lines(result: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _json_alone(argv: list[str]) -> Iterator[TextIO | None]:
-    """With `--json`, send to standard error whatever a run or a user's module prints; yield where progress goes."""
+def _json_alone(argv: list[str]) -> Iterator[None]:
+    """With `--json`, send to standard error whatever a run, its progress or a user's module prints."""
     if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
-        yield None
+        yield
         return
     with redirect_stdout(sys.stderr):
-        yield sys.stderr
+        yield
 
 
 def _plan(argv: list[str]) -> int:

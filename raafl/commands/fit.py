@@ -39,7 +39,7 @@ _GREET_S = 30.0  # for a client that has called to greet; it may have to load it
 
 
 def fit(
-    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None
+    experiment: Experiment, config_yaml: str = "", watcher: Watcher | None = None
 ) -> tuple[dict[str, Any], Path] | None:
     """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
@@ -48,13 +48,13 @@ def fit(
     join_s = experiment.waits.join_s
     transport = TRANSPORTS["ranks"](Meeting(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
-        return host(experiment, config_yaml, transport, progress_file, bears=0, watcher=watcher, note=resume.leave_note)
+        return host(experiment, config_yaml, transport, bears=0, watcher=watcher, note=resume.leave_note)
     take_part(experiment, transport)
     return None
 
 
 def host(
-    experiment: Experiment, config_yaml: str, transport: Transport, progress_file: Any = None, *,
+    experiment: Experiment, config_yaml: str, transport: Transport, *,
     inbox: Inbox | None = None, bears: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
     note: Callable[[Path], None] = lambda folder: None, watcher: Watcher | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
@@ -73,7 +73,7 @@ def host(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
-        run = Run(parts, config_yaml, "distributed", progress_file, saved, watcher)
+        run = Run(parts, config_yaml, "distributed", saved, watcher)
         note(run.folder)
         server = Server(
             parts.coordinator, inbox or Inbox(), run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,

@@ -19,9 +19,7 @@ from raafl.runtime.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, 
 from raafl.watch.progress import Progress
 
 
-def simulate_over_ranks(
-    experiment: Experiment, config_yaml: str = "", progress_file: Any = None
-) -> tuple[dict[str, Any], Path] | None:
+def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[dict[str, Any], Path] | None:
     """Run on a virtual clock over the ranks that torchrun started; rank 0 returns summary and run folder, the others None."""
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
@@ -31,7 +29,7 @@ def simulate_over_ranks(
     transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         with transport:
-            return simulate(experiment, config_yaml, progress_file, transport=transport)
+            return simulate(experiment, config_yaml, transport=transport)
     _train(experiment, transport)
     return None
 

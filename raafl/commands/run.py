@@ -41,7 +41,7 @@ class Run:
     """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
 
     def __init__(
-        self, parts: ServerSetup, config_yaml: str, runtime: str, progress_file: Any = None,
+        self, parts: ServerSetup, config_yaml: str, runtime: str,
         saved: resume.SavedRun | None = None, watcher: Watcher | None = None,
     ) -> None:  # fmt: skip
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
@@ -51,7 +51,7 @@ class Run:
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
         self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
-        self.progress = Progress(experiment.progress, file=progress_file)  # type: ignore[arg-type]
+        self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
         self._resumed = saved is not None
         self.folder = self._name_folder(saved)
         metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
@@ -237,7 +237,7 @@ class Run:
 
 
 def simulate(
-    experiment: Experiment, config_yaml: str = "", progress_file: Any = None, watcher: Watcher | None = None,
+    experiment: Experiment, config_yaml: str = "", watcher: Watcher | None = None,
     transport: Transport | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Run on a virtual clock; return the summary and the run folder. Ranks that ``transport`` brings train, too."""
@@ -250,7 +250,7 @@ def simulate(
     with ExitStack() as stack:
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        run = Run(parts, config_yaml, "simulated", progress_file, saved, watcher)
+        run = Run(parts, config_yaml, "simulated", saved, watcher)
         stack.callback(run.close)
         if transport is not None and isinstance(executor, OverRanks):
             take_on, warn = executor.take_on, run.progress.warn

@@ -57,7 +57,6 @@ def serve(
     *,
     min_clients: int | None = None,
     encrypt: bool | None = None,
-    progress_file: Any = None,
     inbox: Inbox | None = None,
 ) -> tuple[dict[str, Any], Path]:
     """Coordinate clients that come and go; return the summary and the run folder.
@@ -70,7 +69,6 @@ def serve(
         min_clients: how many must have joined before work starts, also after a restart; None = as many as the run to
             resume needed, or all.
         encrypt: encrypt all that is said after the handshake; None = unless only this machine can reach ``address``.
-        progress_file: where progress is shown.
         inbox: where events pass through on their way to the coordinator.
 
     Raises:
@@ -91,6 +89,6 @@ def serve(
     # failures alike of a client's code: one where all are ours, and started again
     bears = 1 if NOTE in os.environ else None
     return host(
-        experiment, config_yaml, TRANSPORTS["tcp"](meeting), progress_file, inbox=inbox, bears=bears, min_clients=min_clients,
+        experiment, config_yaml, TRANSPORTS["tcp"](meeting), inbox=inbox, bears=bears, min_clients=min_clients,
         terms=Terms(for_clients(config_yaml), sections(config_yaml)), note=note,
     )  # fmt: skip

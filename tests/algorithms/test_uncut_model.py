@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -40,7 +41,8 @@ def run_of(tmp_path, algorithm, **fields):
     """The summary, and what was said at the start."""
     said = io.StringIO()
     fields = {"model": logistic_regression, "max_updates": 5, "progress": "plain", **fields}
-    summary, _ = simulate(experiment(tmp_path / "run", algorithm, **fields), progress_file=said)
+    with redirect_stdout(said):
+        summary, _ = simulate(experiment(tmp_path / "run", algorithm, **fields))
     return summary, said.getvalue()
 
 

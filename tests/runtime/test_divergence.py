@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 from model_zoo import MLP
@@ -33,7 +34,8 @@ def test_a_loss_that_is_no_number_any_more_is_a_warning_and_shown(tmp_path, monk
     monkeypatch.setattr(Lost, "seen", 0)
     shown = io.StringIO()
     made = experiment(tmp_path / "run", model=lambda: Lost(64, (8,), 10), progress="plain")
-    run = Finished(*simulate(made, progress_file=shown))
+    with redirect_stdout(shown):
+        run = Finished(*simulate(made))
     (warning,) = [text for text in run.summary["warnings"] if "diverges" in text]
     assert warning.startswith("training diverges: loss is nan at version 1: use a smaller learning rate")
     assert run.summary["finished"] == "max_updates"

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 
@@ -406,7 +407,7 @@ def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch)
     seen, folder = [], tmp_path / "run"
     show = Progress.update
 
-    def update(progress, snapshot, evaluated=False):
+    def update(progress, snapshot=None, evaluated=False):
         if evaluated:
             watched = Watched(folder)
             watched.look()
@@ -497,7 +498,8 @@ def test_watching_needs_neither_torch_nor_lightning(tmp_path):
 
 def test_verbose_says_when_each_task_begins_and_ends(tmp_path):
     file = io.StringIO()
-    simulate(experiment(tmp_path / "run", "fed_avg", progress="verbose", max_updates=4), progress_file=file)
+    with redirect_stdout(file):
+        simulate(experiment(tmp_path / "run", "fed_avg", progress="verbose", max_updates=4))
     lines = [" ".join(line.split(maxsplit=2)[2:]) for line in file.getvalue().splitlines() if " s  client" in line]
     begun = [line for line in lines if " trains " in line]
     assert begun == [f"client {n} trains full of version 0" for n in range(1, 5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def test_a_run_says_it_at_its_start(tmp_path):
     said = io.StringIO()
     algorithm = fed_raa(submodel=WindowPieces(rates=[0.25]), rescale=False)
     settings = experiment(tmp_path / "run", algorithm, model=vit, max_updates=2, progress="plain")
-    simulate(settings, progress_file=said)
+    with redirect_stdout(said):
+        simulate(settings)
     assert "windows of Co-S2P without its training: " in said.getvalue()
 
 

@@ -94,7 +94,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a thread or a process group, or a changed environment or working directory."""
     environment, folder = dict(os.environ), Path.cwd()
     threads = set(threading.enumerate())
-    processes = {child.pid for child in psutil.Process().children()}
+    processes = _descendants()
     yield
     left = [*_processes(processes), *_threads(threads), *_process_group(), *_environment(environment)]
     if Path.cwd() != folder:
@@ -109,9 +109,10 @@ def _processes(before: set[int]) -> list[str]:
 
     def running() -> list[psutil.Process]:
         new = []
-        for child in psutil.Process().children(recursive=True):
+        for pid in sorted(_descendants() - before):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if child.pid not in before and child.status() != psutil.STATUS_ZOMBIE and not _is_helper(child):
+                child = psutil.Process(pid)
+                if child.status() != psutil.STATUS_ZOMBIE and not _is_helper(child):
                     new.append(child)
         return new
 
@@ -121,6 +122,18 @@ def _processes(before: set[int]) -> list[str]:
             names.append(f"process {child.pid} ({' '.join(child.cmdline())[:120]})")
             child.kill()
     return names
+
+
+def _descendants(pid: int | str = "self") -> set[int]:
+    """Children, and theirs, by Linux's own lists: psutil asks every process of the machine who its parent is, twice a test."""
+    lists = [thread / "children" for thread in Path(f"/proc/{pid}/task").glob("*")]
+    if pid == "self" and not any(path.exists() for path in lists):
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+    found = set()
+    for path in lists:
+        with contextlib.suppress(OSError):  # of a thread that has ended meanwhile
+            found |= {int(word) for word in path.read_text().split()}
+    return found.union(*map(_descendants, found))
 
 
 def _is_helper(process: psutil.Process) -> bool:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raafl.submodel.aside import tensors_in
 from raafl.submodel.cost.kernels import traffic, workspace_bytes
+from raafl.submodel.results import result_of
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -55,7 +56,7 @@ class Ledger(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         is_idle = func._overloadpacket in _CHANGES and args[0].is_meta
-        result = args[0] if is_idle else func(*args, **kwargs)
+        result = args[0] if is_idle else result_of(func, args, kwargs)
         work = counted(func, args, kwargs, result)
         self.flops += work.flops
         self.padding_flops += work.padding_flops

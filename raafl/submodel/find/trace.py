@@ -28,6 +28,7 @@ from raafl.submodel.find.examples import made_batch
 from raafl.submodel.find.labels import Dim, Labels
 from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.find.watch import Watch
+from raafl.submodel.results import result_of
 
 TIMES = 3
 """Steps on drawn values, each on others."""
@@ -108,7 +109,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         ins = aside.tensors_in((args, kwargs))
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
-        answer = func(*args, **kwargs)
+        answer = result_of(func, args, kwargs)
         outs = aside.tensors_in(answer)
         self._read.update(map(id, ins))
         if not outs:

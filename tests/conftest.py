@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many 
 
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +46,13 @@ PROCESSES = (
 )
 """Folders and files whose tests are marked ``processes``: they start some, and may run beside one other test."""
 NEEDS_GPU = "needs a GPU"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Neither are the modules of tests, and the tests themselves."""
+    with quick_imports():
+        return (yield)
 
 
 @cache

@@ -252,6 +252,7 @@ def test_large_finite_values_whose_sum_overflows_are_finite(both, pool):
     tensors = flat(w=torch.full((100,), 3e38), h=torch.full((CHUNK,), 6e4, dtype=torch.float16))
     target = FlatTensors.empty(tensors.layout)
     exchange(pool, *both, Message(Kind.UPDATE, 1, 0, {}, tensors), into(target), finite=True)
+    assert target.fingerprint() == tensors.fingerprint()
 
 
 @pytest.mark.parametrize("numel", [2, CHUNK * 4])

@@ -91,11 +91,16 @@ def test_a_step_without_a_usable_loss(answer, given):
 
 
 def test_a_loss_in_a_dict_passes():
+    losses = []
+
     class InDict(Net):
         def training_step(self, batch, batch_idx):
-            return {"loss": super().training_step(batch, batch_idx), "more": 1}
+            losses.append(super().training_step(batch, batch_idx))
+            losses[-1].register_hook(lambda gradient: losses.append(gradient.item()))
+            return {"loss": losses[-1], "more": 1}
 
     try_training(InDict(), BATCH)
+    assert losses[1:] == [1.0]  # its backward pass has run
 
 
 def test_an_optimizer_that_refuses_its_arguments():

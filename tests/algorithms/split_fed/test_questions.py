@@ -88,4 +88,5 @@ def test_a_batch_that_is_not_the_one_due_is_refused(changes, reason):
 
 def test_mixed_precision_may_send_either_dtype():
     for precision, dtype in (("bf16-mixed", "bfloat16"), ("bf16-mixed", "float32"), ("32-true", "float32")):
-        asked(Wire(({"precision": precision, "dtype": dtype}, FIRST)))
+        questions = asked(Wire(({"precision": precision, "dtype": dtype}, FIRST)))
+        assert next(iter(questions.batches())).activation.dtype == getattr(torch, dtype)

@@ -392,7 +392,10 @@ def test_close_ends_threads_frees_the_port_and_leaves_admitted_pairs():
 
 
 def test_a_listener_that_was_never_started_can_be_closed():
-    House().listener.close()
+    house = House()
+    house.listener.close()
+    with pytest.raises(PeerLost, match="connection-refused: nothing listens at"):
+        house.call(1)
 
 
 def test_call_where_something_else_listens():

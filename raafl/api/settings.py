@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import yaml
 
@@ -66,6 +66,7 @@ class Settings(TypedDict, total=False):
     server_device: str
     transport: str
     workers: int
+    batch_clients: int | Literal["auto"]
     threads: int
     output: str | Path | None
     progress: str

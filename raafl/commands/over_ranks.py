@@ -26,6 +26,11 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
         raise BadInput(
             f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: leave it out"
         )
+    if experiment.batch_clients != 1:
+        raise BadInput(
+            f"batch_clients is {experiment.batch_clients}, but torchrun started {num_ranks} ranks, who train a client each: "
+            "leave it out"
+        )
     transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         with transport:

@@ -200,14 +200,18 @@ class Run:
         self.record.restart_clock()
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
-    def finish(self, reason: str, time_s: float, error: CodeFailed | None = None) -> dict[str, Any]:
-        """Write the summary and return it; ``error`` is what has failed of the user's."""
+    def finish(
+        self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Write the summary and return it; ``error`` is what has failed of the user's, ``batched`` for the summary."""
         self.watcher.error = self.watcher.error or error
         coordinator, reason = self.parts.coordinator, self.watcher.failure or reason
         summary = self.record.summary(
             algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
         )  # fmt: skip
+        if batched:
+            summary["batched"] = batched
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
         summary["rates_leave"] = self._leaves
@@ -255,6 +259,7 @@ def simulate(
         if transport is not None and isinstance(executor, OverRanks):
             take_on, warn = executor.take_on, run.progress.warn
             transport.listen(lambda client, peer, connect: take_on(peer, connect, warn), warn)
+        executor.note = run.progress.note
         run.start()
         simulation = Simulation(
             parts.coordinator, parts.clients, executor, run.record, run.evaluator,
@@ -263,4 +268,4 @@ def simulate(
         if saved is not None:
             simulation.restore(saved.section["clock"])
         reason = simulation.run()
-        return run.finish(reason, simulation.now, simulation.error), run.folder
+        return run.finish(reason, simulation.now, simulation.error, executor.report()), run.folder

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -171,6 +171,9 @@ class Experiment:
         "HOW", group="computed", may_change=True))
     workers: int = field(default=1, metadata=about(
         "processes that train in a simulated run, this one included", "N", group="computed", may_change=True, least=1))
+    batch_clients: int | Literal["auto"] = field(default=1, metadata=about(
+        "clients of a simulated run that are trained as one batch, to the same bit, at most; auto = as many as are faster",
+        "N", group="computed", may_change=True, least=1))
     threads: int = field(default=1, metadata=about(
         "threads that compute a task; the same everywhere, since results depend on it",
         "N", group="computed", shared=True, told=True, least=1, most=1_024))
@@ -213,7 +216,10 @@ class Experiment:
         counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training)}
         counts["fabric.accumulate_grad_batches"] = self.fabric.accumulate_grad_batches
         for name, count in counts.items():
-            if count is not None and count < least.get(name, 1):
+            if isinstance(count, str):
+                if count != "auto":
+                    yield f"{name} is '{count}': give auto, or a number from 1"
+            elif count is not None and count < least.get(name, 1):
                 yield f"{name} is {count}: give {least.get(name, 1)} or more"
         if self.train.num_epochs is None and self.train.num_steps is None:
             yield "train.num_epochs and train.num_steps are both null: give one of them"
@@ -262,6 +268,8 @@ class Experiment:
             )
         if self.transport not in TRANSPORTS:
             yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
+        if self.workers > 1 and self.batch_clients != 1:
+            yield f"batch_clients is {self.batch_clients}, and workers is {self.workers}, who train a client each: use one of them"
         try:
             device = torch.device(self.server_device)
         except RuntimeError:

@@ -63,6 +63,7 @@ class ClientData:
 
     Attributes:
         test: the samples that this client measures its submodel on, and does not train on; None = it has none.
+        gathers: any number of its samples is one operation, and a batch a list of tensors.
 
     Raises:
         BadInput: `indices` is empty.
@@ -83,11 +84,11 @@ class ClientData:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
         self.num_samples = len(indices)
         self.batch_size, self._drop_last = batch_size, drop_last
-        self._fetch, is_fast = fetcher(dataset, collate)
+        self._fetch, self.gathers = fetcher(dataset, collate)
         self._indices: torch.Tensor | None = indices
         self._classes: frozenset[int] | None = None
         self._looked = False
-        if is_fast and cache:
+        if self.gathers and cache:
             # From here on this client keeps its own samples only, not the data set.
             self._fetch, self._indices = select_from(self._fetch(indices)), None
 
@@ -125,14 +126,28 @@ class ClientData:
         Raises:
             BadInput: a count is below 1, or not exactly one of the two is given.
         """
+        return map(self._fetch, self.rows(generator, batch_size, num_epochs, num_steps))
+
+    def rows(
+        self,
+        generator: torch.Generator,
+        batch_size: int | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """The numbers of the samples in each of the `batches`, for `fetch`; arguments and errors are those of `batches`."""
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
         for name, number in (("num_epochs", num_epochs), ("num_steps", num_steps)):
             if number is not None and number < 1:
                 raise BadInput(f"{name} is {number}: give at least 1")
         epochs = count() if num_epochs is None else range(num_epochs)
-        batches = self._epochs(generator, self._size(batch_size), epochs)
-        return batches if num_steps is None else islice(batches, num_steps)
+        rows = self._epochs(generator, self._size(batch_size), epochs)
+        return rows if num_steps is None else islice(rows, num_steps)
+
+    def fetch(self, rows: torch.Tensor) -> Any:
+        """The batch of samples that `rows` gives the numbers of."""
+        return self._fetch(rows)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Any]:
         """All samples once, in the order of the data set, in batches of equal size, give or take one sample."""
@@ -140,14 +155,13 @@ class ClientData:
         num_batches = math.ceil(self.num_samples / self._size(batch_size))
         yield from map(self._fetch, torch.tensor_split(rows, num_batches))
 
-    def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[Any]:
-        fetch, indices = self._fetch, self._indices
+    def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[torch.Tensor]:
+        indices = self._indices
         for _ in epochs:
             order = torch.randperm(self.num_samples, generator=generator)
             if indices is not None:
                 order = indices.index_select(0, order)
-            for rows in torch.split(order, batch_size)[: self.num_batches(batch_size)]:
-                yield fetch(rows)
+            yield from torch.split(order, batch_size)[: self.num_batches(batch_size)]
 
     def _size(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else batch_size

@@ -30,6 +30,17 @@ def seed_everything(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
+def generators() -> tuple[Any, ...]:
+    """Return the states of Python's, numpy's and torch's own generator on the CPU."""
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Check whether two states of the `generators` are equal."""
+    numpys = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    return one[0] == other[0] and numpys and torch.equal(one[2], other[2])
+
+
 class Draws:
     """A stream of the global generators: within it, everything that draws draws from here; outside, nothing has changed.
 

@@ -78,6 +78,11 @@ class Recorder:
         finally:
             self.clear()
 
+    def take_over(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """Start again from what another has summed up: by name, a sum and its weight."""
+        self.clear()
+        self._sums.update(sums)
+
     def clear(self) -> None:
         """Start again: forget what was logged, and reset the metrics."""
         for metric in self._metrics.values():

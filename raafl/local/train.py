@@ -27,6 +27,7 @@ from raafl.local.draws import Draws, current, seed_everything
 from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
+from raafl.local.pull import Pull
 from raafl.local.record import Recorder, to_device
 from raafl.local.spanning import ClientProcesses
 from raafl.submodel import FlatTensors, Spec, Submodels
@@ -66,7 +67,7 @@ class Stopped(Exception):
     """A task was given up because its result is no longer wanted."""
 
 
-class _Built:
+class Built:
     """A small module that lives on between tasks while only its values change, with its optimiser."""
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
@@ -85,13 +86,17 @@ class _Built:
         held = {} if submodels.base is None else submodels.frozen
         self.frozen = [(name, p) for name, p in self.module.named_parameters() if name in held]
 
+    def load(self, values: FlatTensors) -> None:
+        """Take the values of another task."""
+        self.present.copy_(values)
+        self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
+
     def reset(self, received: FlatTensors) -> None:
         """Load the values of a new task and forget the last one."""
-        self.present.copy_(received)
+        self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
         self.recorder.clear()  # of a task that was given up
-        self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self.module.train()
         self.module.zero_grad()  # a task may have been given up between two batches of a step
         if self.schedulers:
@@ -189,7 +194,7 @@ class LocalTrainer:
         self.payload = local.payload(submodels)
         self._pooling = Pooling.of(submodels) if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
-        self._built: OrderedDict[Spec, _Built] = OrderedDict()
+        self._built: OrderedDict[Spec, Built] = OrderedDict()
         self._max_built = max_built
         self._generator = torch.Generator()
         self._checked: FrozenBase | None = None
@@ -212,7 +217,7 @@ class LocalTrainer:
     def _run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
         crew, self.place = self.crew, "before its first batch"
         data = data if crew is None else crew.begin(assignment, received, data)
-        built = self._get(assignment.spec)
+        built = self.built(assignment.spec)
         received, built.down = self.payload.split(received, assignment.spec, "sent")
         built.reset(received)
         # before seeding: reading a client's classes may draw from what its data set's transforms draw from
@@ -224,8 +229,15 @@ class LocalTrainer:
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
             num_steps, loss, extra = self._steps(built, assignment, received, data)
-        extra |= {CLASSES: classes} if classes else {}
         loss = loss if crew is None else crew.finish(built.module, loss)
+        return self.ended(built, assignment, received, data, num_steps, loss, extra, classes)
+
+    def ended(
+        self, built: Built, assignment: Assignment, received: FlatTensors, data: ClientData, num_steps: int, loss: float,
+        extra: dict[str, Any], classes: list[int],
+    ) -> Update:  # fmt: skip
+        """Make the update of a task whose steps are done, of what ``built`` holds; ``classes`` were left of a masked loss."""
+        extra |= {CLASSES: classes} if classes else {}
         self._check_base(built)
         built.buffers.gather()
         metrics = {"loss": loss, **built.recorder.means()}
@@ -242,7 +254,7 @@ class LocalTrainer:
         update.refusal = None if update.tensors.is_finite() else "non-finite"
         return update
 
-    def _test(self, built: _Built, data: ClientData) -> dict[str, float]:
+    def _test(self, built: Built, data: ClientData) -> dict[str, float]:
         """Measure the trained submodel on the client's test part."""
 
         def batches() -> Iterator[Any]:
@@ -260,7 +272,7 @@ class LocalTrainer:
             built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, context, norms
         )
 
-    def _check_base(self, built: _Built) -> None:
+    def _check_base(self, built: Built) -> None:
         """See that a task has left the frozen base as it was: other tasks and clients share it, and cut copies live on.
 
         Counters of changes in place are looked at after each task; the values, which `.data` changes past them, after the
@@ -288,25 +300,32 @@ class LocalTrainer:
             torch.cuda.empty_cache()
         give_back(0)
 
-    def _get(self, spec: Spec) -> _Built:
+    def make_built(self, spec: Spec) -> Built:
+        """Make a small module that nobody else uses."""
+        return Built(self.submodels, spec, self.local, self.payload, self.fabric)
+
+    def built(self, spec: Spec) -> Built:
+        """Return the small module in which tasks of ``spec`` are trained, one after the other."""
         built = self._built.get(spec)
         if built is None:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
-            built = _Built(self.submodels, spec, self.local, self.payload, self.fabric)
-            self._built[spec] = built
+            built = self._built[spec] = self.make_built(spec)
         self._built.move_to_end(spec)
         return built
 
-    def _steps(
-        self, built: _Built, assignment: Assignment, received: FlatTensors, data: ClientData
-    ) -> tuple[int, float, dict[str, Any]]:
-        """Do the local steps; return the number of optimiser steps, the mean loss, and what the hook has to say."""
+    def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
+        """Return how long a task is: epochs or steps, the other is None."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps
-        if steps is not None:
-            epochs = None
+        return (epochs, None) if steps is None else (None, steps)
+
+    def _steps(
+        self, built: Built, assignment: Assignment, received: FlatTensors, data: ClientData
+    ) -> tuple[int, float, dict[str, Any]]:
+        """Do the local steps; return the number of optimiser steps, the mean loss, and what the hook has to say."""
+        epochs, steps = self.length(assignment)
         accumulate, device, crew = self.options.accumulate_grad_batches, self.fabric.device, self.crew
         per_epoch = data.num_batches(self.training.batch_size)
         hook = self._hook(built, assignment, received, steps if steps is not None else per_epoch * (epochs or 1))
@@ -338,8 +357,8 @@ class LocalTrainer:
         finally:
             hook.close()
 
-    def _hook(self, built: _Built, assignment: Assignment, received: FlatTensors, num_batches: int) -> Hook:
-        pull = self._pull(built, received) if self.local.prox else None
+    def _hook(self, built: Built, assignment: Assignment, received: FlatTensors, num_batches: int) -> Hook:
+        pull = Pull.towards(received, built.module) if self.local.prox else None
         task = Task(
             assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
             loss=lambda batch, index: self._loss(built.module, batch, index),
@@ -363,7 +382,7 @@ class LocalTrainer:
         """The loss scaler of 16-mixed."""
         return getattr(self._strategy.precision, "scaler", None)
 
-    def _update(self, module: nn.Module, optimizer: Optimizer, pull: _Pull | None) -> None:
+    def _update(self, module: nn.Module, optimizer: Optimizer, pull: Pull | None) -> None:
         if self._scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
             self._scaler.unscale_(optimizer)
         if pull is not None:
@@ -377,23 +396,3 @@ class LocalTrainer:
 
     def _is_stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
-
-    def _pull(self, built: _Built, received: FlatTensors) -> _Pull:
-        names = [name for name, parameter in built.module.named_parameters() if parameter.requires_grad]
-        parameters = [built.module.get_parameter(name) for name in names]
-        return _Pull(parameters, [received[name].to(self.fabric.device) for name in names])
-
-
-class _Pull:
-    """The gradient of ``prox/2 * ||theta - theta_received||^2``, added after the loss's own."""
-
-    def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
-        self.parameters, self.anchors = parameters, anchors
-
-    @torch.no_grad()
-    def add_to_gradients(self, prox: float) -> None:
-        """Add ``prox * (theta - theta_received)`` to every gradient."""
-        used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
-        grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
-        torch._foreach_add_(grads, [p for p, _ in used], alpha=prox)
-        torch._foreach_sub_(grads, [a for _, a in used], alpha=prox)

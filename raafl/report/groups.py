@@ -12,8 +12,8 @@ from raafl.runfolder.reading import RecordedRun
 from raafl.watch.pace import Goals
 
 _NOT_THE_EXPERIMENT = (
-    "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "checkpoint_every", "checkpoint_s",
-    "keep_checkpoints",
+    "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "batch_clients", "checkpoint_every",
+    "checkpoint_s", "keep_checkpoints",
 )  # fmt: skip
 _MAX_IN_LABEL = 3
 _LONGEST_VALUE = 40

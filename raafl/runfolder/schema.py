@@ -165,8 +165,8 @@ def is_metric(column: str) -> bool:
 class Summary(TypedDict, total=False):
     """What summary.json holds, and the Python API returns; what a merge reports on itself is there besides.
 
-    `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `model` and `traceback` are files in the
-    folder; `unwritten` counts rows that each file lacks.
+    `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` says how clients were
+    trained as one batch; `model` and `traceback` are files in the folder; `unwritten` counts rows that each file lacks.
     """
 
     algorithm: str
@@ -195,6 +195,7 @@ class Summary(TypedDict, total=False):
     final: dict[str, float]
     time_to: dict[str, float | None]
     model_digest: str
+    batched: dict[str, Any]
     weights_clipped: dict[str, int]
     axes: list[dict[str, Any]]
     rates_leave: Any

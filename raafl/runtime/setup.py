@@ -203,4 +203,10 @@ def make_executor(
         data_of(client.id)
     if workers > 1:
         return Pool(trainer, data_of, workers)
-    return OverRanks(trainer, data_of) if ranks else Inline(trainer, data_of)
+    if ranks:
+        return OverRanks(trainer, data_of)
+    if parts.experiment.batch_clients == 1:
+        return Inline(trainer, data_of)
+    from raafl.runtime.executors.cohorts import Cohorts
+
+    return Cohorts(trainer, data_of, parts.experiment.batch_clients)

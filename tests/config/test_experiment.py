@@ -74,6 +74,12 @@ def test_a_sound_experiment_has_no_problem():
         ({"checkpoint_every": 0}, "checkpoint_every is 0: give 1 or more"),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0: give 1 or more"),
         ({"workers": 0}, "workers is 0: give 1 or more"),
+        ({"batch_clients": 0}, "batch_clients is 0: give 1 or more"),
+        ({"batch_clients": "all"}, "batch_clients is 'all': give auto, or a number from 1"),
+        (
+            {"batch_clients": "auto", "workers": 2},
+            "batch_clients is auto, and workers is 2, who train a client each: use one of them",
+        ),
         ({"threads": 0}, "threads is 0: give 1 or more"),
         ({"seed": -1}, "seed is -1: give 0 or more"),
         ({"train": Training(num_epochs=0)}, "train.num_epochs is 0: give 1 or more"),
@@ -227,7 +233,7 @@ def test_what_the_fields_say_of_themselves():
     assert set(marked("told")) == both | {"devices", "memory", "fabric", "waits"}
     assert set(marked("may_change")) == {
         "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits", "transport",
-        "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict",
+        "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict", "batch_clients",
     }  # fmt: skip
     assert set(ABOUT) - set(marked("again")) == {"output", "resume", "logger"}
     assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "privacy", "compress", "waits"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
@@ -17,7 +18,13 @@ from raafl.submodel import FlatTensors
 
 
 class Executor(ABC):
-    """Trains tasks; `submit` in any order, then `result` or `cancel` each once."""
+    """Trains tasks; `submit` in any order, then `result` or `cancel` each once.
+
+    Attributes:
+        note: told what a user should know of how tasks are trained.
+    """
+
+    note: Callable[[str], None] = staticmethod(lambda text: None)
 
     @abstractmethod
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
@@ -34,6 +41,10 @@ class Executor(ABC):
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
         """Drop a task whose result will not be asked for."""
+
+    def report(self) -> dict[str, Any]:
+        """Return what there is to say, at the end, of how tasks were trained; of each in turn nothing."""
+        return {}
 
     def close(self) -> None:
         """Release processes and memory; harmless when called twice."""

@@ -1,0 +1,30 @@
+"""The pull of a local model towards the values that it was sent (FedProx, Li et al. 2020; Fed-RAA)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from raafl.submodel import FlatTensors
+
+
+class Pull:
+    """The gradient of ``prox/2 * ||theta - theta_received||^2``, added after the loss's own."""
+
+    def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
+        """Pull ``parameters`` towards ``anchors``."""
+        self.parameters, self.anchors = parameters, anchors
+
+    @classmethod
+    def towards(cls, received: FlatTensors, module: nn.Module) -> Pull:
+        """Return the pull of what trains of a module towards the values received."""
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        return cls([p for _, p in trained], [received[name].to(p.device) for name, p in trained])
+
+    @torch.no_grad()
+    def add_to_gradients(self, prox: float) -> None:
+        """Add ``prox * (theta - theta_received)`` to every gradient."""
+        used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
+        torch._foreach_add_(grads, [p for p, _ in used], alpha=prox)
+        torch._foreach_sub_(grads, [a for _, a in used], alpha=prox)

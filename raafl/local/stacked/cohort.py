@@ -1,0 +1,147 @@
+"""Tasks of one submodel trained as one, and what comes of it client by client.
+
+Clients are sorted by how many steps they have: those that go on are the first rows of every stack.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from raafl.core.local import Local
+from raafl.core.types import Update
+from raafl.local.draws import generators, same_generators, seed_everything
+from raafl.local.stacked.attributes import Attributes
+from raafl.local.stacked.masked import masked_together
+from raafl.local.stacked.products import Known
+from raafl.local.stacked.stacks import Unstackable
+from raafl.local.stacked.steps import Member, Place, Steps
+from raafl.local.train import Built, LocalTrainer
+from raafl.submodel import Spec
+
+OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimisers that act on each element by itself."""
+
+
+class Trained:
+    """What a cohort has been trained to; asked for client by client, when the result is due.
+
+    Attributes:
+        seen: what the batches were like, and with how many clients: the kinds of steps that were done.
+    """
+
+    def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
+        """Take what the steps have come to, and the classes that each client was left of a masked loss."""
+        self._trainer, self._members, self._num_steps, self._classes = trainer, steps.members, steps.counts, classes
+        self._rows, self._losses, self._logged, self._states = steps.rows, steps.losses, steps.logged, steps.states
+        self._place = {member.assignment.id: place for place, member in enumerate(steps.members)}
+        self.seen = frozenset(steps.seen)
+
+    def member(self, assignment_id: int) -> Member:
+        """Return the task."""
+        return self._members[self._place[assignment_id]]
+
+    def update(self, assignment_id: int, *, draws: bool = False) -> Update:
+        """Return a task's update as `LocalTrainer.run` does; with ``draws`` leave the generators as it does, too."""
+        place = self._place[assignment_id]
+        assignment, received, data = self._members[place]
+        built = self._trainer.built(assignment.spec)
+        built.load(self._rows.of(place))
+        self._logged.hand(place, built.recorder)
+        if draws or data.test is not None:  # what measures a test part may draw
+            seed_everything(assignment.seed, self._trainer.fabric.device)
+            torch.default_generator.set_state(self._states[place])
+        num_steps = self._num_steps[place]
+        loss = float(self._losses[place]) / max(num_steps, 1)
+        return self._trainer.ended(built, assignment, received, data, num_steps, loss, {}, self._classes[place])
+
+
+class CohortTrainer:
+    """Trains tasks of one spec as one; keeps the modules that it has built apart from the loop's."""
+
+    def __init__(self, trainer: LocalTrainer, max_built: int = 16) -> None:
+        """Train as ``trainer`` does."""
+        self._trainer, self._max_built = trainer, max_built
+        self._built: OrderedDict[Spec, tuple[Built, list[Place]]] = OrderedDict()
+        self._known: Known = {}
+
+    def refusal(self) -> str | None:
+        """Return why no task of this run can be trained with others, or None."""
+        trainer, local = self._trainer, self._trainer.local
+        plain = type(local).hook is Local.hook and local.hook.__func__ is Local.hook  # type: ignore[attr-defined]
+        if not plain or type(local).exchange is not Local.exchange or trainer.payload.has_bundles:
+            return "the algorithm has steps of its own"
+        if trainer.fabric.device.type != "cpu":
+            return f"fabric.accelerator is {trainer.fabric.device.type}"
+        options = trainer.options
+        if options.precision not in ("32-true", "32"):
+            return f"fabric.precision is {options.precision}"
+        if options.gradient_clip_val is not None:
+            return f"fabric.gradient_clip_val is {options.gradient_clip_val}"
+        if options.accumulate_grad_batches != 1:
+            return f"fabric.accumulate_grad_batches is {options.accumulate_grad_batches}"
+        return f"threads is {torch.get_num_threads()}" if torch.get_num_threads() > 1 else None
+
+    @property
+    def num_known(self) -> int:
+        """How many kinds of products have been tried."""
+        return len(self._known)
+
+    def num_bytes(self, spec: Spec) -> int:
+        """Return about the bytes of a client's values, gradients and optimiser state."""
+        return 4 * self._trainer.submodels.layout(spec, "present").num_bytes
+
+    def train(self, tasks: Sequence[Member]) -> Trained:
+        """Train tasks of one spec.
+
+        Raises:
+            Unstackable: they cannot be trained as one.
+        """
+        trainer = self._trainer
+        built, places = self._get(tasks[0].assignment.spec)
+        counts = [self._num_batches(task) for task in tasks]
+        sizes = [task.data.num_samples for task in tasks]
+        order = sorted(range(len(tasks)), key=lambda i: (-counts[i], -sizes[i]))
+        members, counts = [tasks[i] for i in order], [counts[i] for i in order]
+        classes = [member.data.classes() if trainer.local.masked else None for member in members]
+        attributes, versions = Attributes(built.module), [p._version for _, p in built.frozen]
+        with masked_together(built.module, classes) as masking:
+            seed_everything(members[0].assignment.seed, trainer.fabric.device)
+            before = generators()
+            steps = Steps(trainer, built, places, self._known, members, counts, masking.choose)
+            steps.run()
+            if not same_generators(before, generators()):
+                raise Unstackable("training draws random numbers past torch's functions, such as numpy's")
+        attributes.check()
+        if versions != [p._version for _, p in built.frozen]:
+            raise Unstackable("the training step writes to a frozen parameter")
+        return Trained(trainer, steps, masking.left)
+
+    def _num_batches(self, task: Member) -> int:
+        epochs, steps = self._trainer.length(task.assignment)
+        return steps or task.data.num_batches(self._trainer.training.batch_size) * (epochs or 1)
+
+    def _get(self, spec: Spec) -> tuple[Built, list[Place]]:
+        """Return a small module with its optimiser, and where its tensors are."""
+        if spec not in self._built:
+            while len(self._built) >= self._max_built:
+                self._built.popitem(last=False)
+            built = self._trainer.make_built(spec)
+            if type(built.optimizer) not in OPTIMIZERS:
+                raise Unstackable(f"its optimizer is {type(built.optimizer).__name__}")
+            if built.schedulers:
+                raise Unstackable("it has a learning rate scheduler")
+            names = {id(tensor): name for name, tensor in built.module.named_parameters()}
+            names |= {id(tensor): name for name, tensor in built.module.named_buffers()}
+            places = [
+                (held, key, names[id(tensor)])
+                for part in built.module.modules()
+                for held in (part._parameters, part._buffers)
+                for key, tensor in held.items()
+                if tensor is not None and names[id(tensor)] in built.present
+            ]
+            self._built[spec] = built, places
+        self._built.move_to_end(spec)
+        return self._built[spec]

@@ -1,0 +1,78 @@
+"""What a module logs while the tasks of several clients are trained as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.local.record import Recorder
+from raafl.local.stacked.stacks import Unstackable
+
+_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}  # -0.0 + x is x, also of a zero
+
+
+class Logged:
+    """Stands in for `Recorder`: keeps each client's sums."""
+
+    def __init__(self, num: int) -> None:
+        """Start empty, for ``num`` clients."""
+        self._num = num
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, list[float]] = {}
+        self._step: list[tuple[str, Any, float, str]] = []
+        self._said: list[tuple[str, Any, float, str]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Take over ``module.log`` and ``module.log_dict``."""
+        module.log = self.log  # type: ignore[assignment]
+        module.log_dict = self.log_dict  # type: ignore[assignment]
+
+    def log(
+        self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Note one value of all clients, inside vmap; as `Recorder.log`."""
+        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        if callable(getattr(value, "compute", None)) or how not in _START:
+            raise Unstackable(f"it logs '{name}', which is no number, or not averaged")
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        self._step.append((name, value, 1.0 if batch_size is None else float(batch_size), how))
+
+    def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Note several values."""
+        for name, value in values.items():
+            self.log(name, value, **kwargs)
+
+    def take(self) -> list[Tensor]:
+        """Return the values that were logged in this step, to be handed to `add` outside vmap."""
+        self._said, self._step = self._step, []
+        return [value for _, value, _, _ in self._said]
+
+    def add(self, clients: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Add what ``clients`` have logged in a step; each of ``values`` has one number for each of them."""
+        where = torch.tensor(clients)
+        for (name, _, weight, how), value in zip(self._said, values, strict=True):
+            value = value.reshape(len(clients))
+            value = value * weight if how == "mean" else value
+            if name not in self._sums:
+                start = torch.full(
+                    (self._num,), _START[how], dtype=value.dtype if value.is_floating_point() else torch.float64
+                )
+                self._sums[name], self._counts[name] = start, [0.0] * self._num
+            sums, counts = self._sums[name], self._counts[name]
+            if how in ("mean", "sum"):
+                sums[where] += value
+            else:
+                sums[where] = (torch.minimum if how == "min" else torch.maximum)(sums[where], value.to(sums.dtype))
+            for client in clients:
+                counts[client] = counts[client] + weight if how == "mean" else 1.0
+
+    def hand(self, client: int, recorder: Recorder) -> None:
+        """Let a recorder have what one client has logged."""
+        recorder.take_over({
+            name: (float(sums[client]), self._counts[name][client])
+            for name, sums in self._sums.items() if self._counts[name][client]
+        })  # fmt: skip

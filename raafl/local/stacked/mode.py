@@ -1,0 +1,112 @@
+"""How each torch function is computed on stacks: as one, client by client, or by vmap's own rule.
+
+vmap's rules for what acts element by element have a client's bits, and so have most others, but not all: products, norms,
+convolutions, attention and recurrent layers go through what is here. What is trained as one is compared with the loop before
+it is relied on (`raafl.runtime.executors.cohorts`), so a function that is missing here costs speed, never a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from raafl.local.stacked.losses import cross_entropy
+from raafl.local.stacked.products import Known, embedding, linear
+from raafl.local.stacked.stacks import Parted, Unstackable, by_slices, outside, stack_of
+
+Function = Callable[..., Any]
+
+_BRANCHES: dict[Any, Function] = {
+    Tensor.__bool__: bool, Tensor.__float__: float, Tensor.__int__: int, Tensor.__index__: int, Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist, torch.is_nonzero: bool,
+}  # fmt: skip
+"""What makes a number of Python of a tensor: the code may take another way by it, so clients have to agree."""
+
+_BY_SLICES: frozenset[Any] = frozenset((
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+    F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.local_response_norm,
+    F.embedding_bag, F.bilinear, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+    F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_similarity,
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
+    torch.addmm, Tensor.addmm, torch.baddbmm, torch.einsum, torch.dot, torch.mv, torch.outer,
+))  # fmt: skip
+
+_REDUCTIONS: frozenset[Any] = frozenset((
+    torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.var, Tensor.var, torch.std, Tensor.std, torch.norm, Tensor.norm,
+    torch.linalg.vector_norm, torch.logsumexp, Tensor.logsumexp,
+))  # fmt: skip
+
+_MAY_DRAW: frozenset[Any] = frozenset((
+    F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+    torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, F.gumbel_softmax, F.rrelu,
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.bernoulli, Tensor.bernoulli, torch.normal, torch.multinomial, Tensor.multinomial, torch.poisson,
+))  # fmt: skip
+"""By slices, each client's with its own generator, where any argument is a stack or all clients would draw alike."""
+
+_DROPOUTS: frozenset[Any] = frozenset((
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+))  # fmt: skip
+
+
+class Stacked(TorchFunctionMode):
+    """Inside vmap over the clients, has every torch function give each of them what it would give to it alone."""
+
+    def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
+        """Compute for ``num`` clients.
+
+        Args:
+            num: clients.
+            states: each one's state of torch's generator; changed by what is drawn.
+            known: of batched products; grows.
+        """
+        super().__init__()
+        self._num, self._states, self._known = num, states, known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute ``func``."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return (
+                linear(self._known, self._num, *args, **kwargs) if _has_stack(args, kwargs) else func(*args, **kwargs)
+            )
+        if func is F.cross_entropy and _has_stack(args, kwargs):
+            return cross_entropy(self._num, args, kwargs)
+        if func is F.embedding:
+            return embedding(self._num, args, kwargs) if _has_stack(args, kwargs) else func(*args, **kwargs)
+        if func in _BRANCHES:
+            return self._agreed(func, *args) if _has_stack(args, kwargs) else func(*args, **kwargs)
+        if (func in _BY_SLICES or func in _REDUCTIONS) and _has_stack(args, kwargs):
+            return by_slices(func, args, kwargs, self._num)
+        if func in _MAY_DRAW or (func in _DROPOUTS and _trains(*args, **kwargs)):
+            if kwargs.get("generator") is not None:
+                raise Unstackable("the training step draws from a generator of its own")
+            return by_slices(func, args, kwargs, self._num, self._states)
+        return func(*args, **kwargs)
+
+    def _agreed(self, function: Any, value: Tensor) -> Any:
+        """Return a tensor as Python has it, if it is the same for all clients."""
+        stack = stack_of(value)
+        assert stack is not None
+        with outside():
+            numbers = [_BRANCHES[function](part) for part in stack.detach().unbind(0)]
+        if any(repr(number) != repr(numbers[0]) for number in numbers):
+            raise Parted(
+                f"the training step makes a number of a tensor ({function.__name__}), and clients differ in it"
+            )
+        return numbers[0]
+
+
+def _has_stack(args: Any, kwargs: Any) -> bool:
+    return any(stack_of(leaf) is not None for leaf in tree_leaves((args, kwargs)))
+
+
+def _trains(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **more: Any) -> bool:
+    return bool(more.get("train", training)) and p > 0

@@ -1,0 +1,154 @@
+"""Linear layers and tables of embeddings of several clients: one product for all of them, where it has the bits of each one's own.
+
+Whether a batched product has them depends on its shapes and on where its operands lie, and on nothing else. So each kind that
+comes up is first tried on drawn numbers, and where any result differs it is computed for each client on its own. The numbers
+at hand would not do: of three results all may be the same by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from raafl.local.stacked.stacks import apart, by_slices, outside, stack_of
+
+_CACHE_LINE_BYTES = 64
+_ENOUGH = 4096  # results, one of which would differ: small products differ in one of ten, or of a hundred
+
+Known = dict[Hashable, bool]
+"""Whether a batched product has the bits of the clients' own, by shapes and places."""
+
+
+def linear(known: Known, num: int, x: Any, weight: Any, bias: Any = None) -> Any:
+    """Compute `F.linear` of stacks, inside vmap."""
+    stacks = [stack_of(one) for one in (x, weight, bias)]
+    if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
+        return by_slices(F.linear, (x, weight, bias), {}, num)
+    xs, weights, biases = stacks
+    assert xs is not None and weights is not None
+    usual = (
+        xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
+    )  # torch has another product for the rest
+    if not usual or min(xs.shape[1:]) < 1 or min(weights.shape[1:]) < 2:
+        return by_slices(F.linear, (x, weight, bias), {}, num)
+    with outside() as inside:
+        y = _Linear.apply(known, xs.flatten(1, -2), weights, biases)
+        return inside(y.view(*xs.shape[:-1], weights.shape[1]))
+
+
+class _Linear(Function):
+    """x W^T + b and its gradients for x (clients, n, in), W (clients, out, in), b (clients, out), by autograd's own products."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.known, ctx.has_bias = known, bias is not None
+        ctx.save_for_backward(x, weight)
+        if bias is None:
+            return _product(known, "x W", lambda a, w: torch.bmm(a, w.mT), lambda a, w: torch.mm(a, w.t()), x, weight)
+        return _product(
+            known, "x W + b", lambda a, w, b: torch.baddbmm(b.unsqueeze(1), a, w.mT),
+            lambda a, w, b: torch.addmm(b, a, w.t()), x, weight, bias,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        known, (x, weight), needs = ctx.known, ctx.saved_tensors, ctx.needs_input_grad
+        of_x = _product(known, "g W", torch.bmm, torch.mm, g, weight) if needs[1] else None
+        of_weight = None
+        if needs[2]:
+            of_weight = _product(known, "g x", lambda a, b: torch.bmm(a.mT, b), lambda a, b: torch.mm(a.t(), b), g, x)
+        of_bias = None
+        if ctx.has_bias and needs[3]:
+            of_bias = _product(known, "sum g", lambda a: a.sum(1), lambda a: a.sum(0), g)
+        return None, of_x, of_weight, of_bias
+
+
+def _product(
+    known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
+) -> Tensor:
+    """Compute for all clients at once, or for each one where that has other bits; find out which where it is not known."""
+    places = ((*one.shape[1:], *one.stride(), one.data_ptr() % _CACHE_LINE_BYTES) for one in operands)
+    key = (name, len(operands[0]).bit_length(), *places)
+    equal = known.get(key)
+    if equal is None:
+        equal = known[key] = _is_equal(together, alone, operands)
+    return together(*operands) if equal else _one_by_one(alone, operands)
+
+
+def _one_by_one(alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> Tensor:
+    return torch.stack([alone(*own) for own in zip(*map(apart, operands), strict=True)])
+
+
+def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> bool:
+    """Compare both ways on drawn numbers that lie as ``operands`` do, until enough results have been the same to the bit."""
+    generator, num = torch.Generator().manual_seed(1), 0
+    while num < _ENOUGH:
+        drawn = [_drawn_like(one, generator) for one in operands]
+        result = together(*drawn)
+        if not same_bits(result, _one_by_one(alone, drawn)):
+            return False
+        num += max(result.numel(), _ENOUGH // 64)
+    return True
+
+
+def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a tensor of the same shape, strides and place in a cache line."""
+    start = one.data_ptr() % _CACHE_LINE_BYTES // one.itemsize
+    length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
+    return torch.randn(length, dtype=one.dtype, generator=generator).as_strided(one.shape, one.stride(), start)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Check whether two tensors of floating-point numbers are the same to the bit, not-a-numbers and zeros, too."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return torch.equal(one.contiguous().view(as_int), other.contiguous().view(as_int))
+
+
+def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute `F.embedding` of stacks, inside vmap; a table that all clients share is no stack, and stays as it is."""
+    if stack_of(args[1]) is None:
+        return F.embedding(*args, **kwargs)
+    return _embedding(num, *args, **kwargs)
+
+
+def _embedding(
+    num: int, ids: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Any:  # fmt: skip
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        given = (ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return by_slices(F.embedding, given, {}, num)
+    rows, tables = stack_of(ids), stack_of(weight)
+    assert tables is not None
+    with outside() as inside:
+        rows = ids.expand(num, *ids.shape) if rows is None else rows
+        padding = -1 if padding_idx is None else padding_idx % tables.shape[1]
+        return inside(_Embedding.apply(rows, tables, padding))
+
+
+class _Embedding(Function):
+    """Rows of each client's table; their gradients are added up as those of one long table."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, tables: Tensor, padding: int) -> Tensor:
+        num = tables.shape[0]
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding = tables.shape, padding
+        clients = torch.arange(num).view(num, *(1,) * (ids.dim() - 1))
+        return tables[clients, ids]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (ids,), (num, length, width) = ctx.saved_tensors, ctx.shape
+        rows = (ids.reshape(num, -1) + torch.arange(0, num * length, length).unsqueeze(1)).flatten()
+        # -1: no row is left out; one that pads is cleared afterwards, since there is one in each client's part
+        found = torch.ops.aten.embedding_dense_backward(g.reshape(-1, width), rows, num * length, -1, False)
+        found = found.view(num, length, width)
+        if ctx.padding >= 0:
+            found[:, ctx.padding] = 0
+        return None, found, None

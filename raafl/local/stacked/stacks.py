@@ -1,0 +1,126 @@
+"""Stacks: tensors of several clients, of equal shapes, along a first dimension that the user's code does not see.
+
+`torch.func.vmap` hides the dimension; inside it a tensor stands for a stack. What is here leaves vmap for a while, computes
+on the stack or on each client's slice of it, and goes back, so that the slices may be computed by the very kernels that a
+client alone would use.
+
+Kernels may give other bits where a tensor begins at another place of memory: some take their first elements one by one, up to
+a multiple of 16 bytes. A slice lies where a client's own tensor would, to 16 bytes, or is copied there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._C._functorch as functorch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_ALIGN_BYTES = 16
+
+
+class Unstackable(Exception):
+    """These tasks cannot be trained as one; says why."""
+
+
+class Parted(Unstackable):
+    """The clients of a cohort go different ways."""
+
+
+def stack_of(value: Any) -> Tensor | None:
+    """Return the stack that ``value`` stands for, clients first; None = it is no tensor, or one that all clients share."""
+    if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
+        return None
+    stack, dim = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
+    if functorch.is_batchedtensor(stack):
+        raise Unstackable("the training step uses vmap itself")
+    return stack if dim == 0 else stack.movedim(dim, 0)
+
+
+@contextmanager
+def outside() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Leave vmap within this context; yields what makes a tensor that stands for a stack, to be called within it."""
+    level = functorch.current_level()
+    layer = functorch.pop_dynamic_layer_stack()
+    try:
+        yield lambda stack: functorch._add_batch_dim(stack, 0, level)
+    finally:
+        functorch.push_dynamic_layer_stack(layer)
+
+
+def apart(stack: Tensor) -> Sequence[Tensor]:
+    """Return each client's slice, where in memory it would lie if it were alone."""
+    if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
+        return stack.unbind(0)
+    if stack.requires_grad and torch.is_grad_enabled():
+        parts: Sequence[Tensor] = _Apart.apply(stack)
+        return parts
+    return [part.clone() for part in stack.unbind(0)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the stack of the clients' slices."""
+    stack: Tensor = _Joined.apply(*parts)
+    return stack
+
+
+class _Apart(Function):
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.clone() for part in stack.unbind(0))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.stack(gradients)
+
+
+class _Joined(Function):
+    """`torch.stack` whose gradient comes apart as slices that are aligned."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tuple(apart(gradient))
+
+
+def by_slices(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num: int,
+    states: list[Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """Call a torch function once for each of ``num`` clients, inside vmap, and return the stacks of what it gives.
+
+    Args:
+        function: called with a client's slices in place of what stands for stacks.
+        args: its arguments, in lists and the like, too.
+        kwargs: and those with names.
+        num: clients in the cohort.
+        states: each client's state of torch's generator, taken on where the function may draw; None = it does not.
+    """
+    leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+    generator = torch.default_generator
+    with outside() as inside:
+        columns = [None if (stack := stack_of(leaf)) is None else apart(stack) for leaf in leaves]
+        results, before = [], None if states is None else generator.get_state()
+        for client in range(num):
+            mine = [leaf if column is None else column[client] for leaf, column in zip(leaves, columns, strict=True)]
+            own_args, own_kwargs = tree_unflatten(mine, form)
+            if states is not None:
+                generator.set_state(states[client])
+            results.append(function(*own_args, **own_kwargs))
+            if states is not None:
+                states[client] = generator.get_state()
+        if before is not None:
+            generator.set_state(before)
+        flat = [tree_flatten(result) for result in results]
+        together = [
+            inside(joined(parts)) if isinstance(parts[0], Tensor) else parts[0]
+            for parts in zip(*(values for values, _ in flat), strict=True)
+        ]
+    return tree_unflatten(together, flat[0][1])

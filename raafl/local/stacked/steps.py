@@ -1,0 +1,269 @@
+"""The steps of several clients at once: losses, gradients, optimiser and metrics on stacks of their values.
+
+Each client's values lie in a row as they lie in the small module's own storage, so that every tensor begins where it would
+if the client were alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
+
+from raafl.core.types import Assignment
+from raafl.data.federated import ClientData
+from raafl.local.pull import Pull
+from raafl.local.stacked.logged import Logged
+from raafl.local.stacked.mode import Stacked
+from raafl.local.stacked.products import Known
+from raafl.local.stacked.stacks import Unstackable
+from raafl.local.train import Built, LocalTrainer
+from raafl.submodel import FlatTensors, Layout
+from raafl.submodel.flat import TensorEntry
+
+_AHEAD_BYTES = 1 << 24  # batches that are gathered at a time
+_LINE_BYTES = 64
+
+Place = tuple[dict[str, Any], str, str]
+"""Where a tensor of a module is: the dictionary that holds it, its key there, its name in the layout."""
+
+
+class Member(NamedTuple):
+    """A task of a cohort: what to do, the values received, the client's data."""
+
+    assignment: Assignment
+    received: FlatTensors
+    data: ClientData
+
+
+class Rows:
+    """The values of a small module for each client, in a row each."""
+
+    def __init__(self, layout: Layout, num: int) -> None:
+        """Make room for ``num`` clients."""
+        self.layout = layout
+        self.buffers = {
+            dtype: torch.empty(
+                num, -(-numel * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES // dtype.itemsize, dtype=dtype
+            )
+            for dtype, numel in layout.numel.items()
+        }
+
+    def of(self, client: int) -> FlatTensors:
+        """Return a client's values; they share storage with the row."""
+        return FlatTensors(self.layout, {d: b[client, : self.layout.numel[d]] for d, b in self.buffers.items()})
+
+    def stack(self, entry: TensorEntry, chosen: slice | Tensor) -> Tensor:
+        """Return a tensor of the chosen clients, (clients, ...): of a slice a view, else a copy, aligned alike."""
+        rows = self.buffers[entry.dtype]
+        rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)
+        return rows.as_strided(
+            (len(rows), *entry.shape), (rows.stride(0), *entry.stride), rows.storage_offset() + entry.offset
+        )
+
+
+class Steps:
+    """The steps of one cohort.
+
+    Attributes:
+        members: its tasks, those with most steps first.
+        counts: how many each has.
+        rows: their values.
+        losses: sum of each one's losses.
+        logged: what each has logged.
+        states: of each one's generator of torch.
+        seen: kinds of batches that there were.
+    """
+
+    def __init__(
+        self, trainer: LocalTrainer, built: Built, places: list[Place], known: Known,
+        members: Sequence[Member], counts: Sequence[int], choose: Callable[[Sequence[int]], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """Load the tasks' values.
+
+        Args:
+            trainer: that trains one such task.
+            built: small module on which they are trained.
+            places: of its tensors.
+            known: of batched products.
+            members: the tasks, those with most steps first.
+            counts: batches of each.
+            choose: called with the clients whose losses are computed next; gives a context for that.
+        """
+        self.trainer, self.built, self.places, self.known = trainer, built, places, known
+        self.members, self.counts, self.choose = members, counts, choose
+        num = len(members)
+        self.rows = Rows(built.present.layout, num)
+        for client, member in enumerate(members):
+            self.rows.of(client).copy_(member.received)
+        self.losses = torch.zeros(0)  # once there is one, of its type
+        self.logged = Logged(num)
+        self.seen: set[Any] = set()
+        self.forms: dict[Any, Any] = {}  # of the kinds of batches
+        self.states = [torch.Generator().manual_seed(member.assignment.seed).get_state() for member in members]
+        trains = {id(p): name for name, p in built.module.named_parameters()}
+        self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
+        self.trained = [name for _, names in self.groups for name in names]
+        self.anchors = [
+            self.rows.stack(built.present.layout.by_name[name], slice(0, num)).clone() for name in self.trained
+        ] if trainer.local.prox else []  # fmt: skip
+
+    def run(self) -> None:
+        """Do all steps of all clients."""
+        self.logged.attach(self.built.module)
+        self.built.module.train()
+        self.num_ahead = self._look_ahead()
+        feeds = [self._feed(member) for member in self.members]
+        optimizer: torch.optim.Optimizer | None = None
+        num = 0
+        for index in range(self.counts[0]):
+            going = sum(count > index for count in self.counts)
+            if optimizer is None or going != num:
+                optimizer, num = self._optimizer(going, optimizer), going
+            self._gradients(optimizer, [next(feed) for feed in feeds[:num]], index)
+            if self.anchors:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                Pull(parameters, [a[:num] for a in self.anchors]).add_to_gradients(self.trainer.local.prox)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _feed(self, member: Member) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Yield a client's batches: of what kind each is, and its leaves; gather several at a time, if the data set can."""
+        generator = torch.Generator().manual_seed(member.assignment.seed)
+        data, trainer = member.data, self.trainer
+        rows = data.rows(generator, trainer.training.batch_size, *trainer.length(member.assignment))
+        if not data.gathers:
+            for one in rows:
+                leaves, form = tree_flatten(data.fetch(one))
+                shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+                self.forms[form, shapes] = form
+                yield (form, shapes), leaves
+            return
+        while some := list(islice(rows, self.num_ahead)):
+            sizes = [one.shape[0] for one in some]
+            batches = zip(*(tensor.split_with_sizes(sizes) for tensor in data.fetch(torch.cat(some))), strict=True)
+            yield from zip(sizes, batches, strict=True)
+
+    def _look_ahead(self) -> int:
+        """Return how many batches of each client may be gathered at a time, and note how those are built."""
+        data = self.members[0].data
+        if not data.gathers:
+            return 1
+        sample = data.fetch(torch.zeros(1, dtype=torch.int64))
+        form = tree_structure(sample)
+        self.forms = defaultdict(lambda: form)
+        num_bytes: int = sum(tensor.nbytes for tensor in sample) * (
+            self.trainer.training.batch_size or data.batch_size or 1
+        )
+        return max(_AHEAD_BYTES // max(num_bytes * len(self.members), 1), 1)
+
+    def _optimizer(self, num: int, last: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        """Make the optimiser of the first ``num`` clients, with what the ``last`` one remembers of them."""
+        layout = self.built.present.layout
+        groups = []
+        for group, names in self.groups:
+            stacks = [nn.Parameter(self.rows.stack(layout.by_name[name], slice(0, num))) for name in names]
+            groups.append({**group, "params": stacks})
+        made = type(self.built.optimizer)(groups)  # type: ignore[call-arg]
+        if last is not None:
+            for old, new in zip(last.param_groups, made.param_groups, strict=True):
+                for was, now in zip(old["params"], new["params"], strict=True):
+                    made.state[now] = {
+                        key: value[:num] if isinstance(value, Tensor) and value.dim() else value
+                        for key, value in last.state[was].items()
+                    }
+        return made
+
+    def _gradients(self, optimizer: torch.optim.Optimizer, batches: list[tuple[Any, Any]], index: int) -> None:
+        """Give the optimiser's parameters their gradients; clients with batches of other shapes one kind after the other."""
+        kinds: dict[Any, list[int]] = {}
+        for client, (kind, _) in enumerate(batches):
+            kinds.setdefault(kind, []).append(client)
+        self.seen |= set(kinds)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(kinds) == 1:
+            self._backward(parameters, slice(0, len(batches)), batches, index)
+            return
+        gradients = []
+        for clients in kinds.values():
+            chosen: slice | Tensor = slice(clients[0], clients[-1] + 1)
+            if clients[-1] + 1 - clients[0] != len(clients):
+                chosen = torch.tensor(clients)
+            stacks = [
+                self.rows.stack(self.built.present.layout.by_name[name], chosen).detach().requires_grad_()
+                for name in self.trained
+            ]
+            self._backward(stacks, chosen, [batches[client] for client in clients], index)
+            gradients.append([stack.grad for stack in stacks])
+        places = torch.argsort(torch.tensor([client for clients in kinds.values() for client in clients]))
+        for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
+            found = [part for part in parts if part is not None]
+            if len(found) not in (0, len(parts)):
+                raise Unstackable("a parameter has a gradient for batches of some shapes only")
+            parameter.grad = torch.cat(found).index_select(0, places) if found else None
+
+    def _backward(
+        self, stacks: Sequence[Tensor], chosen: slice | Tensor, batches: Sequence[tuple[Any, Any]], index: int
+    ) -> None:
+        """Compute the losses of the chosen clients, and their gradients into ``stacks``."""
+        clients = range(*chosen.indices(len(self.members))) if isinstance(chosen, slice) else chosen.tolist()
+        layout = self.built.present.layout
+        tensors = dict(zip(self.trained, stacks, strict=True))
+        others = {name for _, _, name in self.places} - set(self.trained)
+        tensors |= {name: self.rows.stack(layout.by_name[name], chosen) for name in others}
+        form = self.forms[batches[0][0]]
+        columns = list(zip(*(leaves for _, leaves in batches), strict=True))
+        data = [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
+        states = [self.states[client] for client in clients]
+        module: Any = self.built.module
+
+        def one(values: dict[str, Tensor], own: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            given = iter(own)
+            leaves = [next(given) if isinstance(column[0], Tensor) else column[0] for column in columns]
+            mode = Stacked(len(batches), states, self.known)
+            with _Placed(self.places, values), self.choose(clients), mode:
+                answer = module.training_step(tree_unflatten(leaves, form), index)
+            return answer["loss"] if isinstance(answer, dict) else answer, self.logged.take()
+
+        losses, values = vmap(one)(tensors, data)
+        self._note(clients, losses.reshape(len(batches)), values, states)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        if not isinstance(chosen, slice):
+            for name in others:
+                self.rows.stack(layout.by_name[name], slice(0, len(self.members)))[chosen] = tensors[name]
+
+    def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor]) -> None:
+        """Keep what a step has given besides gradients."""
+        where = torch.tensor(clients)
+        if not len(self.losses):
+            self.losses = torch.zeros(len(self.members), dtype=losses.dtype)
+        self.losses[where] += losses.detach()
+        self.logged.add(clients, values)
+        for client, state in zip(clients, states, strict=True):
+            self.states[client] = state
+
+
+class _Placed:
+    """Within it, a module's tensors are others; the user's code may change those in place, and may not replace them."""
+
+    def __init__(self, places: list[tuple[dict[str, Any], str, str]], tensors: dict[str, Tensor]) -> None:
+        self._places, self._tensors = places, tensors
+        self._old = [held[key] for held, key, _ in places]
+
+    def __enter__(self) -> None:
+        for held, key, name in self._places:
+            held[key] = self._tensors[name]
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        replaced = [name for held, key, name in self._places if held.get(key) is not self._tensors[name]]
+        for (held, key, _name), old in zip(self._places, self._old, strict=True):
+            held[key] = old
+        if replaced and kind is None:
+            raise Unstackable(f"the training step puts another tensor in the place of {replaced[0]}")

@@ -1,0 +1,268 @@
+"""Tasks trained several at a time, as one batch of clients, in this process: to the same bit as one after the other.
+
+In virtual time a result is needed only when it arrives, and a task's values, data and seed are known when it is handed out.
+So where a result is asked for, all that waits of the same spec and length is trained with it, what is due first before the
+rest, and kept until it is due.
+
+Nothing is taken on trust: the first cohorts of a spec, and the first with batches of another shape, are trained both ways and
+compared, with what they log and how they leave the generators. Whatever differs or fails is trained by the loop from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raafl.core.types import Assignment, Update
+from raafl.data.federated import ClientData
+from raafl.errors import TaskFailed
+from raafl.local.draws import generators, same_generators
+from raafl.local.failure import attempt, is_out_of_memory, said
+from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
+from raafl.local.train import LocalTrainer
+from raafl.runtime.executors.base import Executor
+from raafl.submodel import FULL, FlatTensors, Spec
+
+MOST = 64
+"""Clients of a cohort at most; more are little faster, and more are trained in vain at the end of a run."""
+MOST_BYTES = 1 << 25
+"""Values, gradients and optimiser state of a cohort at most, so that they stay in the processor's cache."""
+_TRIALS = (8, 16)  # clients in the cohorts that are trained both ways: to compare, and, when all is warm, to time
+_LEAST, _LEAST_AUTO = 2, 4
+_MOST_PARTED = 3  # cohorts in which clients went different ways, after which a spec is left to the loop
+
+_Kind = tuple[Spec, int | None, int | None]
+_ALONE: _Kind = (FULL, -1, -1)  # of tasks that are to be trained by the loop
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What is known of the tasks of one kind.
+
+    Attributes:
+        reason: why they are left to the loop; None = they are not.
+        seen: kinds of batches that were compared, and found equal.
+        trials: cohorts trained both ways.
+        task_s: seconds of a task in the loop.
+        cohort_s: seconds of a cohort of `size` clients.
+        parted: cohorts in which clients went different ways.
+    """
+
+    reason: str | None = None
+    seen: set[Any] = field(default_factory=set)
+    trials: int = 0
+    task_s: float = 0.0
+    cohort_s: float = 0.0
+    size: int = 0
+    parted: int = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the cohort that was timed took as long as its tasks in the loop."""
+        return self.cohort_s >= self.size * self.task_s
+
+    def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
+        """Take note of a cohort that was trained both ways, equally; of the times keep those that speak most for cohorts."""
+        self.trials += 1
+        self.seen |= trained.seen
+        if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
+            self.task_s, self.cohort_s, self.size = loop_s / size, seconds, size
+
+
+class Cohorts(Executor):
+    """Trains what waits together. What it may not, or does not gain by, it trains as `Inline` does."""
+
+    def __init__(
+        self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
+    ) -> None:
+        """Train with ``trainer``; ``data(i)`` is client i's.
+
+        Args:
+            trainer: of the loop.
+            data: of each client.
+            most: clients in a cohort at most; auto = as many as pay, and none where the loop is faster.
+        """
+        self._trainer, self._data, self._most = trainer, data, most
+        self._least = _LEAST_AUTO if most == "auto" else _LEAST
+        self._together = CohortTrainer(trainer)
+        self._waiting: defaultdict[_Kind, dict[int, tuple[float, Member]]] = defaultdict(dict)
+        self._kinds: dict[int, _Kind] = {}
+        self._kept: dict[int, Trained | Update | TaskFailed] = {}
+        self._standing: dict[_Kind, _Standing] = {}
+        self._refusal = self._together.refusal()
+        self._sizes: list[int] = []
+        self._num_tasks = self._num_together = self._num_in_vain = 0
+        self._reasons: dict[str, None] = {}
+
+    def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
+        """Keep the task until its result, or one of the same kind that is due before, is asked for."""
+        kind = self._kinds[assignment.id] = assignment.spec, assignment.num_epochs, assignment.num_steps
+        self._waiting[kind][assignment.id] = needed_at, Member(assignment, snapshot, self._data(assignment.client))
+
+    def result(self, assignment_id: int) -> Update:
+        """Return the update, training what waits with it if it is not there."""
+        self._num_tasks += 1
+        if assignment_id not in self._kept:
+            self._train(assignment_id)
+        found = self._kept.pop(assignment_id, None)
+        if found is None:
+            _, member = self._waiting[self._kinds[assignment_id]].pop(assignment_id)
+            found = attempt(self._trainer, *member)
+        del self._kinds[assignment_id]
+        if isinstance(found, TaskFailed):  # said when its turn comes
+            raise found
+        if not isinstance(found, Trained):
+            return found
+        self._num_together += 1
+        try:
+            return found.update(assignment_id)
+        except Exception:  # measuring its test part has failed: the loop says how
+            return attempt(self._trainer, *found.member(assignment_id))
+
+    def cancel(self, assignment_id: int) -> None:
+        """Forget the task, or its result."""
+        kind = self._kinds.pop(assignment_id, None)
+        if kind is not None:
+            self._waiting[kind].pop(assignment_id, None)
+        self._num_in_vain += self._kept.pop(assignment_id, None) is not None
+
+    def close(self) -> None:
+        """Let go of what was trained and never asked for."""
+        self._num_in_vain += len(self._kept)
+        self._kept.clear()
+        self._waiting.clear()
+
+    def report(self) -> dict[str, Any]:
+        """Return how many tasks were trained with others, in cohorts of how many, and why others were not."""
+        return {
+            "share": self._num_together / max(self._num_tasks, 1),
+            "mean_cohort": sum(self._sizes) / max(len(self._sizes), 1),
+            "in_vain": self._num_in_vain + len(self._kept),
+            "by_the_loop": list(self._reasons),
+        }
+
+    # ---- together, or not ----
+
+    def _train(self, assignment_id: int) -> None:
+        """Train what waits together with a task, if there is something, and it pays; else leave it waiting."""
+        if self._refusal is not None:
+            self._say(self._refusal)
+            return
+        kind = self._kinds[assignment_id]
+        standing = self._standing.setdefault(kind, _Standing())
+        if kind == _ALONE or standing.reason is not None:
+            return
+        members = self._due(kind, self._cap(kind[0]))
+        trial = standing.trials < len(_TRIALS) or self._is_worth_another(standing, len(members))
+        if trial:
+            members = members[: _TRIALS[min(standing.trials, 1)]]
+        if len(members) < self._least or not (trial or self._pays(standing, len(members))):
+            return
+        known, begun = self._together.num_known, time.thread_time()
+        try:
+            trained = self._together.train(members)
+        except Exception as error:  # of the user's code on stacks, too: the loop says what there is to say
+            self._leave(standing, error)
+            for member in members:  # at least these
+                number = member.assignment.id
+                self._waiting[_ALONE][number] = self._waiting[kind].pop(number)
+                self._kinds[number] = _ALONE
+            return
+        seconds = time.thread_time() - begun
+        if trial or not trained.seen <= standing.seen:
+            different, loop_s = self._compare(members, trained)
+            if different:
+                self._leave(standing, Unstackable(f"clients trained together are not what they are alone: {different}"))
+                return
+            if seconds >= loop_s and self._together.num_known > known:  # it has tried products meanwhile
+                begun = time.thread_time()
+                self._together.train(members)
+                seconds = time.thread_time() - begun
+            standing.note(trained, seconds, loop_s, len(members))
+            if trial and self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
+                self._leave(
+                    standing, Unstackable(f"{len(members)} clients take as long together as one after the other")
+                )
+            return
+        self._sizes.append(len(members))
+        self._keep(members, [trained] * len(members))
+
+    def _cap(self, spec: Spec) -> int:
+        return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most
+
+    def _due(self, kind: _Kind, size: int) -> list[Member]:
+        """Return what waits of a kind, what is due first before the rest."""
+        waiting = self._waiting[kind]
+        return [waiting[id][1] for id in sorted(waiting, key=lambda id: (waiting[id][0], id))[:size]]
+
+    def _is_worth_another(self, standing: _Standing, size: int) -> bool:
+        """Check whether a cohort is so much larger than the one timed, which was too small to be faster, that it may be."""
+        return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
+
+    def _pays(self, standing: _Standing, size: int) -> bool:
+        """Check whether a cohort is faster than the loop: one that is smaller than the one timed takes no less than it did."""
+        return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
+
+    def _compare(self, members: Sequence[Member], trained: Trained) -> tuple[str, float]:
+        """Train a cohort by the loop as well, and keep what that gives; return what differs, and the loop's seconds."""
+        found: list[Trained | Update | TaskFailed] = []
+        seconds, different = 0.0, ""
+        for member in members:
+            begun = time.thread_time()
+            try:
+                update: Update | TaskFailed = attempt(self._trainer, *member)
+            except TaskFailed as failed:
+                update = failed
+            seconds += time.thread_time() - begun
+            if isinstance(update, Update):
+                update.tensors = update.tensors.clone()  # the trainer's own
+                different = different or _difference(update, trained, member.assignment.id)
+            else:
+                different = "the training step fails"
+            found.append(update)
+        self._keep(members, found)
+        return different, seconds
+
+    def _keep(self, members: Sequence[Member], found: Sequence[Trained | Update | TaskFailed]) -> None:
+        for member, one in zip(members, found, strict=True):
+            number = member.assignment.id
+            del self._waiting[self._kinds[number]][number]
+            self._kept[number] = one
+
+    def _leave(self, standing: _Standing, error: Exception) -> None:
+        """Leave a kind of tasks to the loop; where clients have parted, not at once, if they had gone together before."""
+        if isinstance(error, Parted) and standing.seen:
+            standing.parted += 1
+            if standing.parted < _MOST_PARTED:
+                return
+        if is_out_of_memory(error):
+            self._trainer.release()
+        standing.reason = str(error) if isinstance(error, Unstackable) else said(error)
+        self._say(standing.reason)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons[reason] = None
+            self.note(f"clients are trained one after the other: {reason}")
+
+
+def _difference(one: Update, trained: Trained, assignment_id: int) -> str:
+    """Name what differs between an update, made just now, and that of a task trained with others; empty where nothing does."""
+    drawn = generators()
+    try:
+        other = trained.update(assignment_id, draws=True)
+    except Exception as error:
+        return said(error)
+    if one.tensors.fingerprint() != other.tensors.fingerprint():
+        return "other values"
+    if repr(one.metrics) != repr(other.metrics):
+        return f"other metrics ({one.metrics} and {other.metrics})"
+    if not same_generators(drawn, generators()):
+        return "other random numbers are drawn"
+    same = (one.num_samples, one.num_steps, one.extra, one.refusal) == (
+        other.num_samples, other.num_steps, other.extra, other.refusal,
+    )  # fmt: skip
+    return "" if same else "another answer"

@@ -1,0 +1,123 @@
+"""Clients trained as one batch: whole runs leave the same bits, in every file, whichever way each task was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from model_zoo import MLP
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa, hetero_fl, scaffold
+from raafl.commands.replay import replay
+from raafl.data import Dirichlet
+from raafl.runtime.executors import cohorts
+from tests.crashed import crashed, simulated
+from tests.federation import experiment, finish
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+class Plain(MLP):
+    def __init__(self, **more):
+        super().__init__(64, (24,), 10, lr=0.05, momentum=0.5, **more)
+
+
+class Dropping(Plain):
+    def __init__(self):
+        super().__init__(dropout=0.2)
+
+
+class Normed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(2, nn.BatchNorm1d(24))
+
+
+class Branching(Plain):
+    """Leaves a batch out of which it has learnt enough."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss > 2.0 else 0 * loss
+
+
+class Numpy(Plain):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x * np.random.uniform(0.9, 1.1)), y)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(cohorts, "_TRIALS", (2, 3))
+
+
+def compared(tmp_path, algorithm, most=6, **fields):
+    """Run both ways; every file but the summary's `batched` is the same. Gives what the summary says of it."""
+    fields = {"clients": 12, "max_updates": 60, "partition": Dirichlet(0.6), **fields}
+    loop = finish(experiment(tmp_path / "loop", algorithm, **fields))
+    run = finish(experiment(tmp_path / "cohorts", algorithm, batch_clients=most, **fields))
+    assert run.digest == loop.digest
+    assert run.rows() == loop.rows() and run.journal() == loop.journal()
+    batched = run.summary.pop("batched")
+    for summary in (run.summary, loop.summary):
+        del summary["wall_s"]
+    assert run.summary == loop.summary
+    return batched
+
+
+ALGORITHMS = {
+    "fed_avg": lambda: fed_avg(cohort=9),
+    "fed_async": fed_async,
+    "fed_buff": lambda: fed_buff(buffer_size=4),
+    "fed_raa": lambda: fed_raa(fragments=3, prox=0.05),
+    "hetero_fl": lambda: hetero_fl(rates=[1.0, 0.5, 0.25]),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_leaves_the_bits_of_the_loop(tmp_path, name):
+    batched = compared(tmp_path, ALGORITHMS[name]())
+    assert batched["share"] > 0.1 and batched["by_the_loop"] == []
+
+
+@pytest.mark.parametrize("model", [Dropping, Normed, Branching])
+def test_models_that_draw_keep_statistics_and_branch_leave_the_bits_of_the_loop(tmp_path, model):
+    batched = compared(tmp_path, fed_buff(buffer_size=4), model=model)
+    assert batched["share"] > 0.1 or model is Branching
+
+
+def test_what_goes_by_the_loop_says_why(tmp_path):
+    batched = compared(tmp_path, fed_async(), model=Numpy, max_updates=30)
+    assert batched["share"] == 0 and "numpy" in batched["by_the_loop"][0]
+    batched = compared(tmp_path / "own", scaffold(), max_updates=24)
+    assert batched["by_the_loop"] == ["the algorithm has steps of its own"]
+
+
+def test_auto_leaves_the_bits_of_the_loop_whatever_it_chooses(tmp_path, monkeypatch):
+    monkeypatch.setattr(cohorts, "_TRIALS", (4, 5))
+    compared(tmp_path, fed_async(), most="auto")
+
+
+def test_clients_that_come_and_go_are_trained_alike(tmp_path):
+    from tests.federation import unequal
+
+    devices = unequal(presence="markov", on_s=0.6, off_s=0.2)
+    compared(tmp_path, fed_async(), devices=devices)
+
+
+def test_a_run_that_crashed_in_mid_cohort_goes_on_with_another_executor_and_replays(tmp_path, monkeypatch):
+    options = ["--config", CONFIG, "--clients=12", "--max_updates=60", "--checkpoint_every=4"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    crashed(monkeypatch, 33, *options, "--batch_clients=5", f"--output={tmp_path / 'cut'}")
+    resumed = simulated("--resume", str(tmp_path / "cut"), "--batch_clients=1")
+    assert resumed["model_digest"] == whole["model_digest"] and "batched" not in resumed
+    crashed(monkeypatch, 33, *options, f"--output={tmp_path / 'other'}")
+    again = simulated("--resume", str(tmp_path / "other"), "--batch_clients=auto")
+    assert again["model_digest"] == whole["model_digest"] and "batched" in again
+    assert replay(tmp_path / "other")["equal"] is True
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,95 @@
+"""Products of stacks: the bits of each client's own, whatever the shapes and places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import vmap
+from torch.nn import functional as F
+
+from raafl.local.stacked import products
+from raafl.local.stacked.mode import Stacked
+from raafl.local.stacked.stacks import apart, joined
+
+
+def stacks(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def compared(function, operands, num):
+    """Values and gradients on stacks, and of each client alone, whose tensors are its own."""
+    together = vmap(lambda *own: _in_mode(function, own, num))(*operands)
+    weights = torch.randn(together.shape[1:], generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad((together * weights).sum(), operands)
+    for client in range(num):
+        own = [one.detach()[client].clone().requires_grad_() for one in operands]
+        alone = function(*own)
+        assert torch.equal(alone, together[client])
+        for mine, theirs in zip(torch.autograd.grad((alone * weights).sum(), own), gradients, strict=True):
+            assert torch.equal(mine, theirs[client])
+
+
+def _in_mode(function, own, num):
+    with Stacked(num, [torch.Generator().get_state()] * num, {}):
+        return function(*own)
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 16])
+@pytest.mark.parametrize(
+    ("n", "i", "o"), [(10, 64, 32), (3, 8, 3), (1, 7, 5), (5, 1, 4), (4, 6, 1), (32, 31, 62), (2, 33, 17)]
+)
+def test_linear_layers_with_and_without_bias(num, n, i, o):
+    x, weight, bias = stacks((num, n, i), (num, o, i), (num, o))
+    compared(F.linear, [x, weight, bias], num)
+    compared(F.linear, [x, weight], num)
+
+
+def test_linear_of_sequences_transposed_inputs_and_vectors():
+    x, weight, bias = stacks((3, 4, 5, 8), (3, 6, 8), (3, 6))
+    compared(F.linear, [x, weight, bias], 3)
+    compared(lambda x, w, b: F.linear(x.transpose(0, 1), w, b), [x, weight, bias], 3)
+    compared(lambda x, w, b: F.linear(x[0, 0], w, b), [x, weight, bias], 3)
+    compared(lambda x, w: F.linear(x, w) @ w, [x, weight], 3)
+
+
+def test_a_layer_that_all_clients_share_is_computed_for_each():
+    (x,), shared = stacks((3, 4, 8)), torch.randn(6, 8)
+    compared(lambda x: F.linear(x, shared), [x], 3)
+
+
+@pytest.mark.parametrize("padding", [None, 0, -1])
+def test_tables_of_embeddings(padding):
+    (tables,) = stacks((4, 9, 5))
+    ids = torch.randint(0, 9, (4, 3, 7), generator=torch.Generator().manual_seed(2))
+    together = vmap(lambda w, i: _in_mode(lambda w, i: F.embedding(i, w, padding), (w, i), 4))(tables, ids)
+    (gradient,) = torch.autograd.grad(together.square().sum(), [tables])
+    for client in range(4):
+        own = tables.detach()[client].clone().requires_grad_()
+        alone = F.embedding(ids[client], own, padding)
+        assert torch.equal(alone, together[client])
+        assert torch.equal(torch.autograd.grad(alone.square().sum(), [own])[0], gradient[client])
+
+
+def test_a_kind_of_product_is_tried_once_and_never_trusted_on_a_few_results(monkeypatch):
+    tried = []
+    real = products._is_equal
+    monkeypatch.setattr(products, "_is_equal", lambda *args: tried.append(args) or real(*args))
+    known = {}
+    a, b = torch.randn(4, 5, 8), torch.randn(4, 8, 3)
+    for _ in range(3):
+        products._product(known, "a b", torch.bmm, torch.mm, a, b)
+    assert len(tried) == len(known) == 1
+    almost = lambda a, b: torch.bmm(a, b) * torch.where(a.sum() > 2.0, 1.0001, 1.0)  # noqa: E731
+    assert not products._is_equal(almost, torch.mm, [a[:1], b[:1]])
+
+
+def test_slices_lie_at_multiples_of_16_bytes_and_gradients_come_back():
+    (stack,) = stacks((5, 3, 3))
+    parts = apart(stack)
+    assert all(part.data_ptr() % 16 == 0 for part in parts)
+    back = joined([part * 2 for part in parts])
+    (gradient,) = torch.autograd.grad((back * stack.detach()).sum(), [stack])
+    assert torch.equal(back, 2 * stack) and torch.equal(gradient, 2 * stack)
+    aligned = stacks((5, 4, 4))[0].detach()
+    assert apart(aligned)[1].data_ptr() == aligned[1].data_ptr()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -225,6 +226,8 @@ def _mixed(devices: list[torch.device]) -> RuntimeError:
 @pytest.fixture
 def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Two GPUs of 1 GiB, in every thread and forked process that the test starts."""
+    # torch keeps this list: made below, it would lack torch.tensor itself, which `with torch.device("meta")` then misses
+    _device_constructors()
     made = Emulated()
     start, tensor, as_tensor, plain_to = threading.Thread.start, torch.tensor, torch.as_tensor, torch.Tensor.to
 

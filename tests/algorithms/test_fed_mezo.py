@@ -153,7 +153,7 @@ def trained(module, data, spec, extra=None, num_steps=4, seed=11):
     )
     received = submodels.plan(spec, "sent").gather(state.values)
     update = trainer.run(assignment(spec, seed, extra), received, federated.client(1))
-    return state, received, dict(trainer._get(spec).module.named_parameters()), update
+    return state, received, dict(trainer.built(spec).module.named_parameters()), update
 
 
 @pytest.mark.parametrize("name", MODELS)

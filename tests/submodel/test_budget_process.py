@@ -118,7 +118,6 @@ def clients(asked):
 
 
 pytestmark = [
-    pytest.mark.alone,  # a limit of memory is met by a hair
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds for mapped memory on Linux only"

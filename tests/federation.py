@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Digits, Iid
 from raafl.devices.profiles import Device
+from raafl.runfolder.events import read_run
+from raafl.runtime.replay import Replay
+from raafl.runtime.setup import build, make_executor
 from tests import remembered
 
 SPEEDS = (8e7, 5e7, 3e7, 2e7)
@@ -36,6 +40,18 @@ def unequal(speeds: Sequence[float] = SPEEDS, **more: Any) -> list[Device]:
     """One device for each speed, with a link so that bytes count."""
     link = {"down_bytes_per_s": 1e6, "up_bytes_per_s": 5e5, "latency_s": 0.01, **more}
     return [Device(name=f"device-{i}", flops_per_s=speed, **link) for i, speed in enumerate(speeds, start=1)]
+
+
+def windows(*periods: tuple[tuple[float, float], float]) -> list[Device]:
+    """Four unequal devices, each there only in its own windows."""
+    return [
+        Device(name=f"d{i}", flops_per_s=speed, up_bytes_per_s=2e5, availability=(window,), period_s=period)
+        for i, (speed, (window, period)) in enumerate(zip(SPEEDS, periods, strict=True), start=1)
+    ]
+
+
+# tasks take about 0.05 to 0.15 s, so clients 3 and 4 often leave in the middle of one
+COMING_AND_GOING = windows(((0.0, 0.4), 0.5), ((0.1, 0.6), 0.7), ((0.0, 0.2), 0.3), ((0.05, 0.22), 0.25))
 
 
 def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: Any) -> Experiment:
@@ -83,6 +99,16 @@ def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, A
     """Run it to its end."""
     with remembered.costs():
         return Finished(*whole(run(experiment)))
+
+
+def equal_replay(made: Experiment, run: Finished) -> bool:
+    """Check whether a replay of the run that it made comes to the same model."""
+    rows, summary = read_run(run.folder)
+    with remembered.costs():
+        parts = build(made, pace=False, **rows[0]["start"])
+        with closing(make_executor(parts, 1)) as executor:
+            Replay(parts.coordinator, executor).run(rows)
+    return parts.coordinator.state.values.model_digest() == summary["model_digest"]
 
 
 def whole(run: tuple[dict[str, Any], Path]) -> tuple[dict[str, Any], Path]:

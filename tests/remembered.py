@@ -51,7 +51,7 @@ def costs() -> Iterator[None]:
             submodels.base is None,
             submodels.batch_norm,
         )
-        key = (type(module), tensors, *more, tuple(submodels.axes), spec, sizes)
+        key = (type(submodels), type(module), tensors, *more, tuple(submodels.axes), spec, sizes)
         if key not in known:
             known[key] = predict(submodels, spec, *sizes)
         return known[key]

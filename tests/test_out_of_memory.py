@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 import torch
 
@@ -13,10 +11,8 @@ from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
 from raafl.local.failure import is_out_of_memory
-from raafl.runfolder.events import read_run
-from raafl.runtime.replay import Replay
-from raafl.runtime.setup import build, load_data, make_executor
-from tests.federation import experiment, finish
+from raafl.runtime.setup import load_data
+from tests.federation import equal_replay, experiment, finish
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,15 +35,6 @@ class Hungry(MLP):
 
 def hungry():
     return Hungry(64, (24,), 10, lr=0.05)
-
-
-def equal_replay(made, run):
-    """Return whether a replay comes to the same model."""
-    rows, summary = read_run(run.folder)
-    parts = build(made, pace=False, **rows[0]["start"])
-    with closing(make_executor(parts, 1)) as executor:
-        Replay(parts.coordinator, executor).run(rows)
-    return parts.coordinator.state.values.model_digest() == summary["model_digest"]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), GPU, CPU], ids=["python", "gpu", "cpu"])

@@ -5,17 +5,21 @@ import json
 import signal
 import time
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
+from raafl.commands.run import simulate
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.watch.feed import Watched
 from tests import warm
-from tests.crashed import crashed, simulated
+from tests.crashed import crash, crashed, simulated
+from tests.federation import COMING_AND_GOING, equal_replay, experiment, finish
 from tests.forked import command, wait_for
 
 pytestmark = pytest.mark.timeout(400)
@@ -58,19 +62,23 @@ IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name):
-    options = ["--config", CONFIG, "--algorithm", name, *SMALL, "--max_updates=28", "--checkpoint_every=1"]
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    for at in (13, 22) if name in IN_CYCLES else (13,):
-        cut = tmp_path / f"cut-{at}"
-        crashed(monkeypatch, at, *options, f"--output={cut}")
-        assert not (cut / "summary.json").exists()
-        resumed = simulated("--resume", str(cut))
-        assert resumed["model_digest"] == whole["model_digest"]
-        assert rows(cut / "clients.csv") == rows(tmp_path / "whole" / "clients.csv")
-        assert metric_rows(cut) == metric_rows(tmp_path / "whole")
-        same = set(whole) - {"wall_s"}
-        assert {key: resumed[key] for key in same} == {key: whole[key] for key in same}
-        assert replay(cut)["equal"] is True
+    """Clients come and go; what crashes trains in three processes, what goes on and what replays in one."""
+    more = {"devices": COMING_AND_GOING, "max_updates": 30, "eval_every": 10, "checkpoint_every": 1}
+    whole = finish(experiment(tmp_path / "whole", name, **more))
+    assert whole.summary["updates_merged"] >= 30 and whole.summary["updates_lost"] > 0
+    for at in (13, 27) if name in IN_CYCLES else (13,):
+        made = experiment(tmp_path / f"cut-{at}", name, workers=3, **more)
+        with crash(monkeypatch, at):
+            simulate(made)
+        assert not (Path(made.output) / "summary.json").exists()
+        run = finish(replace(made, output=None, resume=made.output, workers=1))
+        assert run.digest == whole.digest
+        assert run.text("clients.csv") == whole.text("clients.csv")
+        assert metric_rows(run.folder) == metric_rows(whole.folder)
+        assert {**run.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
+        before = list(takewhile(lambda event: event["event"] != "resumed", run.journal()))
+        assert before == whole.journal()[: len(before)] and len(before) > at
+        assert equal_replay(made, run)
 
 
 @pytest.mark.parametrize("cut", [13, 30])

@@ -9,42 +9,18 @@ import pytest
 import torch
 
 from model_zoo import MLP
-from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_raa
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
 from raafl.runtime.setup import make_model
-from tests.federation import SPEEDS, experiment, finish, unequal
+from tests.federation import COMING_AND_GOING, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def windows(*periods):
-    """Four unequal devices, each there only in its own windows."""
-    return [
-        Device(name=f"d{i}", flops_per_s=speed, up_bytes_per_s=2e5, availability=(window,), period_s=period)
-        for i, (speed, (window, period)) in enumerate(zip(SPEEDS, periods, strict=True), start=1)
-    ]
-
-
-# tasks take about 0.05 to 0.15 s, so clients 3 and 4 often leave in the middle of one
-COMING_AND_GOING = windows(((0.0, 0.4), 0.5), ((0.1, 0.6), 0.7), ((0.0, 0.2), 0.3), ((0.05, 0.22), 0.25))
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_run_repeats_bit_for_bit_in_any_number_of_processes_and_another_seed_differs(tmp_path, name):
-    """Clients come and go; where they are always there, test_two_clocks.py runs each algorithm twice."""
-    more = {"devices": COMING_AND_GOING, "max_updates": 30}
-    one, three = (finish(experiment(tmp_path / f"{n}", name, workers=n, **more)) for n in (1, 3))
-    assert one.digest == three.digest
-    assert one.text("events.jsonl") == three.text("events.jsonl")
-    assert one.text("clients.csv") == three.text("clients.csv")
-    assert one.summary["updates_merged"] >= 30 and one.summary["updates_lost"] > 0
-    other = finish(experiment(tmp_path / "other", name, seed=6, **{**more, "max_updates": 6}))
-    assert other.journal()[:20] != one.journal()[:20]
-
-
 @pytest.mark.parametrize("name", ["fed_async", "fed_avg"])
-def test_so_does_one_whose_clients_are_always_there(tmp_path, name):
+def test_a_run_repeats_bit_for_bit_in_any_number_of_processes_and_another_seed_differs(tmp_path, name):
+    """Here clients are always there; where they come and go, test_resume.py runs each algorithm in three processes and one."""
     kinds = {"first": {}, "again": {}, "two": {"workers": 2}, "three": {"workers": 3}, "other": {"seed": 6}}
     runs = {kind: finish(experiment(tmp_path / kind, name, **{"seed": 5, **more})) for kind, more in kinds.items()}
     first, other = runs["first"], runs.pop("other")

@@ -7,7 +7,6 @@ generator. Restored into a fresh coordinator of the same config, the same events
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
 from dataclasses import fields
 from typing import Any
 
@@ -73,37 +72,40 @@ def from_plain(data: Any, device: torch.device = _CPU) -> Any:
     return {from_plain(key): from_plain(value, device) for key, value in data["__pairs__"]}
 
 
+def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
+    """Collect the tables that are changed in place, by the names that they are saved under; those of a fresh one are empty."""
+    roster, standing = coordinator.roster, coordinator.standing
+    return {
+        "counts": coordinator.state.counts, "busy": roster.busy, "tasks": roster.tasks, "joins": roster.joins,
+        "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": standing.refused,
+        "times_out": standing.times, "out_until": standing.until,
+    }  # fmt: skip
+
+
+def _counters(coordinator: Coordinator) -> dict[str, Any]:
+    """Name the plain attributes, with whose they are."""
+    names = dict.fromkeys(("merged", "evaluated", "opened_s", "started"), coordinator)
+    return {"version": coordinator.state, "last_id": coordinator.roster, **names}
+
+
 def save(coordinator: Coordinator) -> dict[str, Any]:
     """Return all but the model's values, which are saved beside it."""
-    roster, state, standing = coordinator.roster, coordinator.state, coordinator.standing
+    roster, state = coordinator.roster, coordinator.state
     version, internal, gauss = coordinator.rng.getstate()
     return {
-        "version": state.version,
-        "counts": [[region, n] for region, n in state.counts.items()],
+        **{name: getattr(owner, name) for name, owner in _counters(coordinator).items()},
+        **{name: [[key, value] for key, value in book.items()] for name, book in _books(coordinator).items()},
         "memory": to_plain(state.memory),
         "client_state": to_plain(state.clients.kept),
         "clients": [client_to_json(client) for client in roster.clients.values()],
+        "kept_out": [client_to_json(client) for client in roster.kept_out.values()],
+        "said_bytes": [[client, None if num == math.inf else num] for client, num in roster.said_bytes.items()],
         "active": [assignment_to_json(assignment) for assignment in roster.active.values()],
         "idle": list(roster.idle),
         "drawn": list(roster.drawn),
-        "busy": [[client, number] for client, number in roster.busy.items()],
-        "tasks": [[client, n] for client, n in roster.tasks.items()],
-        "joins": [[client, n] for client, n in roster.joins.items()],
-        "last_id": roster.last_id,
         "waiting": [[assignment_to_json(a), _update_to_plain(u), staleness] for a, u, staleness in coordinator.waiting],
         "arrived_s": list(coordinator.arrived_s),
-        "merged": coordinator.merged,
-        "refused": [[reason, n] for reason, n in coordinator.refused.items()],
-        "refused_in_a_row": [[client, n] for client, n in standing.refused.items()],
-        "clipped": [[client, n] for client, n in coordinator.clipped.items()],
-        "kept_out": [client_to_json(client) for client in roster.kept_out.values()],
-        "said_bytes": [[client, None if num == math.inf else num] for client, num in roster.said_bytes.items()],
-        "times_out": [[client, n] for client, n in standing.times.items()],
-        "out_until": [[client, at] for client, at in standing.until.items()],
         "min_clients": coordinator.limits.min_clients,
-        "evaluated": coordinator.evaluated,
-        "opened_s": coordinator.opened_s,
-        "started": coordinator.started,
         "absent": sorted(coordinator.absent),
         "wake": list(coordinator.wake),
         "rng": [version, list(internal), gauss],
@@ -112,39 +114,26 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
 
 def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     """Put what `save` returned into a fresh coordinator, in place; its values are restored apart."""
-    roster, state, standing = coordinator.roster, coordinator.state, coordinator.standing
-    state.version = data["version"]
-    state.counts.update(dict(data["counts"]))
+    roster, state = coordinator.roster, coordinator.state
+    for name, owner in _counters(coordinator).items():
+        setattr(owner, name, data[name])
+    for name, book in _books(coordinator).items():
+        book.update(dict(data.get(name, [])))
     device = state.values.device
     state.memory.update(from_plain(data["memory"], device))
     if "client_state" in data:
         state.clients.kept.update(from_plain(data["client_state"], device))
-    for item in data["clients"]:
-        client = client_from_json(item)
-        roster.clients[client.id] = client
-    for item in data.get("kept_out", []):
-        client = client_from_json(item)
-        roster.kept_out[client.id] = client
+    for name, clients in (("clients", roster.clients), ("kept_out", roster.kept_out)):
+        clients.update({client.id: client for client in map(client_from_json, data.get(name, []))})
     for number, num_bytes in data.get("said_bytes", []):
         roster.said_bytes[number] = math.inf if num_bytes is None else num_bytes
     assignments = [assignment_from_json(item) for item in data["active"]]
     roster.active.update({assignment.id: assignment for assignment in assignments})
     for client_id in data["idle"]:
         roster.idle.add(client_id)
-    roster.drawn = deque(data["drawn"])
-    roster.busy = dict(data["busy"])
-    roster.tasks = Counter(dict(data["tasks"]))
-    roster.joins = Counter(dict(data["joins"]))
-    roster.last_id = data["last_id"]
+    roster.drawn.extend(data["drawn"])
     coordinator.waiting[:] = [_waiting_from_plain(item) for item in data["waiting"]]
     coordinator.arrived_s[:] = data["arrived_s"]
-    coordinator.merged, coordinator.evaluated = data["merged"], data["evaluated"]
-    coordinator.refused.update(dict(data["refused"]))
-    coordinator.clipped.update(dict(data.get("clipped", [])))
-    standing.refused.update(dict(data["refused_in_a_row"]))
-    standing.times.update(dict(data.get("times_out", [])))
-    standing.until.update(dict(data.get("out_until", [])))
-    coordinator.opened_s, coordinator.started = data["opened_s"], data["started"]
     coordinator.absent.update(data.get("absent", []))
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]

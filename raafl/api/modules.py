@@ -33,18 +33,18 @@ class Plain(LightningModule):
     module's inputs by name.
     """
 
-    def __init__(
-        self, net: nn.Module, loss: Loss, optimizer: MakeOptimizer | None, metrics: Metrics | None,
-        names: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        """Hold the module; arguments as for `ModuleSpec`, and ``names`` of its inputs where batches are mappings."""
+    def __init__(self, net: nn.Module, loss: Loss, optimizer: MakeOptimizer | None, metrics: Metrics | None) -> None:
+        """Hold the module; arguments as for `ModuleSpec`."""
         super().__init__()
-        self.net, self._names = net, names
+        self.net = net
         self._parts = (loss, optimizer, metrics)  # in a tuple, since a loss that is a module is no part of the model
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the module, its logits where it has several of which they are one."""
-        return self._output(x)
+        output = self.net(*inputs, **named)
+        return (
+            output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+        )  # transformers' are, too
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
@@ -66,10 +66,6 @@ class Plain(LightningModule):
         make = self._parts[1]
         return torch.optim.SGD(trained, lr=LR) if make is None else make(trained)
 
-    def _output(self, *inputs: Any) -> Any:
-        named = dict(zip(self._names, inputs, strict=True)) if self._names else {}
-        return _logits(self.net(**named) if named else self.net(*inputs))
-
     def _both(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, Mapping):
             name = _label(batch)
@@ -77,8 +73,6 @@ class Plain(LightningModule):
                 raise BadInput(
                     f"a batch has {', '.join(map(str, batch))}, and no {', '.join(_LABELS)}: name its target so"
                 )
-            if self._names:
-                return self(*(batch[key] for key in self._names)), batch[name]
             return self(**{key: value for key, value in batch.items() if key != name}), batch[name]
         *inputs, target = batch
         return self(*inputs), target
@@ -88,31 +82,6 @@ class Plain(LightningModule):
         if isinstance(loss, nn.Module) and isinstance(output, Tensor):
             loss = loss.to(output.device)
         return loss(output, target)
-
-
-# What follows a model's forward, to find what shrinks together, reads how many arguments it takes.
-
-
-class _Plain2(Plain):
-    def forward(self, x: Any, second: Any) -> Any:  # type: ignore[override]
-        return self._output(x, second)
-
-
-class _Plain3(Plain):
-    def forward(self, x: Any, second: Any, third: Any) -> Any:  # type: ignore[override]
-        return self._output(x, second, third)
-
-
-class _PlainNamed(Plain):
-    def forward(self, **inputs: Any) -> Any:  # type: ignore[override]
-        return _logits(self.net(**inputs))
-
-
-_BY_NUMBER: tuple[type[Plain], ...] = (Plain, _Plain2, _Plain3)
-
-
-def _logits(output: Any) -> Any:
-    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output  # transformers' are, too
 
 
 def _label(batch: Mapping[str, Any]) -> str | None:
@@ -217,19 +186,12 @@ class ModuleSpec:
             raise BadInput(f"module is {type(net).__name__}, which has no forward: define forward(self, x)")
         loader = train_loader(data)
         batch = loader.collate_fn([loader.dataset[0]])
-        names: tuple[str, ...] = ()
-        if isinstance(batch, Mapping):
-            others = tuple(name for name in batch if name != _label(batch))
-            names = others if 1 <= len(others) <= len(_BY_NUMBER) and len(others) < len(batch) else ()
-            cls: type[Plain] = _BY_NUMBER[len(names) - 1] if names else _PlainNamed
-        elif isinstance(batch, Sequence) and 2 <= len(batch) <= len(_BY_NUMBER) + 1:
-            cls = _BY_NUMBER[len(batch) - 2]
-        else:
+        if not (isinstance(batch, Mapping) or (isinstance(batch, Sequence) and len(batch) > 1)):
             raise BadInput(
-                f"a batch is {type(batch).__name__}: give (input, target), up to {len(_BY_NUMBER)} inputs, or a mapping; or "
-                "hand over a LightningModule, which reads its batches itself"
+                f"a batch is {type(batch).__name__}: give (input, ..., target), or a mapping; or hand over a LightningModule, "
+                "which reads its batches itself"
             )
-        return cls(net, self.loss, self.optimizer, self.metrics, names)  # type: ignore[arg-type]
+        return Plain(net, self.loss, self.optimizer, self.metrics)  # type: ignore[arg-type]
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the module that was given, of the one that `make` has made of it."""

@@ -1,7 +1,7 @@
 """Import lightning without everything that torchmetrics would pull in.
 
 lightning needs two classes of torchmetrics (`Metric` and `MetricCollection`), but the package's `__init__` imports
-every metric, and with them torchvision, transformers, scipy and matplotlib where they are installed: about two seconds
+every metric, and with them torchvision, transformers and scipy where they are installed: about four seconds
 of start-up for each client rank. Here the package is entered by its two modules, and its `__init__` runs later,
 unchanged and in full, when somebody imports torchmetrics for its own sake.
 """
@@ -16,13 +16,12 @@ import importlib.machinery
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 _HOME = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.collections"}
-_PLOTTING = ("matplotlib", "matplotlib.axes", "matplotlib.pyplot", "matplotlib.colors")
 
 
 @contextmanager
@@ -69,17 +68,12 @@ def _import_beside_lean_torchmetrics() -> None:
     vars(package)["__getattr__"] = _lean_attribute
     vars(package)["_logger"] = logging.getLogger("torchmetrics")
     sys.modules["torchmetrics"] = package
-    plotting = _hide_plotting()
     try:
         importlib.import_module("torchmetrics.utilities")  # imports metric; the other way round is a circle
         importlib.import_module("lightning")
     finally:
-        for name in plotting:
-            sys.modules.pop(name, None)
         sys.modules.pop("torchmetrics", None)
         del vars(package)["__getattr__"]
-    if plotting:
-        _plot_on_demand()
     sys.meta_path.insert(0, _Resume(package))
 
 
@@ -111,41 +105,3 @@ class _Resume(importlib.abc.MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         return self.package
-
-
-class _StandIn(ModuleType):
-    """Takes the place of matplotlib while torchmetrics defines its type aliases: each class is `object`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return object if name[0].isupper() else _StandIn(f"{self.__name__}.{name}")
-
-    def __call__(self, *args: object, **kwargs: object) -> Callable[[Any], Any]:
-        return lambda function: function  # a decorator that changes nothing, for pyplot.style.context
-
-
-class _OnDemand(ModuleType):
-    """A module that is imported when something is first read from it."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def _hide_plotting() -> list[str]:
-    """Put stand-ins where matplotlib would be imported; returns the names to take away again."""
-    if "matplotlib" in sys.modules or importlib.machinery.PathFinder.find_spec("matplotlib") is None:
-        return []
-    for name in _PLOTTING:
-        sys.modules[name] = _StandIn(name)
-    return list(_PLOTTING)
-
-
-def _plot_on_demand() -> None:
-    """Let the plot functions of torchmetrics find the real matplotlib when they are called."""
-    plot = sys.modules.get("torchmetrics.utilities.plot")
-    for name, value in list(vars(plot).items()) if plot is not None else []:
-        if isinstance(value, _StandIn):
-            setattr(plot, name, _OnDemand(value.__name__))

@@ -54,7 +54,7 @@ def test_a_report_needs_no_torch_to_read_run_folders():
 
 @pytest.mark.slow("lightning is imported anew")
 def test_lean_lightning_leaves_out_what_torchmetrics_would_pull_in():
-    optional = ("torchvision", "transformers", "scipy", "datasets", "wandb", "matplotlib", "pandas", "sklearn")
+    optional = ("torchvision", "transformers", "scipy", "datasets", "wandb", "pandas", "sklearn")
     assert loaded_after("from raafl.lean_import import import_lightning; import_lightning()", optional) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, get_args
 
 _MOST_NAMES = 24
 
@@ -92,6 +93,21 @@ def nearest(name: str, known: Iterable[str], none: str = "known: ") -> str:
         return f"did you mean '{close[0]}'?"
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
     return f"known: {', '.join(known[:_MOST_NAMES])}{more}"
+
+
+def one_of(field: str, value: object, known: Any) -> None:
+    """Raise `BadInput` unless ``value`` is one of ``known``, which are names or a `Literal` of them."""
+    names = get_args(known) or known
+    if value not in names:
+        raise BadInput(f"{field} is '{value}': {nearest(str(value), names)}")
+
+
+def at_least(field: str, value: float | None, least: float, *, optional: bool = False) -> None:
+    """Raise `BadInput` unless ``value`` is ``least`` or more (or None where ``optional``)."""
+    if value is None and optional:
+        return
+    if value is None or not value >= least:
+        raise BadInput(f"{field} is {value}: give {least} or more")
 
 
 def positive(field: str, value: float | None, *, optional: bool = False) -> None:

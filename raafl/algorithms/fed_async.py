@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
-from raafl.errors import BadInput
 from raafl.parts.lora import LoRAMerge, with_lora
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Kind, Staleness
@@ -41,8 +40,6 @@ def fed_async(
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
         lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
-    if prox < 0:
-        raise BadInput(f"prox is {prox}: give 0 or more")
     algorithm = Algorithm(
         name="fed_async",
         paper="Xie et al. 2019",

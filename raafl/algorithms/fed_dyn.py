@@ -29,7 +29,7 @@ from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput
+from raafl.errors import at_least
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.variates import Variates, WithVariates, plan_of
 from raafl.parts.select.submodels import Full
@@ -50,8 +50,7 @@ def fed_dyn(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
-    if not alpha >= 0:
-        raise BadInput(f"alpha is {alpha}: give 0 or more")
+    at_least("alpha", alpha, 0)
     mean = Mean(by_samples=False)
     return Algorithm(
         name="fed_dyn",

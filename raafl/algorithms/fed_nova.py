@@ -30,7 +30,6 @@ from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput
 from raafl.parts.merge.mean import Accumulator, trained_values
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.submodels import Full
@@ -55,8 +54,6 @@ def fed_nova(
         buffer_size: updates in a merge, asynchronously; None = rounds.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
-    if not prox >= 0:
-        raise BadInput(f"prox is {prox}: give 0 or more")
     return Algorithm(
         name="fed_nova",
         paper="Wang et al. 2020",

@@ -26,7 +26,7 @@ from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Warn
-from raafl.errors import BadInput, nearest
+from raafl.errors import nearest, one_of
 from raafl.parts.local.entering import linear_in
 from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.kept import keep_, restore_
@@ -37,7 +37,6 @@ from raafl.submodel.declared import within
 
 OWN = "own layers"
 Place = Literal["head", "body"]
-PLACES: tuple[Place, ...] = ("head", "body")
 
 
 def fed_per(
@@ -55,8 +54,7 @@ def fed_per(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
-    if local not in PLACES:
-        raise BadInput(f"local is '{local}': {nearest(str(local), PLACES)}")
+    one_of("local", local, Place)
     trigger, mean = averaging(alpha, by_samples)
     return Algorithm(
         name="fed_per",

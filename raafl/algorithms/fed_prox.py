@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
-from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
@@ -29,8 +28,6 @@ def fed_prox(
         by_samples: weigh by |D_n|; False = every client alike.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
-    if prox < 0:
-        raise BadInput(f"prox is {prox}: give 0 or more")
     return Algorithm(
         name="fed_prox",
         paper="Li et al. 2020",

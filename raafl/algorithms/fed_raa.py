@@ -29,7 +29,7 @@ from typing import Literal
 
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, refuse_unused
+from raafl.errors import refuse_unused
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.submodels import Choice, Fragments, fragment_ratios
@@ -69,8 +69,6 @@ def fed_raa(
         submodel: what each client trains instead of a fragment, such as `raafl.parts.Rated`; fragments, select and K must
             be left as they are then. None = fragments.
     """
-    if prox < 0:
-        raise BadInput(f"prox is {prox}: give 0 or more")
     if submodel is not None:
         refuse_unused(
             "submodel says what each client trains", fragments=(fragments, 3), select=(select, "gre_raa"), K=(K, None)

@@ -29,7 +29,7 @@ from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, positive
+from raafl.errors import at_least, positive
 from raafl.parts.local.elsewhere import at
 from raafl.parts.local.entering import Entering, linear_in
 from raafl.parts.merge.averaging import averaging
@@ -57,8 +57,7 @@ def moon(
         concurrency: how many of them work at a time; None = no cap.
         submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
     """
-    if not mu >= 0:
-        raise BadInput(f"mu is {mu}: give 0 or more")
+    at_least("mu", mu, 0)
     positive("temperature", temperature)
     trigger, mean = averaging(alpha, by_samples)
     return Algorithm(

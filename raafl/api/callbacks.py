@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from raafl.config.options import Target
-from raafl.errors import BadInput, briefly, nearest
+from raafl.errors import BadInput, at_least, briefly, nearest
 
 if TYPE_CHECKING:
     from raafl.api.watch import MergedUpdate, RunView
@@ -126,8 +126,7 @@ class EarlyStopping(Callback):
         Raises:
             BadInput: a value is out of range.
         """
-        if patience < 1:
-            raise BadInput(f"EarlyStopping: patience is {patience}: give 1 or more")
+        at_least("EarlyStopping: patience", patience, 1)
         if mode not in ("max", "min", None):
             raise BadInput(f"EarlyStopping: mode is '{mode}': give max or min")
         if not 0 <= min_delta < math.inf:

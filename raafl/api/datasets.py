@@ -12,7 +12,7 @@ from raafl.data import FPB, SST2, AGNews, HuggingFaceText
 from raafl.data.federated import check_dataset
 from raafl.data.hub import load_splits
 from raafl.data.labels import labels_of
-from raafl.errors import BadInput, briefly
+from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning
 
 import_lightning()
@@ -44,8 +44,7 @@ class Datasets(LightningDataModule):
         for name, dataset in (("train", train), ("test", test)):
             if name == "train" or dataset is not None:
                 check_dataset(name, dataset)
-        if batch_size < 1:
-            raise BadInput(f"batch_size is {batch_size}: give 1 or more")
+        at_least("batch_size", batch_size, 1)
         self.train, self.test, self.batch_size = train, test, batch_size
         self.collate_fn = collate_fn or default_collate
 

@@ -22,7 +22,7 @@ from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, load_devices
 from raafl.devices.shipped import FIGURES
-from raafl.errors import BadInput, briefly, nearest
+from raafl.errors import BadInput, briefly, one_of
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.privacy import Privacy
 from raafl.parts.protect.robust import Guard
@@ -124,8 +124,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
         BadInput: it is neither an algorithm nor the name of one.
     """
     if isinstance(algorithm, str):
-        if algorithm not in ALGORITHMS:
-            raise BadInput(f"algorithm is '{algorithm}': {nearest(algorithm, ALGORITHMS)}")
+        one_of("algorithm", algorithm, ALGORITHMS)
         return ALGORITHMS[algorithm]()
     if not isinstance(algorithm, Algorithm):
         made = f"what it makes, raafl.{algorithm.__name__}()" if callable(algorithm) else "one, such as raafl.fed_raa()"

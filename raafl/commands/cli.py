@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.shipped import with_paths
-from raafl.errors import BadInput, RunFailed, nearest
+from raafl.errors import BadInput, RunFailed, at_least, nearest, one_of
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
@@ -225,8 +225,7 @@ def _replay(argv: list[str]) -> int:
         "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
     )
     options = options_of(parser, argv, "RUN, --until, --workers, --client_data, --trust_config and --json")
-    if options.workers < 1:
-        raise BadInput(f"workers is {options.workers}: give 1 or more")
+    at_least("workers", options.workers, 1)
     with _json_alone(argv):
         files = {number: Path(file) for number, file in map(_client_file, options.client_data)}
         result = replay(
@@ -338,8 +337,7 @@ def _algorithms(argv: list[str]) -> int:
     for name in names:
         if name.startswith("-"):
             raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
-        if name not in ALGORITHMS:
-            raise BadInput(f"algorithm is '{name}': {nearest(name, ALGORITHMS)}")
+        one_of("algorithm", name, ALGORITHMS)
     rows = [ALGORITHMS[name]().describe() for name in names or ALGORITHMS]
     if "--json" in argv:
         print(json.dumps(rows, indent=2))

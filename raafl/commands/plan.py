@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import own_options, values, whole_number
-from raafl.errors import BadInput
+from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--answer")
     parser.add_argument("--profiles", action="store_true")
     own, rest = own_options(parser, argv)
-    if own.updates is not None and own.updates < 1:
-        raise BadInput(f"updates is {own.updates}: give 1 or more")
+    at_least("updates", own.updates, 1, optional=True)
     if own.address is not None and own.measure is None:
         raise BadInput("address is for --measure: give both, or neither")
     if own.measure is not None and Path(own.measure).suffix not in (".yaml", ".yml"):

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raafl.errors import BadInput, Unsound, fraction, nearest
+from raafl.errors import BadInput, Unsound, fraction, nearest, one_of
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 
 Name = Literal["none", "bf16", "int8", "top_k"]
@@ -44,8 +44,7 @@ class Compress:
 
     def __post_init__(self) -> None:
         for field, name in (("down", self.down), ("up", self.up)):
-            if name not in NAMES:
-                raise BadInput(f"compress.{field} is '{name}': {nearest(str(name), NAMES)}")
+            one_of(f"compress.{field}", name, NAMES)
         fraction("compress.top_k", self.top_k)
 
 

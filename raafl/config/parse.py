@@ -18,7 +18,7 @@ from raafl.config import remote_options
 from raafl.config.argv import names_section, values
 from raafl.config.messages import relative
 from raafl.config.options import GROUPS
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, nearest, one_of
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -346,8 +346,7 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
             if not name or name.startswith("--"):
                 raise BadInput(f"{option} needs a name: {', '.join(sorted(ALGORITHMS))}")
             if "." not in name and not name.startswith("{"):
-                if name not in ALGORITHMS:
-                    raise BadInput(f"algorithm is '{name}': {nearest(name, ALGORITHMS)}")
+                one_of("algorithm", name, ALGORITHMS)
                 name = f"raafl.{name}"
             item = f"{option}={name}"
         expanded.append(item)

@@ -12,6 +12,7 @@ import torch
 
 from raafl.core.payload import Bundles, Payload, UpAs
 from raafl.core.types import Warn
+from raafl.errors import at_least
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
@@ -123,6 +124,9 @@ class Local:
     prox: float = field(default=0.0, kw_only=True)
     rescale: bool = field(default=False, kw_only=True)
     masked: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        at_least("prox", self.prox, 0)
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Refuse a method with bundles and an exchange: in a task of two sides neither has a place for bundles."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 from raafl.data.labels import Columns, classes_in, labels_of
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
-from raafl.errors import BadInput, briefly
+from raafl.errors import BadInput, at_least, briefly
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -139,8 +139,7 @@ class ClientData:
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
         for name, number in (("num_epochs", num_epochs), ("num_steps", num_steps)):
-            if number is not None and number < 1:
-                raise BadInput(f"{name} is {number}: give at least 1")
+            at_least(name, number, 1, optional=True)
         epochs = count() if num_epochs is None else range(num_epochs)
         rows = self._epochs(generator, self._size(batch_size), epochs)
         return rows if num_steps is None else islice(rows, num_steps)
@@ -167,8 +166,7 @@ class ClientData:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise BadInput("batch_size is not given, and the training loader has none of its own: give a number")
-        if size < 1:
-            raise BadInput(f"batch_size is {size}: give at least 1")
+        at_least("batch_size", size, 1)
         return size
 
 

@@ -26,7 +26,7 @@ from raafl.data.examples import FORMS, IGNORED, Ints, Task, encoder, pack
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.sources import Classes
 from raafl.data.tokens import Tokenizer, load_tokenizer
-from raafl.errors import BadInput
+from raafl.errors import BadInput, at_least
 
 _log = logging.getLogger(__name__)
 _PARTS = ("ids", "starts", "labels", "label_starts", "group")
@@ -178,8 +178,7 @@ class FineTuning(Classes):
             raise BadInput(
                 f"FineTuning: task is '{task}', padding '{padding}': give {', '.join(FORMS)}; max_length, longest"
             )
-        if max_length < 2:
-            raise BadInput(f"FineTuning: max_length is {max_length}: give at least 2")
+        at_least("FineTuning: max_length", max_length, 2)
         if not 0 < test_share < 1:
             raise BadInput(f"FineTuning: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
         if packing and task != "causal":

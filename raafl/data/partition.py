@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, at_least
 
 _log = logging.getLogger(__name__)
 _MAX_TRIES = 100
@@ -83,10 +83,8 @@ class Partition(ABC):
             BadInput: there are more clients than data, or this partition cannot be made of these labels.
         """
         labels_n = _labels(labels)
-        if num_clients < 1:
-            raise BadInput(f"num_clients is {num_clients}: give at least 1")
-        if seed < 0:
-            raise BadInput(f"seed is {seed}: give 0 or more")
+        at_least("num_clients", num_clients, 1)
+        at_least("seed", seed, 0)
         _check_enough(len(labels_n), num_clients, max(1, getattr(self, "min_samples", 1)))
         rng = np.random.Generator(np.random.PCG64(seed))
         parts = self._split(labels_n, num_clients, rng, {} if columns is None else columns)
@@ -174,8 +172,7 @@ class ClassesPerClient(Partition):
     num_classes: int
 
     def __post_init__(self) -> None:
-        if self.num_classes < 1:
-            raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes}: give at least 1")
+        at_least("ClassesPerClient: num_classes", self.num_classes, 1)
 
     def _split(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]

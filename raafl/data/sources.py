@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from raafl.data import readers
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.tensors import TensorImages
-from raafl.errors import BadInput, installing
+from raafl.errors import BadInput, at_least, installing
 from raafl.lean_import import import_lightning
 
 import_lightning()
@@ -37,8 +37,7 @@ class Classes(LightningDataModule):
     def __init__(self, batch_size: int, num_train: int | None = None, num_test: int | None = None) -> None:
         super().__init__()
         for name, number in (("batch_size", batch_size), ("num_train", num_train), ("num_test", num_test)):
-            if number is not None and number < 1:
-                raise BadInput(f"{type(self).__name__}: {name} is {number}: give at least 1")
+            at_least(f"{type(self).__name__}: {name}", number, 1, optional=True)
         self.batch_size, self.num_train, self.num_test = batch_size, num_train, num_test
 
     def train_dataloader(self) -> DataLoader[Any]:

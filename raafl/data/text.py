@@ -19,7 +19,7 @@ from raafl.data import readers
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.sources import Classes, held_out
 from raafl.data.tokens import TensorTokens, Tokenizer
-from raafl.errors import BadInput, installing
+from raafl.errors import BadInput, at_least, installing
 
 Part = Literal["train", "test"]
 Labels = npt.NDArray[np.int64]
@@ -48,8 +48,7 @@ class _Texts(Classes):
     ) -> None:
         super().__init__(batch_size, num_train, num_test)
         for name, number in (("max_length", max_length), ("train_length", train_length)):
-            if number is not None and number < 2:
-                raise BadInput(f"{type(self).__name__}: {name} is {number}: give at least 2")
+            at_least(f"{type(self).__name__}: {name}", number, 2, optional=True)
         self.tokenizer = Tokenizer(tokenizer, vocab_size)
         self.lengths: dict[Part, int] = {"train": train_length or max_length, "test": max_length}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raafl.core.algorithm import Restart, Trigger, Waiting
-from raafl.errors import BadInput, fraction, nearest, positive
+from raafl.errors import BadInput, fraction, one_of, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,7 @@ class MinRatio(Trigger):
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
     """Make the trigger called "all" (rounds) or "each" (arrival); raise `BadInput` for another, and for late updates in rounds."""
     triggers = {"all": AllReported, "each": EachArrival}
-    if name not in triggers:
-        raise BadInput(f"trigger is '{name}': {nearest(name, triggers)}")
+    one_of("trigger", name, triggers)
     if name == "all" and staleness != "constant":
         raise BadInput(f"staleness is '{staleness}', but in a round nothing is late: leave it out, or use trigger each")
     return triggers[name]()

@@ -160,7 +160,7 @@ def test_mistakes_name_the_remedy(tmp_path):
     for fields, message in (
         ({"task": "classification", "packing": True}, "packing is on and task is classification"),
         ({"task": "translation"}, "task is 'translation', padding 'max_length': give causal, seq2seq, classification;"),
-        ({"max_length": 1}, "max_length is 1: give at least 2"),
+        ({"max_length": 1}, "max_length is 1: give 2 or more"),
         ({"test_share": 1.0}, "test_share is 1.0: give a share"),
         ({"padding": "left"}, "padding 'left': give"),
     ):

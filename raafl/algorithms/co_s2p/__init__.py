@@ -56,7 +56,7 @@ from raafl.algorithms.co_s2p.local import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
 from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.errors import one_of, refuse_unused
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.merge.personal import Noted, WithScores
 from raafl.parts.merge.staleness import Staleness
@@ -66,9 +66,6 @@ from raafl.parts.trigger import AllReported, EachArrival, MinRatio
 
 RATES = [1.0, 0.5625, 0.25, 0.0625]
 """Shares r of the paper's clients (Table III) but the smallest, 0.0156, and 1."""
-
-MERGES = ("importance", "mean")
-TRIGGERS = ("semi", "sync", "async")
 
 
 def co_s2p(
@@ -138,8 +135,7 @@ def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
 
 
 def _trigger(name: str, min_ratio: float, wait_s: float) -> Trigger:
-    if name not in TRIGGERS:
-        raise BadInput(f"trigger is '{name}': {nearest(str(name), TRIGGERS)}")
+    one_of("trigger", name, ("semi", "sync", "async"))
     if name == "semi":
         return MinRatio(min_ratio, wait_s)
     refuse_unused(f"trigger is {name}", min_ratio=(min_ratio, 0.5), wait_s=(wait_s, 0.0))
@@ -147,6 +143,5 @@ def _trigger(name: str, min_ratio: float, wait_s: float) -> Trigger:
 
 
 def _merge(name: str, server_lr: float, segments: int) -> Merge:
-    if name not in MERGES:
-        raise BadInput(f"merge is '{name}': {nearest(str(name), MERGES)}")
+    one_of("merge", name, ("importance", "mean"))
     return ImportanceMerge(server_lr, segments) if name == "importance" else Deltas(server_lr, Staleness())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Warn, Work
-from raafl.errors import BadInput, positive
+from raafl.errors import BadInput, at_least, positive
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select import Budget, count, largest_rate, leading, spec_of, steps
 from raafl.parts.select.rated import Rated, Rates
@@ -264,8 +264,7 @@ class BestUnits(Select):
 
     def __post_init__(self) -> None:
         self._limit()
-        if self.warm_up < 0:
-            raise BadInput(f"warm_up is {self.warm_up}: give 0 or more")
+        at_least("warm_up", self.warm_up, 0)
         positive("rounds", self.rounds)
 
     def _limit(self) -> Rated:

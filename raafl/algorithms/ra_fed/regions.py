@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
-from raafl.errors import BadInput, nearest, positive
+from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.coverage import LEVELS, Level, RegionCoverage, Taken, mask_level, of_regions, topped_up
-from raafl.parts.select.rated import ROUNDS, Rounds
+from raafl.parts.select.rated import Rounds
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import shared_fragments, size_of, spec_of
 from raafl.submodel import Spec, Submodels
@@ -55,11 +55,9 @@ class Regions(Select):
         positive("regions", self.regions)
         positive("every", self.every)
         positive("coverage", self.coverage, optional=True)
-        if self.rounds not in ROUNDS:
-            raise BadInput(f"rounds is '{self.rounds}': {nearest(str(self.rounds), ROUNDS)}")
+        one_of("rounds", self.rounds, Rounds)
         if isinstance(self.mask, str):
-            if self.mask not in LEVELS:
-                raise BadInput(f"mask is '{self.mask}': {nearest(self.mask, LEVELS)}")
+            one_of("mask", self.mask, LEVELS)
             if self.regions != 4:
                 raise BadInput(
                     f"regions is {self.regions}, but {self.mask} is of 4 regions: give mask as a list of numbers of regions"

@@ -38,12 +38,10 @@ from raafl.algorithms.ra_fed.regions import Regions
 from raafl.algorithms.ram_fed.memory import Remembered
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.errors import one_of, refuse_unused
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.coverage import Level
 from raafl.parts.trigger import all_or_each
-
-MEMORIES = ("ram", "disk")
 
 
 def ram_fed(
@@ -109,8 +107,7 @@ def ram_fed(
 
 def _folder(memory: str, folder: str | None) -> str | None:
     """Return where files are to lie; None = there are none."""
-    if memory not in MEMORIES:
-        raise BadInput(f"memory is '{memory}': {nearest(memory, MEMORIES)}")
+    one_of("memory", memory, ("ram", "disk"))
     if memory == "disk":
         return folder or gettempdir()
     refuse_unused("with memory ram there are no files", memory_folder=(folder, None))

@@ -32,10 +32,10 @@ Where the paper leaves it open:
 
 from __future__ import annotations
 
-from raafl.algorithms.timely_fl.workload import CLOCKS, Clock, Cut, Interval, Layers, ShareOfTime, Timely
+from raafl.algorithms.timely_fl.workload import Clock, Cut, Interval, Layers, ShareOfTime, Timely
 from raafl.core.algorithm import Algorithm, Local
 from raafl.core.sample import Sample
-from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.errors import BadInput, one_of, refuse_unused
 from raafl.parts.merge.mean import Mean, ServerKind, ServerOptimizer
 
 
@@ -69,8 +69,7 @@ def timely_fl(
             (Equation 1), the paper's assumption, on a virtual clock.
         by_samples: weigh clients by their samples; False = all alike, as FedBuff does.
     """
-    if clock not in CLOCKS:
-        raise BadInput(f"clock is '{clock}': {nearest(clock, CLOCKS)}")
+    one_of("clock", clock, Clock)
     if cut == "width":
         refuse_unused("cut is 'width', and a narrower model is charged what it costs", clock=(clock, "device"))
     if server_optimizer is None and server_lr != 0.01:

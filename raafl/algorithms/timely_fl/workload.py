@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Fleet, Local, Restart, Select, Trigger, Waiting
 from raafl.core.types import Assignment, ClientInfo, Warn, Work
-from raafl.errors import BadInput, fraction, nearest, refuse_unused
+from raafl.errors import BadInput, fraction, one_of, refuse_unused
 from raafl.parts.select import leading, steps
 from raafl.parts.select.submodels import uncut
 from raafl.submodel import FULL, Spec, Submodels, last_fraction
@@ -24,11 +24,8 @@ SLACK = 1 + 1e-9
 """Tolerance on a sum of seconds."""
 
 Layers = Literal["time", "share"]
-LAYERS: tuple[Layers, ...] = ("time", "share")
 Cut = Literal["layers", "width"]
-CUTS: tuple[Cut, ...] = ("layers", "width")
 Clock = Literal["device", "share"]
-CLOCKS: tuple[Clock, ...] = ("device", "share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +150,8 @@ class Timely(Select):
         fraction("participation", self.participation)
         if not 0 <= self.slack < math.inf:
             raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
-        for name, known in (("layers", LAYERS), ("cut", CUTS)):
-            if getattr(self, name) not in known:
-                raise BadInput(f"{name} is '{getattr(self, name)}': {nearest(getattr(self, name), known)}")
+        for name, known in (("layers", Layers), ("cut", Cut)):
+            one_of(name, getattr(self, name), known)
         if self.cut == "width":
             refuse_unused("cut is 'width', and every layer trains", layers=(self.layers, "time"))
 

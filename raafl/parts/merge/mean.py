@@ -19,7 +19,7 @@ from torch import Tensor
 from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, fraction, nearest, positive
+from raafl.errors import BadInput, fraction, one_of, positive
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, FlatTensors, Spec
 
@@ -304,7 +304,6 @@ class Deltas(Merge):
 
 
 ServerKind = Literal["adam", "yogi", "adagrad"]
-SERVER_KINDS: tuple[ServerKind, ...] = ("adam", "yogi", "adagrad")
 
 
 @dataclass(frozen=True)
@@ -339,8 +338,7 @@ class ServerOptimizer(Merge):
     sends: Literal["values", "delta"] = "delta"
 
     def __post_init__(self) -> None:
-        if self.kind not in SERVER_KINDS:
-            raise BadInput(f"server optimizer is '{self.kind}': {nearest(self.kind, SERVER_KINDS)}")
+        one_of("server optimizer", self.kind, ServerKind)
         positive("server_lr", self.server_lr)
         positive("tau", self.tau)
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, one_of
 
 Kind = Literal["constant", "polynomial", "hinge"]
-KINDS: tuple[Kind, ...] = ("constant", "polynomial", "hinge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,7 @@ class Staleness:
     b: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise BadInput(f"staleness is '{self.kind}': {nearest(self.kind, KINDS)}")
+        one_of("staleness", self.kind, Kind)
         if self.a < 0 or self.b < 0:
             raise BadInput(f"staleness_a is {self.a}, staleness_b is {self.b}: give numbers of 0 or more")
         if self.a != 0.5 and self.kind == "constant":

@@ -21,7 +21,7 @@ from torch import Tensor
 from raafl.core.algorithm import Algorithm, Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, nearest, positive
+from raafl.errors import BadInput, one_of, positive
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, chunks
 from raafl.parts.merge.wrapped import Wrapped
@@ -29,7 +29,6 @@ from raafl.parts.trigger import EachArrival
 from raafl.submodel import FlatTensors, Spec, Submodels
 
 Combine = Literal["mean", "trimmed_mean", "median"]
-COMBINES: tuple[Combine, ...] = ("mean", "trimmed_mean", "median")
 
 WINDOW = 101
 """Accepted norms remembered for each size class; the oldest goes first."""
@@ -61,8 +60,7 @@ class Guard:
         if self.outlier is not None and not self.outlier > 1:
             raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
         positive("guard.warm_up", self.warm_up)
-        if self.combine not in COMBINES:
-            raise BadInput(f"guard.combine is '{self.combine}': {nearest(self.combine, COMBINES)}")
+        one_of("guard.combine", self.combine, Combine)
         if self.max_weight is not None and not self.max_weight >= 1:
             raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
         if not 0 <= self.trim < 0.5:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raafl.core.types import derive_seed
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, at_least, one_of
 from raafl.parts.select.units import Axes, shared_fragments, size_of, spec_of
 from raafl.submodel import Axis, Spec
 
@@ -33,10 +33,8 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
     Raises:
         BadInput: an unknown level, or no client.
     """
-    if level not in LEVELS:
-        raise BadInput(f"mask level is '{level}': {nearest(level, LEVELS)}")
-    if num_clients < 1:
-        raise BadInput(f"num_clients is {num_clients}: give 1 or more")
+    one_of("mask level", level, LEVELS)
+    at_least("num_clients", num_clients, 1)
     if level != "MIX-Arb":
         return (2 if level == "L-Arb" else 1,) * num_clients
     large = set(random.Random(derive_seed(seed, level)).sample(range(num_clients), num_clients // 2))
@@ -67,8 +65,7 @@ class RegionCoverage:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes", tuple(self.takes))
-        if self.regions < 1:
-            raise BadInput(f"regions is {self.regions}: give 1 or more")
+        at_least("regions", self.regions, 1)
         if self.trained is not None and not 1 <= self.trained <= self.regions:
             raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
         if not self.takes:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
-from raafl.errors import BadInput, fraction, nearest, positive, refuse_unused
+from raafl.errors import BadInput, fraction, nearest, one_of, positive, refuse_unused
 from raafl.parts.select import SELECTORS, Budget, largest_rate, leading, steps, width_of, window, window_starts
 from raafl.parts.select.depth import stack_of
 from raafl.parts.select.submodels import uncut
@@ -19,11 +19,8 @@ Rates = float | list[float] | dict[str, float]
 """One for all clients; a list dealt to them in turn; or by name of device."""
 
 RateOf = Literal["model", "width", "parameters"]
-RATES_OF: tuple[RateOf, ...] = ("model", "width", "parameters")
 Depth = Literal["whole", "leading", "window"]
-DEPTHS: tuple[Depth, ...] = ("whole", "leading", "window")
 Rounds = Literal["client", "server"]
-ROUNDS: tuple[Rounds, ...] = ("client", "server")
 
 
 # No slots: dataclass would make the class twice, and a config could not name it without its path.
@@ -58,10 +55,9 @@ class Rated(Select):
     wire_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        choices = {"selector": SELECTORS, "rate_of": RATES_OF, "depth": DEPTHS, "rounds": ROUNDS}
+        choices = {"selector": SELECTORS, "rate_of": RateOf, "depth": Depth, "rounds": Rounds}
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise BadInput(f"{name} is '{getattr(self, name)}': {nearest(str(getattr(self, name)), known)}")
+            one_of(name, getattr(self, name), known)
         for rate in self._all_rates():
             fraction("a rate in rates", rate)
         if not self._all_rates():

@@ -9,7 +9,7 @@ from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Warn, Work
-from raafl.errors import BadInput, nearest, positive
+from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.ranking import Ranking
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import Spec, Submodels
@@ -24,7 +24,6 @@ TABLE_4: dict[int, tuple[float, ...]] = {
 """Fed-RAA, Table 4: share of the neurons in each of M fragments."""
 
 Choice = Literal["gre_raa", "random", "fewest_updates"]
-CHOICES: tuple[Choice, ...] = ("gre_raa", "random", "fewest_updates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +112,7 @@ class OneOf(Select):
         """Return in words what is chosen from."""
 
     def __post_init__(self) -> None:
-        if self.how not in CHOICES:
-            raise BadInput(f"select is '{self.how}': {nearest(self.how, CHOICES)}")
+        one_of("select", self.how, Choice)
         positive("K", self.bound_s, optional=True)
         if self.how == "fewest_updates" and self.bound_s is not None:
             raise BadInput(

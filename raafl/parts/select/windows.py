@@ -10,7 +10,7 @@ from typing import Literal
 
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Warn, Work, derive_seed
-from raafl.errors import BadInput, nearest, positive
+from raafl.errors import BadInput, one_of, positive
 from raafl.parts.local.distilled import exit_depths
 from raafl.parts.local.mask_training import best
 from raafl.parts.merge.personal import scores_of
@@ -21,7 +21,6 @@ from raafl.parts.select.units import count
 from raafl.submodel import Spec, Submodels, depth_window
 
 Masks = Literal["trained", "random"]
-MASKS: tuple[Masks, ...] = ("trained", "random")
 MAX_MASK_ROUNDS = 10_000
 STEPS = 16
 """A client whose memory is too small for its rate gets the largest multiple of rate / STEPS that fits."""
@@ -129,8 +128,7 @@ class RollingWindows(Select):
         if not self.ratio >= 0:
             raise BadInput(f"ratio is {self.ratio}: give 0 (depth alone is cut) or more, inf for width alone")
         for name in ("linear", "attention"):
-            if getattr(self, name) not in MASKS:
-                raise BadInput(f"{name} is '{getattr(self, name)}': {nearest(str(getattr(self, name)), MASKS)}")
+            one_of(name, getattr(self, name), Masks)
         positive("segments", self.segments)
         positive("mask_epochs", self.mask_epochs, optional=True)
         positive("mask_steps", self.mask_steps, optional=True)

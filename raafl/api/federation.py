@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
-import multiprocessing
 import os
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,7 +271,6 @@ class Federation:
             model=lambda: spec.make(source), data=lambda: source, algorithm=copy.deepcopy(self.algorithm),
             clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **self._fields,
         )  # fmt: skip
-        experiment = _with_workers(experiment)
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(_settings_in(Path(resume)), yaml.safe_load(to_yaml(config, [])))
@@ -341,14 +338,6 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
         raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}
-
-
-def _with_workers(experiment: Experiment) -> Experiment:
-    """Return the experiment with one worker where processes cannot be forked, which is how workers get what was given."""
-    if experiment.workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
-        warnings.warn("workers need fork, which this system has not: one process trains", stacklevel=4)
-        return dataclasses.replace(experiment, workers=1)
-    return experiment
 
 
 @contextmanager

@@ -44,14 +44,12 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
     ``commands`` says what each command does in a line, by name.
 
     Raises:
-        BadInput: another shell, or shtab is not installed.
+        BadInput: another shell.
     """
     if shell not in SHELLS:
         raise BadInput(f"print_completion is '{shell}': give {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")
-    try:
-        import shtab
-    except ImportError:
-        raise BadInput("print_completion needs shtab: pip install shtab") from None
+    import shtab
+
     text: str = shtab.complete(_parser(commands, shtab), shell=shell)
     return text
 

@@ -13,7 +13,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ _STAYS: Final = (2, 130)  # bad input, interrupted: exit codes that another star
 _SHOWN_LINES: Final = 20  # of the log of a client that is given up
 _TICK_S: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
-_libc: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Child:
     _started_s: float = 0.0
 
     def start(self) -> None:
-        """Start its next life; on Linux the kernel kills it when the supervisor dies."""
+        """Start its next life; the kernel kills it when the supervisor dies."""
         output = self.log.open("ab") if self.log is not None else None
         with output or contextlib.nullcontext():
             self.process = subprocess.Popen(
@@ -118,18 +117,15 @@ class Child:
 
 
 def _has_ended(pid: int) -> bool:
-    """Check whether a child has ended, without reaping it; False where the system cannot say (macOS)."""
-    return hasattr(os, "waitid") and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    """Check whether a child has ended, without reaping it."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def _die_with(parent: int) -> Callable[[], None]:
     """Make the function that a child runs before it becomes the program: it is killed when its parent dies."""
-    libc = _libc
-    if libc is None:
-        return None
 
     def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the kernel was asked
             os._exit(1)
 

@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +20,7 @@ from torch import Tensor
 from raafl.errors import BadInput, RunFailed
 from raafl.submodel import FlatTensors, Layout
 
-_libc: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc: Final = ctypes.CDLL(None)
 _IN_RAM: Final = ("tmpfs", "ramfs")
 
 
@@ -96,9 +95,9 @@ def check_room(folder: str, num_bytes: int, what: str) -> None:
 
 
 def is_in_ram(folder: str) -> bool:
-    """Check whether files in ``folder`` are in RAM themselves; False where the system does not say."""
-    mounts, place = Path("/proc/self/mounts"), Path(folder).resolve()
-    kinds = [line.split(" ")[1:3] for line in mounts.read_text().splitlines()] if mounts.is_file() else []
+    """Check whether files in ``folder`` are in RAM themselves."""
+    place = Path(folder).resolve()
+    kinds = [line.split(" ")[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     around = [(len(point), kind) for point, kind in kinds if place.is_relative_to(point)]
     return bool(around) and max(around, key=lambda pair: pair[0])[1] in _IN_RAM
 
@@ -109,8 +108,7 @@ def _mapped(folder: str, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(0, dtype=dtype)
     file, path = tempfile.mkstemp(prefix="raafl-", dir=folder)
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, numel * dtype.itemsize)
+        os.posix_fallocate(file, 0, numel * dtype.itemsize)
         return torch.from_file(path, shared=True, size=numel, dtype=dtype)
     except RuntimeError as error:  # how torch says that there are too many mapped files (vm.max_map_count)
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({str(error).splitlines()[0]})") from None
@@ -120,6 +118,6 @@ def _mapped(folder: str, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _release(tensor: Tensor) -> None:
-    if _libc is not None and tensor.numel():
+    if tensor.numel():
         size = ctypes.c_size_t(tensor.numel() * tensor.itemsize)
         _libc.madvise(ctypes.c_void_p(tensor.data_ptr()), size, mmap.MADV_DONTNEED)

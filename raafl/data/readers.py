@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import importlib.util
@@ -37,20 +38,14 @@ def read_digits() -> Tensors:
     """scikit-learn's bundled digits: `(1797, 1, 8, 8)` float32 in [0, 1] and `(1797,)` int64.
 
     The file is read where scikit-learn keeps it, without importing scikit-learn (which takes a second in each rank).
-
-    Raises:
-        BadInput: scikit-learn is not installed.
     """
-    spec = importlib.util.find_spec("sklearn")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
-        if path.is_file():
-            # Every field is a whole number below 256, so splitting the bytes beats parsing floats.
-            text = gzip.decompress(path.read_bytes()).replace(b"\n", b",").strip(b",")
-            table = np.array([int(field) for field in text.split(b",")], dtype=np.uint8).reshape(-1, 65)
-            pixels = torch.from_numpy(table[:, :64].copy()).to(torch.float32).div_(16)
-            return pixels.reshape(-1, 1, 8, 8), torch.from_numpy(table[:, 64].astype(np.int64))
-    raise BadInput("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+    spec: Any = importlib.util.find_spec("sklearn")
+    content = Path(spec.origin).with_name("datasets").joinpath("data", "digits.csv.gz").read_bytes()
+    # Every field is a whole number below 256, so splitting the bytes beats parsing floats.
+    text = gzip.decompress(content).replace(b"\n", b",").strip(b",")
+    table = np.array([int(field) for field in text.split(b",")], dtype=np.uint8).reshape(-1, 65)
+    pixels = torch.from_numpy(table[:, :64].copy()).to(torch.float32).div_(16)
+    return pixels.reshape(-1, 1, 8, 8), torch.from_numpy(table[:, 64].astype(np.int64))
 
 
 def read_idx(path: Path) -> torch.Tensor:
@@ -186,12 +181,10 @@ def cached(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process of this machine through at a time (anyone, where the system has no flock)."""
+    """Let one process of this machine through at a time."""
     try:
-        import fcntl
-
         file = path.open("a")
-    except (ImportError, OSError):  # another system, or another user's lock: the worst is work done twice
+    except OSError:  # another user's lock: the worst is work done twice
         yield
         return
     with file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -84,8 +85,7 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Roo
 
     For the CPU these are its own limits (``RLIMIT_AS``, ``RLIMIT_DATA``), those of the control groups that it is in (v1 or
     v2, each with all above it; file cache that they would give up is taken as free), and the memory that the kernel calls
-    available, or psutil where there is no /proc. For CUDA it is what is free on the device. Infinite where the system does
-    not say.
+    available. For CUDA it is what is free on the device. Infinite where nothing limits it.
 
     Args:
         device: where the client will train.
@@ -101,13 +101,8 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Roo
 
 
 def _own_limits(status: Path = Path("/proc/self/status")) -> Iterator[Room]:
-    """Yield what the process's resource limits leave; they hold for mapped memory on Linux only."""
-    try:
-        import resource
-
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    except (ImportError, OSError):
-        return
+    """Yield what the process's resource limits leave."""
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY and field in fields:
@@ -115,15 +110,8 @@ def _own_limits(status: Path = Path("/proc/self/status")) -> Iterator[Room]:
 
 
 def _system_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024  # the file says kB and means KiB
-    try:
-        import psutil
-    except ImportError:
-        return math.inf
-    return float(psutil.virtual_memory().available)
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return float(fields["MemAvailable"].split()[0]) * 1024  # the file says kB and means KiB
 
 
 _V2 = ("memory.max", "memory.current", "active_file", "inactive_file")

@@ -71,7 +71,7 @@ def _glibc(name: str) -> Any:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  other libraries have a `mallopt`, too
         function = getattr(library, name)
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no handle of this kind
+    except (OSError, AttributeError):
         return None
     function.restype = _Usage if name == "mallinfo2" else ctypes.c_int
     return function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import resource
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,18 +24,13 @@ _RETURNED = "validation_step: "
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
     """Return the most memory that was used: on a GPU by this process's tensors since ``anew``, else by all of the process.
 
-    0 where the operating system does not say. The memory of a process, with the libraries and the data that it holds, is the
-    most since it was started.
+    The memory of a process, with the libraries and the data that it holds, is the most since it was started.
     """
     if device.type == "cuda":
         if anew:
             torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def overrides(module: Any, name: str) -> bool:

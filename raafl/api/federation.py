@@ -182,11 +182,13 @@ class Federation:
             RunFailed: the run has failed, or a callback, whose error is the cause; its folder is whole.
             KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
         """
+        from raafl.commands.run import simulate
+
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
         wanted = self.devices if devices is None else devices_of(devices)
         num_clients = self.clients if self.clients is not None else count_of(wanted) or 10
-        return self._run(_simulate, spec, source, wanted, num_clients, resume)  # type: ignore[return-value]
+        return self._run(simulate, spec, source, wanted, num_clients, resume)  # type: ignore[return-value]
 
     def fit(
         self,
@@ -224,7 +226,9 @@ class Federation:
                     "fit(..., local=4), or simulate"
                 )
             num_clients = self.clients if self.clients is not None else int(os.environ["WORLD_SIZE"]) - 1
-            return self._run(_fit, spec, source, self.devices, num_clients, resume)
+            from raafl.commands.fit import fit
+
+            return self._run(fit, spec, source, self.devices, num_clients, resume)
 
     def replay(
         self,
@@ -277,7 +281,7 @@ class Federation:
         watcher = self._watcher = CallbackWatcher(self.callbacks, spec.given_back)
         try:
             with _left_as_it_was():
-                ended = run(experiment, to_yaml(config, self._notes()), watcher)
+                ended = run(experiment, to_yaml(config, self._notes()), watcher=watcher)
                 result = None if ended is None else _result(ended[0], ended[1], watcher)
         finally:
             self._watcher = None
@@ -298,18 +302,6 @@ class Federation:
             "raafl.Federation(...).replay(RUN, module, data) repeats the run.",
             *([f"callbacks: {callbacks}"] if callbacks else []),
         ]
-
-
-def _simulate(experiment: Experiment, config_yaml: str, watcher: CallbackWatcher) -> tuple[dict[str, Any], Path]:
-    from raafl.commands.run import simulate
-
-    return simulate(experiment, config_yaml, watcher=watcher)
-
-
-def _fit(experiment: Experiment, config_yaml: str, watcher: CallbackWatcher) -> tuple[dict[str, Any], Path] | None:
-    from raafl.commands.fit import fit
-
-    return fit(experiment, config_yaml, watcher=watcher)
 
 
 def _result(summary: dict[str, Any], folder: Path, watcher: CallbackWatcher) -> Result:

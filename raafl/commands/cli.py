@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
-        "watch": _watch, "report": _page, "plan": _plan, "axes": _axes, "algorithms": _algorithms,
+        "watch": _watch, "report": _page, "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -297,31 +298,18 @@ def _json_alone(argv: list[str]) -> Iterator[None]:
         yield
 
 
-def _plan(argv: list[str]) -> int:
-    from raafl.local.heap import keep_freed
+def _printed(module: str) -> Callable[[list[str]], int]:
+    """Make the command that prints the text which ``raafl.commands.MODULE.command`` returns."""
 
-    keep_freed()  # so that what it measures of this machine is what a client would find
-    from raafl.commands.plan import command
+    def run(argv: list[str]) -> int:
+        command = importlib.import_module(f"raafl.commands.{module}").command
+        width, terminal = shutil.get_terminal_size((_WIDE, 24)).columns, sys.stdout.isatty()
+        with _json_alone(argv):
+            found = command(argv, width, terminal=terminal)
+        print(found, end="\n" if found else "")
+        return 0
 
-    def say(text: str) -> None:
-        print(f"raafl: {text}", file=sys.stderr, flush=True)
-
-    width, terminal = shutil.get_terminal_size((_WIDE, 24)).columns, sys.stdout.isatty()
-    with _json_alone(argv):
-        found = command(argv, say, width, terminal=terminal)
-    print(found, end="\n" if found else "")
-    return 0
-
-
-def _axes(argv: list[str]) -> int:
-    """List the axes of a model."""
-    from raafl.commands.axes import command
-
-    width, terminal = shutil.get_terminal_size((_WIDE, 24)).columns, sys.stdout.isatty()
-    with _json_alone(argv):
-        found = command(argv, width, terminal=terminal)
-    print(found)
-    return 0
+    return run
 
 
 def _algorithms(argv: list[str]) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from raafl.config.argv import own_options, values, whole_number
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
+from raafl.local.heap import keep_freed
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile
@@ -38,25 +40,25 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
   --json                print JSON and nothing else"""
 
 
-def command(argv: Sequence[str], say: Callable[[str], None], width: int, *, terminal: bool) -> str:
+def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """Do what ``argv`` asks and return what is to be printed.
 
-    ``say`` is told what happens meanwhile, such as where the answering side listens; ``width`` is that of the terminal,
-    ``terminal`` whether the text is for one.
+    ``width`` is that of the terminal, ``terminal`` whether the text is for one.
 
     Raises:
         BadInput: an option or the config makes no sense.
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP
+    keep_freed()  # so that what it measures of this machine is what a client would find
     own, rest = _split(argv)
     if own.answer is not None:
-        return _answer(own.answer, say)
+        return _answer(own.answer)
     if own.profiles:
         return _profiles(width, terminal, as_json="--json" in rest)
     here: list[Profile] = []
     if own.measure is not None:
-        here.append(_measure(own, rest, say))
+        here.append(_measure(own, rest))
     if not any(item == "--config" or item.startswith("--config=") for item in rest):
         if here:
             return (
@@ -94,11 +96,17 @@ def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return own, rest
 
 
-def _answer(address: str, say: Callable[[str], None]) -> str:
+def _say(text: str) -> None:
+    from raafl.watch.progress import Progress
+
+    Progress("plain", sys.stderr).note(f"raafl: {text}")
+
+
+def _answer(address: str) -> str:
     from raafl.devices.link import Answerer, host_and_port
 
     answerer = Answerer(address)
-    say(f"answering on {host_and_port(address)[0]}:{answerer.port}, until interrupted")
+    _say(f"answering on {host_and_port(address)[0]}:{answerer.port}, until interrupted")
     try:
         answerer.serve()
     finally:
@@ -106,7 +114,7 @@ def _answer(address: str, say: Callable[[str], None]) -> str:
     return ""
 
 
-def _measure(own: Namespace, rest: Sequence[str], say: Callable[[str], None]) -> Profile:
+def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
     import torch
 
     from raafl.devices.files import write_rows
@@ -116,7 +124,7 @@ def _measure(own: Namespace, rest: Sequence[str], say: Callable[[str], None]) ->
     if own.device != "cpu" and not (own.device.startswith("cuda") and torch.cuda.is_available()):
         raise BadInput(f"device is '{own.device}': give cpu, or cuda where torch sees a GPU")
     file = Path(own.measure)
-    say(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
+    _say(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -11,6 +11,7 @@ from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
 
+_NO_END = 100_000
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
 _LEFT = ("submodel", "device", "algorithm", "note", "field", "source", "axis", "on it", "reason", "stays whole")
 
@@ -55,29 +56,23 @@ def _first(names: Sequence[str], most: int | None) -> list[str]:
 
 
 def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool) -> str:
-    """Return a table with its title; numbers to the right."""
-    left = [name in _LEFT for name in names]
-    if terminal:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
+    """Return a table with its title; numbers to the right. In files and pipes lines are as long as they need to be."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
-        drawn = RichTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        for name, is_left in zip(names, left, strict=True):
-            drawn.add_column(name, justify="left" if is_left else "right")
-        for row in rows:
-            drawn.add_row(*map(Text, row))
-        console = Console(file=io.StringIO(), width=width, force_terminal=True)
-        with console.capture() as captured:
-            console.print(drawn)
-        return captured.get().rstrip("\n")
-    lines = [list(names), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    aligned = [
-        "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(line, widths, left, strict=True))
-        for line in lines
-    ]
-    return "\n".join([title, *(line.rstrip() for line in aligned)])
+    drawn = RichTable(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        drawn.add_column(name, justify="left" if name in _LEFT else "right")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    console = Console(
+        file=io.StringIO(), width=width if terminal else _NO_END, force_terminal=terminal,
+        color_system="auto" if terminal else None,
+    )  # fmt: skip
+    with console.capture() as captured:
+        console.print(Text(title, "italic"), drawn, sep="\n")
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def _submodels(plan: Plan) -> Table:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from statistics import median_low
 
 from raafl.core.algorithm import Fleet
 from raafl.core.types import ClientInfo, Work
@@ -131,7 +131,7 @@ def device_rows(fleet: Fleet, clients: Iterable[ClientInfo], submodels: Sequence
 
 def stragglers(fleet: Fleet, clients: Sequence[ClientInfo]) -> list[int]:
     """Return the ids of the clients that are; see `STRAGGLER`."""
-    limit_s = STRAGGLER * _median([_cost_s(fleet, client) for client in clients])
+    limit_s = STRAGGLER * median_low(_cost_s(fleet, client) for client in clients)
     return [c.id for c in clients if _cost_s(fleet, c) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
 
 
@@ -140,7 +140,7 @@ def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
     slow = set(stragglers(fleet, clients))
     whole_s = {client.id: _cost_s(fleet, client) for client in clients}
     quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]
-    median_s, buffer_size = _median(list(whole_s.values())), max(len(clients) - len(slow), 1)
+    median_s, buffer_size = median_low(whole_s.values()), max(len(clients) - len(slow), 1)
     found: dict[int, float] = {}
     if (submodels := fleet.state.submodels).axes:
         for number, ratios in TABLE_4.items():
@@ -158,8 +158,3 @@ def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
 def _cost_s(fleet: Fleet, client: ClientInfo, spec: Spec = FULL) -> float:
     """Return the seconds of a task of ``spec``, with what the method has a client do in the middle of it."""
     return fleet.cost_s(client, Work(spec, extra=fleet.local.terms(client, fleet)))
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the lower of the two in the middle of an even number."""
-    return sorted(values)[(len(values) - 1) // 2] if values else math.nan

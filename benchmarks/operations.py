@@ -51,7 +51,7 @@ def measured(model: str, rate: float) -> list[Row]:
     probes = Probes(clock=time.process_time, num_samples=8192, num_calls=20)
     for _ in range(5):
         probes.take()
-    flops_per_s, bytes_per_s = probes.speeds()
+    flops_per_s, bytes_per_s, _ = probes.speeds()
     timed = _timed()
     with timed:
         client.train(trainer, spec, values, STEPS)

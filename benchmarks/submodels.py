@@ -7,9 +7,9 @@ units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of th
 - `seconds` is the shortest local step of `LocalTrainer`, the first of a task left out. One process per model takes the
   whole model and its submodels in turn, several times and for a minute, so that what else the machine does falls on all of
   them; the shortest is the one it has kept up least. With one thread the clock is the process's CPU time, with more the wall clock.
-- `predicted_seconds` is the time of `flops` and `padding_flops` (those that convolutions do on channels that are padding) and of
-  `moved_bytes` (what the cost model says that the operations of a step read and write), added up, at two speeds that the same
-  process finds with a matrix product and a layer of elementwise operations: no step of any model has a part in them.
+- `predicted_seconds` is the time of `flops` and `padding_flops` (those that convolutions do on channels that are padding), of
+  `moved_bytes` (what the cost model says that the operations of a step read and write) and of `kernels`, added up, at speeds that
+  the same process finds with a matrix product and layers of elementwise operations: no step of any model has a part in them.
   `flops_per_byte` is the ratio of the two.
 - `peak_bytes` is the highest resident memory of a fresh process that trains one task, less what was resident before
   (everything imported, the data there, a tiny model of the kind trained), when the process gives memory back at once, as a
@@ -156,10 +156,10 @@ def time_steps(model: str, rates: Sequence[float], turns: int | None, clock: Cal
     ]
 
 
-def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float]) -> Row:
+def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float, float]) -> Row:
     cost, samples = submodels.cost(spec, case.work.batch_size), case.work.batch_size
     flops, moved_bytes = cost.flops_per_sample * samples, cost.moved_bytes_per_sample * samples
-    padding_flops = cost.padding_flops_per_sample * samples
+    padding_flops, kernels = cost.padding_flops_per_sample * samples, cost.kernels_per_sample * samples
     return {
         "model": case.model,
         "rate": case.rate,
@@ -170,7 +170,8 @@ def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float]
         "moved_bytes": moved_bytes,
         "bytes": cost.down_bytes,
         "predicted_bytes": cost.peak_bytes,
-        "predicted_seconds": (flops + padding_flops) / speed[0] + moved_bytes / speed[1],
+        "kernels": kernels,
+        "predicted_seconds": (flops + padding_flops) / speed[0] + moved_bytes / speed[1] + kernels * speed[2],
         "flops_per_byte": speed[0] / speed[1],
     }
 
@@ -189,7 +190,7 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    def measured(case: Case, client: Any, submodels: Any, speed: tuple[float, float]) -> Row:
+    def measured(case: Case, client: Any, submodels: Any, speed: tuple[float, float, float]) -> Row:
         spec = spec_of(submodels, case.rate, case.window)
         values, trainer, before = values_of(submodels.layout(spec)), client.make(submodels), 0
         if on_gpu:

@@ -44,14 +44,17 @@ def rows() -> list[Row]:
     return trips() + _ciphers()
 
 
-def trips(device: str = "cpu", sizes: dict[int, int] = SIZES) -> list[Row]:
-    """Measure round trips with a second process as the client; the tensors of `GlooPair` and `TcpPair` are on ``device``."""
+def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None = None) -> list[Row]:
+    """Measure round trips with a second process as the client; the tensors of `GlooPair` and `TcpPair` are on ``device``.
+
+    ``only`` names the one transport that is measured beside the raw transfer; None = all.
+    """
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
     os.environ["RAAFL_SECRET"] = secrets.token_hex(32)
-    told = json.dumps([device, list(sizes.items())])
+    told = json.dumps([device, list(sizes.items()), only])
     client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port), told])
     try:
-        measured = _run(store, True, device, sizes)
+        measured = _run(store, True, device, sizes, only)
         client.wait(_TIMEOUT_S)
     finally:
         client.kill()
@@ -81,11 +84,15 @@ def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[floa
     return {"transport": name, "bytes": num_bytes, "seconds": ours, "raw_seconds": raw, "ratio": ours / raw, **best}
 
 
-def _run(store: Any, server: bool, device: str, sizes: dict[int, int]) -> dict[int, dict[str, list[float]]]:
+def _run(
+    store: Any, server: bool, device: str, sizes: dict[int, int], only: str | None
+) -> dict[int, dict[str, list[float]]]:
     torch.set_num_threads(1)
     raw_group = _raw_group(store, 0 if server else 1)
     measured: dict[int, dict[str, list[float]]] = {}
     pairs = {"gloo": GlooPair.connect(store, "pair", server, _TIMEOUT_S, _HOST), **_tcp_pairs(store, server)}
+    for name in [name for name in pairs if only not in (None, name)]:
+        pairs.pop(name).close()
     for num_bytes, repeats in sizes.items():
         layout = Layout.pack([("weight", (num_bytes // 4,), torch.float32)])
         down, up = (
@@ -185,7 +192,8 @@ def _answer_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[],
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["client"]:
-        port, (on, counts) = int(sys.argv[2]), json.loads(sys.argv[3])
-        _run(dist.TCPStore(_HOST, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S)), False, on, dict(counts))
+        port, (on, counts, chosen) = int(sys.argv[2]), json.loads(sys.argv[3])
+        store = dist.TCPStore(_HOST, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S))
+        _run(store, False, on, dict(counts), chosen)
     else:
         main("wire", rows)

@@ -3,15 +3,19 @@
 Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
 mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
 draw from a generator of its own, and counts copies and what the CPU must wait for a device for. What it does not have:
-autocast, streams, NCCL, foreach and fused optimisers, the bits of a GPU's kernels.
+autocast, streams, NCCL, generators to pass to an operation, fused optimisers, the bits of a GPU's kernels.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +39,17 @@ INDEXING = {
     aten._index_put_impl_,
     aten._unsafe_index_put,
 }
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
-"""Operations whose answer the CPU must have before it goes on."""
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten._unique2,
+    aten.unique_dim,
+    aten.bincount,
+    aten.repeat_interleave,
+}
+"""Operations whose answer, or its size, the CPU must have before it goes on."""
 
 
 class OnDevice(Tensor):
@@ -58,13 +71,13 @@ class OnDevice(Tensor):
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
-        device, dtype, _, memory_format = torch._C._nn._parse_to(
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(
             *args, **{k: v for k, v in kwargs.items() if k != "copy"}
         )
         device, dtype = self.device if device is None else EMULATED[-1].full(device), dtype or self.dtype
         if (device, dtype) == (self.device, self.dtype) and not kwargs.get("copy"):
             return self
-        return aten._to_copy(self, device=device, dtype=dtype, memory_format=memory_format)
+        return aten._to_copy(self, device=device, dtype=dtype, non_blocking=non_blocking, memory_format=memory_format)
 
     def cpu(self) -> Tensor:
         return self.to(CPU)
@@ -74,6 +87,11 @@ class OnDevice(Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def __setitem__(self, rows: Any, value: Any) -> None:
+        if isinstance(rows, Tensor) and rows.dim() and not rows.is_cuda:  # C++ moves it, where it sees that it must
+            rows = rows.to(self.device)
+        super().__setitem__(rows, value)
 
     def __format__(self, how: str) -> str:
         return format(self.cpu(), how)
@@ -107,12 +125,14 @@ class Emulated(TorchDispatchMode):
 
     Attributes:
         counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
+        num_bytes: of these copies.
         generators: of each device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
         self._of_thread = threading.local()
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
 
@@ -145,7 +165,12 @@ class Emulated(TorchDispatchMode):
             kwargs = {**kwargs, "device": CPU if place.type == "cuda" else place}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        self._count(func, tensors, place)
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device.type != place.type:
+            raise RuntimeError(
+                f"Expected a '{place.type}' device type for generator but found '{generator.device.type}'"
+            )
+        self._count(func, args, kwargs, tensors, place)
         with self._drawing(func, place), torch._C._DisableTorchDispatch():
             answer = func(*args, **kwargs)
         known = {id(tensor) for tensor in tensors}
@@ -153,21 +178,25 @@ class Emulated(TorchDispatchMode):
         def mark(item: Any) -> Any:
             if not isinstance(item, Tensor) or id(item) in known:
                 return item
-            if place.type == "cuda":
+            stays = func.overloadpacket is aten._pack_padded_sequence and item is answer[1]
+            if place.type == "cuda" and not stays:
                 return on(item, place.index)
             return torch.Tensor._make_subclass(Tensor, item) if isinstance(item, OnDevice) else item
 
         return tree_map(mark, answer)
 
-    def _count(self, func: Any, tensors: list[Tensor], place: torch.device) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> None:
         packet = func.overloadpacket
-        if packet in WAITS and place.type == "cuda":
-            self.counts["waits"] += 1
+        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if packet in INDEXING else []
+        waits = place.type == "cuda" and (packet in WAITS or bool(masks))  # rows are counted before they are taken
         source = tensors[-1].device if packet in COPIES and tensors else place
         if source != place and "meta" not in (source.type, place.type):
             to = {"cuda": "to device", "cpu": "to host"}[place.type] if CPU in (source, place) else "between"
             self.counts[to] += 1
-            self.counts["waits"] += to == "to host"
+            self.num_bytes[to] += tensors[-1].numel() * tensors[-1].itemsize
+            is_late = kwargs.get("non_blocking") or (packet is not aten._to_copy and args[2:3] == (True,))
+            waits = to != "between" and not is_late  # in both directions, as `memcpy_and_sync` of ATen's Copy.cu
+        self.counts["waits"] += waits
 
     @contextmanager
     def _drawing(self, func: Any, place: torch.device) -> Iterator[None]:
@@ -199,7 +228,7 @@ def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -
         if any(value.device != of.device and value.dim() for value in values):
             raise _mixed([of.device, values[0].device])
         return of.device
-    if packet is aten._pack_padded_sequence:  # wants the lengths on the CPU
+    if packet is aten._pack_padded_sequence:  # wants the lengths on the CPU, and leaves the sizes of batches there
         return first
     lists = [item for item in args if isinstance(item, list | tuple) and item and isinstance(item[0], Tensor)]
     if len(lists) > 1 and func.__name__.startswith("_foreach"):
@@ -209,13 +238,39 @@ def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -
     common = next((device for device in devices if device.type == "cuda"), CPU)
     written = {id(value) for value, of in zip(args, func._schema.arguments, strict=False) if of.is_write}
     written |= {id(kwargs.get(of.name)) for of in func._schema.arguments if of.is_write}
-    pointwise = torch.Tag.pointwise in func.tags or packet in MIXES_SCALARS or func.__name__.startswith("_foreach")
+    pointwise = leaves_devices_to_its_iterator(func) or func.__name__.startswith("_foreach")
     others = [t for t in tensors if t.device != common]
     if not pointwise or any(t.dim() or t.device != CPU or id(t) in written for t in others):
         raise _mixed(devices)
     if len(others) > 1 and packet is not aten.where:
         raise _mixed(devices)
     return common
+
+
+@cache
+def leaves_devices_to_its_iterator(func: Any) -> bool:
+    """Look in the table that torch's kernels are made from whether an elementwise one may be given a scalar of the CPU.
+
+    The others check all tensors before they begin (`device_check: ExactSame`, the default for what has a kernel for CUDA).
+    """
+    if torch.Tag.pointwise not in func.tags and func.overloadpacket not in MIXES_SCALARS:
+        return False
+    if (
+        func.overloadpacket is aten.clamp_min_
+    ):  # cosine_similarity makes the scalar where C++ sees its operands, on the CPU
+        return True
+    name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
+    written = f"{name}.{overload}(" if overload else f"{name}("
+    entry = next((one for one in _kernels() if one.startswith(written)), "")
+    return "device_check: NoCheck" in entry or not ("CUDA" in entry or "structured_delegate" in entry)
+
+
+@cache
+def _kernels() -> list[str]:
+    import torchgen
+
+    path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    return re.split(r"^- func: ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def _mixed(devices: list[torch.device]) -> RuntimeError:
@@ -248,10 +303,18 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
 
         return make
 
+    def pinned(tensor: Tensor, *_: Any) -> Tensor:
+        if tensor.is_cuda:
+            raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+        return tensor
+
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # C++ takes another tensor's device for the CPU
         if args and isinstance(args[0], OnDevice):
             args = (args[0].device, args[0].dtype, *args[1:])
         return plain_to(tensor, *args, **kwargs)
+
+    def cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
+        return to(tensor, made.full("cuda" if device is None else device), non_blocking=non_blocking)
 
     def properties(device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
@@ -299,10 +362,16 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     }
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
     stream = SimpleNamespace(is_capturing=lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(threading.Thread, "start", start_inside)
     monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "cuda", cuda)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    optimizers: Any = import_module("torch.optim.optimizer")
+    foreach = [*optimizers._foreach_supported_types, OnDevice]  # or they would loop over parameters
+    monkeypatch.setattr(optimizers, "_foreach_supported_types", foreach)
     monkeypatch.setattr(torch, "tensor", moved(tensor))
     monkeypatch.setattr(torch, "as_tensor", moved(as_tensor))
     swap = torch.__future__.get_overwrite_module_params_on_conversion()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
+import numpy
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence as pack
 
 from tests.emulated_cuda import Emulated
 
@@ -12,6 +17,12 @@ INT, BOOL = torch.int64, torch.bool
 
 def t(device, *shape, dtype=torch.float32):
     return torch.ones(shape, device=device, dtype=dtype)
+
+
+def with_gradient(device):
+    weight = torch.nn.Parameter(t(device, 2, 3))
+    weight.grad = t(device, 2, 3)
+    return [weight]
 
 
 ALLOWED = {
@@ -31,6 +42,23 @@ ALLOWED = {
     "masked_fill": lambda c, g: t(g, 3).masked_fill_(t(g, 3, dtype=BOOL), t(c)),
     "foreach copy": lambda c, g: torch._foreach_copy_([t(g, 3)], [t(c, 3)]),
     "foreach by a scalar": lambda c, g: torch._foreach_mul_([t(g, 3)], t(c)),
+    "foreach with scalars of the CPU": lambda c, g: torch._foreach_add_([t(g, 3)], [t(c)]),
+    "where, by a scalar": lambda c, g: torch.where(t(c, dtype=BOOL), t(g, 3), t(g, 3)),
+    "lerp by a scalar": lambda c, g: t(g, 3).lerp_(t(g, 3), t(c)),
+    "compare with a scalar": lambda c, g: t(g, 3) > t(c),
+    "power": lambda c, g: t(g, 3) ** t(c),
+    "out": lambda c, g: torch.add(t(g, 3), t(c), out=t(g, 3)),
+    "put a scalar by a mask of the CPU": lambda c, g: t(g, 3).index_put_((t(c, 3, dtype=BOOL),), t(c)),
+    "set rows to a number": lambda c, g: t(g, 3).__setitem__(t(c, 2, dtype=INT), 1.0),
+    "set rows to a scalar": lambda c, g: t(g, 3).__setitem__(slice(2), t(c)),
+    "set rows to the CPU's": lambda c, g: t(g, 3).__setitem__(slice(2), t(c, 2)),  # a copy
+    "a copy of another kind": lambda c, g: t(g, 3).copy_(t(c, 3, dtype=INT)),
+    "deepcopy": lambda c, g: copy.deepcopy(torch.nn.Linear(3, 3).to(g))(t(g, 3)),
+    "a module that is moved": lambda c, g: torch.nn.Linear(3, 3).cuda()(t(g, 3)),
+    "pinned memory": lambda c, g: t(c, 3).pin_memory().to(g, non_blocking=True),
+    "lengths of the CPU": lambda c, g: torch.nn.GRU(1, 2).to(g)(pack(t(g, 3, 2, 1), t(c, 2, dtype=INT))),
+    "a norm, and clipping": lambda c, g: torch.nn.utils.clip_grad_norm_(with_gradient(g), 1.0),
+    "like, on the other": lambda c, g: torch.zeros_like(t(g, 3), device=c) + t(c, 3),
 }
 REFUSED = {
     "a vector": lambda c, g: t(g, 3) + t(c, 3),
@@ -53,6 +81,37 @@ REFUSED = {
     "equal": lambda c, g: torch.equal(t(g, 3), t(c, 3)),
     "numpy": lambda c, g: t(g, 3).numpy(),
     "batch norm": lambda c, g: torch.nn.functional.batch_norm(t(g, 3, 3), t(c, 3), t(c, 3), training=True),
+    "out on the CPU": lambda c, g: torch.add(t(g, 3), t(g, 3), out=t(c, 3)),
+    "out on the GPU": lambda c, g: torch.add(t(c, 3), t(c, 3), out=t(g, 3)),
+    "out of a product": lambda c, g: torch.mm(t(g, 3, 3), t(g, 3, 3), out=t(c, 3, 3)),
+    "where, by a mask": lambda c, g: torch.where(t(c, 3, dtype=BOOL), t(g, 3), t(g, 3)),
+    "stack": lambda c, g: torch.stack([t(g), t(c)]),
+    "nothing in cat": lambda c, g: torch.cat([t(g, 3), t(c, 0)]),
+    "a mask of the GPU": lambda c, g: t(c, 3)[t(g, 3, dtype=BOOL)],
+    "set by a mask of the GPU": lambda c, g: t(c, 3).__setitem__(t(g, 3, dtype=BOOL), 1.0),
+    "index_fill": lambda c, g: t(g, 3).index_fill_(0, t(c, 2, dtype=INT), 1.0),
+    "index_add": lambda c, g: t(g, 3).index_add_(0, t(c, 2, dtype=INT), t(g, 2)),
+    "index_copy": lambda c, g: t(g, 3).index_copy_(0, t(g, 2, dtype=INT), t(c, 2)),
+    "scatter": lambda c, g: t(g, 3).scatter_(0, t(c, 2, dtype=INT), t(g, 2)),
+    "take": lambda c, g: t(g, 3).take(t(c, 2, dtype=INT)),
+    "weights of classes": lambda c, g: F.cross_entropy(t(g, 3, 4), t(g, 3, dtype=INT) * 0, weight=t(c, 4)),
+    "weights of a positive": lambda c, g: F.binary_cross_entropy_with_logits(t(g, 3), t(g, 3), pos_weight=t(c, 3)),
+    "convolution": lambda c, g: F.conv1d(t(g, 1, 1, 3), t(c, 1, 1, 2)),
+    "a bias": lambda c, g: F.linear(t(g, 2, 3), t(g, 3, 3), t(c, 3)),
+    "dot": lambda c, g: torch.dot(t(g, 1), t(c, 1)),
+    "layer norm": lambda c, g: F.layer_norm(t(g, 2, 3), (3,), t(c, 3)),
+    "mean squared error": lambda c, g: F.mse_loss(t(g, 3), t(c, 3)),
+    "clamp by a scalar": lambda c, g: t(g, 3).clamp(min=t(c)),
+    "nextafter": lambda c, g: torch.nextafter(t(g, 3), t(c)),
+    "foreach of three": lambda c, g: torch._foreach_addcdiv_([t(g, 3)], [t(g, 3)], [t(c, 3)]),
+    "a generator of the CPU": lambda c, g: torch.rand(3, device=g, generator=torch.Generator()),
+    "noise by a generator of the CPU": lambda c, g: t(g, 3).normal_(generator=torch.Generator()),
+    "rows drawn by a generator of the CPU": lambda c, g: torch.multinomial(t(g, 3), 1, generator=torch.Generator()),
+    "pinned": lambda c, g: t(g, 3).pin_memory(),
+    "as an array": lambda c, g: numpy.asarray(t(g, 3)),
+    "from the other GPU": lambda c, g: t(g, 3) + t("cuda:1", 3),
+    "a GPU that is not there": lambda c, g: t("cuda:99", 3),
+    "a module that stayed": lambda c, g: torch.nn.Linear(3, 3)(t(g, 3)),
 }
 
 
@@ -72,6 +131,35 @@ def test_what_may_be_mixed(gpu, case):
 def test_what_may_not_be_mixed(gpu, case):
     with pytest.raises((RuntimeError, TypeError, IndexError)):
         REFUSED[case]("cpu", gpu)
+
+
+OPTIMIZERS = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Rprop",
+    "Adafactor",
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimisers_step_on_a_gpu_and_count_on_the_cpu(gpu, name):
+    """They take all parameters at once there, and keep a tensor of the CPU for each in their state."""
+    found = {}
+    for device in ("cpu", gpu):
+        weights = [*with_gradient(device), *with_gradient(device)]
+        optimizer = getattr(torch.optim, name)(weights, lr=0.5)
+        optimizer.step()
+        optimizer.step()
+        assert all(state["step"].device.type == "cpu" for state in optimizer.state.values() if "step" in state)
+        found[device] = torch.stack([weight.detach().cpu() for weight in weights])
+    torch.testing.assert_close(found["cpu"], found[gpu], rtol=1e-4, atol=1e-5)
 
 
 def test_the_emulated_gpu_has_views_gradients_and_generators_of_its_own(emulated_cuda: Emulated):
@@ -99,4 +187,10 @@ def test_the_emulated_gpu_counts_copies_and_waits(emulated_cuda: Emulated):
     here.to("cuda:0").cpu()
     assert there.sum().item() == 3.0
     there.to("cuda:1")
-    assert emulated_cuda.counts == {"to device": 2, "to host": 2, "waits": 3, "between": 1}
+    assert emulated_cuda.counts == {"to device": 2, "to host": 2, "waits": 5, "between": 1}
+    assert emulated_cuda.num_bytes == {"to device": 24, "to host": 24, "between": 12}
+    there.copy_(here, non_blocking=True)
+    there.to("cpu", non_blocking=True)
+    assert emulated_cuda.counts == {"to device": 3, "to host": 3, "waits": 5, "between": 1}
+    there[there > 0.5]
+    assert emulated_cuda.counts["waits"] == 6

@@ -3,37 +3,114 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from raafl.algorithms import ALGORITHMS
+from model_zoo import MLP
+from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
+from raafl.commands.replay import replay
 from raafl.commands.run import simulate
 from raafl.compression.compressors import Compress
+from raafl.config.experiment import SubmodelOptions
+from raafl.core.algorithm import Training
 from raafl.local.train import FabricOptions
-from tests.crashed import crash
+from raafl.parts.protect.privacy import Privacy
+from raafl.parts.protect.robust import Guard
+from tests import remembered
+from tests.crashed import crash, simulated
 from tests.emulated_cuda import Emulated
 from tests.federation import experiment, finish
 
 CLIENTS = FabricOptions(accelerator="cuda")  # takes cuda:0
+QUICK = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+ON_GPUS = {"server_device": "cuda:1", "fabric": CLIENTS}
+SHORT = {"clients": 2, "eval_every": 100, "train": Training(num_epochs=None, num_steps=1)}
+SMALLER = {"fed_buff": fed_buff(buffer_size=2)}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_run_on_two_emulated_gpus_that_is_resumed_gives_the_cpus_model(
-    tmp_path, monkeypatch, emulated_cuda: Emulated, name
-):
+def test_a_run_on_two_emulated_gpus_that_is_resumed_gives_the_cpus_model(tmp_path, monkeypatch, request, name):
     """The emulation computes on the CPU and seeds its generators alike, so that any difference is raafl's."""
-    cut, end = (12, 21) if name == "fed_buff" else (5, 8)  # it has merged once; its buffer is of ten
-    plain = finish(experiment(tmp_path / "cpu", name, max_updates=end))
-    assert emulated_cuda.counts.total() == 0
-    on_gpu = {"server_device": "cuda:1", "fabric": CLIENTS, "checkpoint_every": 1}
-    made = experiment(tmp_path / "gpu", name, max_updates=end, **on_gpu)
-    with crash(monkeypatch, cut):
-        simulate(made)
-    found = finish(replace(made, output=None, resume=made.output))
-    assert emulated_cuda.counts["between"] > 0
+    algorithm = SMALLER.get(name, name)
+    with remembered.costs():
+        plain = finish(experiment(tmp_path / "cpu", algorithm, max_updates=4, **SHORT))
+        emulated = request.getfixturevalue("emulated_cuda")
+        made = experiment(tmp_path / "gpu", algorithm, max_updates=4, checkpoint_every=1, **SHORT, **ON_GPUS)
+        with crash(monkeypatch, 3):  # it has merged once
+            simulate(made)
+        found = finish(replace(made, output=None, resume=made.output))
+    assert emulated.counts["between"] > 0
     assert found.summary["finished"] == plain.summary["finished"] == "max_updates"
     assert found.digest == plain.digest
+
+
+class Normed(MLP):
+    """Keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(64, (24,), 10, lr=0.05)
+        self.layers.insert(2, nn.BatchNorm1d(24))
+
+
+class Adam(MLP):
+    """Its optimiser counts steps on the CPU, and takes all parameters at once on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(64, (24,), 10, lr=0.05, dropout=0.2)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+MORE = {
+    "clipped, a median of submodels": (hetero_fl(), {"guard": Guard(0.4, combine="median"), "clients": 3}),
+    "refused, a trimmed mean": (
+        fed_buff(3),
+        {"guard": Guard(outlier=1.5, warm_up=1, combine="trimmed_mean"), "clients": 3},
+    ),
+    "private": (fed_raa(), {"privacy": Privacy(clip_norm=0.4, noise_multiplier=0.2)}),
+    "private deltas": (fed_buff(2), {"privacy": Privacy(clip_norm=0.4, noise_multiplier=0.2)}),
+    "compressed": (fed_async(), {"compress": Compress("int8", "top_k", 0.3)}),
+    "batch norm": (hetero_fl(), {"model": Normed}),
+    "batch norm, measured": (
+        hetero_fl(),
+        {"model": Normed, "submodels": SubmodelOptions(batch_norm="static", static_batches=2)},
+    ),
+    "clients as one batch": (fed_avg(), {"batch_clients": 4, "clients": 8}),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_run_with_more_on_two_emulated_gpus_gives_the_cpus_model(tmp_path, request, name):
+    algorithm, more = MORE[name]
+    more = {**SHORT, "max_updates": 6, **more}
+    with remembered.costs():
+        plain = finish(experiment(tmp_path / "cpu", algorithm, **more))
+        request.getfixturevalue("emulated_cuda")
+        found = finish(experiment(tmp_path / "gpu", algorithm, **more, **ON_GPUS))
+        assert found.digest == plain.digest
+        assert found.summary["final"] == plain.summary["final"]
+        assert found.summary["updates_refused"] == plain.summary["updates_refused"]
+
+
+def test_a_run_on_two_emulated_gpus_replays(tmp_path, emulated_cuda: Emulated):
+    options = (
+        f"--config={QUICK}", "--algorithm=fed_buff", "--algorithm.buffer_size=2", "--clients=2", "--max_updates=4",
+        "--train.num_epochs=null", "--train.num_steps=1", "--eval_every=100", "--compress.up=int8",
+        "--server_device=cuda:1", "--fabric.accelerator=cuda", f"--output={tmp_path / 'run'}",
+    )  # fmt: skip
+    summary, copies = simulated(*options), emulated_cuda.counts["between"]
+    result = replay(tmp_path / "run")
+    assert result["equal"] is True and result["differences"] == [] and result["model_digest"] == summary["model_digest"]
+    assert 0 < copies < emulated_cuda.counts["between"]
+
+
+def test_an_optimiser_with_state_trains_on_an_emulated_gpu(tmp_path, emulated_cuda: Emulated):
+    found = finish(experiment(tmp_path / "gpu", fed_avg(), model=Adam, max_updates=2, **SHORT, **ON_GPUS))
+    assert found.summary["updates_merged"] == 2 and found.summary["updates_refused"] == {}
 
 
 @pytest.mark.parametrize("server", ["cpu", "cuda"])
@@ -42,8 +119,8 @@ def test_server_and_clients_on_an_emulated_gpu_or_not(tmp_path, emulated_cuda: E
     """``cuda`` is the current GPU; a server on the CPU whose clients are on a GPU is what --fabric.accelerator cuda asks for."""
     torch.cuda.set_device(1)
     compress = Compress() if name == "split_fed" else Compress("int8", "top_k", 0.3)
-    plain = finish(experiment(tmp_path / "cpu", name, max_updates=4, compress=compress))
-    found = finish(
-        experiment(tmp_path / "gpu", name, max_updates=4, compress=compress, server_device=server, fabric=CLIENTS)
-    )
+    short = {**SHORT, "max_updates": 2, "compress": compress}
+    plain = finish(experiment(tmp_path / "cpu", name, **short))
+    assert emulated_cuda.counts.total() == 0
+    found = finish(experiment(tmp_path / "gpu", name, **short, server_device=server, fabric=CLIENTS))
     assert found.digest == plain.digest

@@ -98,9 +98,9 @@ class Corrected(WithVariates):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Renew the client's gradient, and pass its values on."""
-        change, now = FlatTensors.empty(update.tensors.layout), state.submodels.plan(spec).gather(state.values)
-        for dtype, buffer in change.copy_(update.tensors).buffers.items():
-            buffer.sub_(now.buffers[dtype].to(buffer.device))
+        change, now = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
+        for dtype, buffer in change.buffers.items():
+            buffer.sub_(now.buffers[dtype])
         for name, tensor in change.items():
             if name not in state.submodels.parameter_names:
                 tensor.zero_()

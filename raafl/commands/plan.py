@@ -31,8 +31,8 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
 
   --algorithms A,B      predict these beside the config's own (default: all; "" = none)
   --updates N           merged updates to go through (default: the config's max_updates, at most 2000 or 20 a client)
-  --measure [FILE]      measure this machine: compute, memory, memory traffic; write it as a device file (measured.yaml), which
-                        `devices: FILE` reads; with --config it is in the table of devices as well
+  --measure [FILE]      measure this machine: compute, memory, memory traffic, launches; write it as a device file
+                        (measured.yaml), which `devices: FILE` reads; with --config it is in the table of devices as well
   --address HOST:PORT   with --measure: measure the link to the server, where `raafl plan --answer` runs
   --device DEVICE       with --measure: cpu or cuda (default cpu); --threads N of it (default 1, as in a run)
   --answer HOST:PORT    answer those who measure their link to this machine, until interrupted

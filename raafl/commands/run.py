@@ -193,7 +193,8 @@ class Run:
         if self._resumed:
             return
         row: JournalRow = {
-            "time_s": 0.0, "event": "run", "runtime": self.runtime, "conditions": conditions(experiment), "start": self._start(),
+            "time_s": 0.0, "event": "run", "runtime": self.runtime,
+            "conditions": conditions(experiment, trains=self.runtime == "simulated"), "start": self._start(),
             "title": title, "goals": self._goals().to_json(),
         }  # fmt: skip
         self._writer.event(row)

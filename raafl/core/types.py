@@ -296,6 +296,8 @@ def derive_seed(*parts: int | str) -> int:
 def client_to_json(client: ClientInfo) -> dict[str, Any]:
     """Describe a client as plain data; an infinite rate becomes None, which JSON can say."""
     profile = {name: None if value == math.inf else value for name, value in asdict(client.profile).items()}
+    if not client.profile.launch_s:  # so that journals stay as they were before there was such a price
+        del profile["launch_s"]
     return {
         "client": client.id,
         "incarnation": client.incarnation,

@@ -31,7 +31,7 @@ def are_pairs(pairs: object) -> bool:
 
 
 def rate_problems(profile: Any) -> Iterator[str]:
-    """Yield what is wrong with rates, memory and latency."""
+    """Yield what is wrong with rates, memory, latency and the price of a launch."""
     for field in RATES:
         value = getattr(profile, field)
         if not is_number(value) or value <= 0:
@@ -40,8 +40,10 @@ def rate_problems(profile: Any) -> Iterator[str]:
     traffic = profile.bytes_per_s
     if traffic is not None and (not is_number(traffic) or traffic <= 0):
         yield f"bytes_per_s is {traffic!r}; it must be a number above 0 (leave it out to go by flops_per_s alone)"
-    if not is_number(profile.latency_s) or not 0 <= profile.latency_s < _INF:
-        yield f"latency_s is {profile.latency_s!r}; it must be a finite number of seconds, 0 or more"
+    for field in ("latency_s", "launch_s"):
+        value = getattr(profile, field)
+        if not is_number(value) or not 0 <= value < _INF:
+            yield f"{field} is {value!r}; it must be a finite number of seconds, 0 or more"
 
 
 def window_problems(profile: Any) -> Iterator[str]:

@@ -12,8 +12,8 @@ from raafl.devices.shipped import names
 from raafl.errors import nearest
 
 _NUMBERS = (
-    "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "period_s", "on_s",
-    "off_s",
+    "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "launch_s", "period_s",
+    "on_s", "off_s",
 )  # fmt: skip
 _WHOLE = ("count", "seed")
 _PAIRS = ("availability", "speed_changes")

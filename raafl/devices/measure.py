@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float]:
-    """Return FLOP/s and bytes/s with which FLOPs and bytes moved, added up, explain how long two pieces of work take.
+def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
+    """Return FLOP/s, bytes/s and seconds a launch by which FLOPs, bytes moved and operations, added up, take their time.
 
-    The one is a matrix product, the other a layer of elementwise operations (activation, normalisation, addition), forward and
-    backward, whose bytes are counted as in `Cost.moved_bytes_per_sample`. Both are what training does, so a profile with
-    these two figures predicts a step of a small submodel, too. The fastest of several rounds counts.
+    Measured are a matrix product and a layer of elementwise operations (activation, normalisation, addition), forward and
+    backward, large and tiny, whose bytes are counted as in `Cost.moved_bytes_per_sample`. They are what training does, so a
+    profile with these figures predicts a step of a small submodel, too. The fastest of several rounds counts.
 
     Raises:
         ValueError: ``duration_s`` is not above 0.
@@ -31,7 +31,7 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
     from raafl.devices.probes import Probes
 
     probes, stop_s = Probes(device), time.perf_counter() + duration_s
-    while time.perf_counter() < stop_s or probes.best_s[1] == math.inf:
+    while time.perf_counter() < stop_s or probes.best_s[-1] == math.inf:
         probes.take()
     return probes.speeds()
 
@@ -39,7 +39,7 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
 def measure_machine(
     name: str = "measured", device: str | torch.device = "cpu", duration_s: float = 2.0, address: str | None = None
 ) -> Profile:
-    """Measure this machine whole: compute, memory traffic, memory, and the link to a server where an address is given.
+    """Measure this machine whole: compute, memory traffic, launches, memory, and the link to a server where an address is given.
 
     Each measurement takes about ``duration_s``. ``address`` is where `raafl plan --answer` runs; None = links are left
     free.
@@ -50,9 +50,11 @@ def measure_machine(
     from raafl.devices.link import measure_link
 
     link = {} if address is None else asdict(measure_link(address, duration_s))
-    flops_per_s, bytes_per_s = measure_speeds(device, duration_s)
+    flops_per_s, bytes_per_s, launch_s = measure_speeds(device, duration_s)
     room = memory_room(device).for_task_bytes
-    return Profile(name=name, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, memory_bytes=room, **link)
+    return Profile(
+        name=name, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s, memory_bytes=room, **link
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The two speeds of a machine by which the time of a step is predicted."""
+"""The speeds of a machine, and its price of a launch, by which the time of a step is predicted."""
 
 from __future__ import annotations
 
@@ -11,59 +11,64 @@ from torch.nn import functional as F
 
 from raafl.submodel.cost.ledger import Ledger
 
+_TINY_ROWS, _TINY_CALLS = 8, 20
+
 
 class Probes:
-    """Two pieces of work that belong to no model: a matrix product, and a layer of elementwise operations.
+    """Three pieces of work that belong to no model: a matrix product, and a layer of elementwise operations, large and tiny.
 
     The layer is an activation, a normalisation and an addition, forward and backward: memory taken, read and written as in a
-    training step.
+    training step. The tiny one does as many operations on next to nothing, so what it takes is their launches.
 
-    ``best_s`` is the shortest that each has taken, ``product`` and ``layer`` are what a ledger says of them.
+    ``best_s`` is the shortest that each has taken, ``product``, ``layer`` and ``tiny`` are what a ledger says of them.
     """
 
     def __init__(
         self,
         device: str | torch.device = "cpu",
         clock: Callable[[], float] = time.perf_counter,
-        num_samples: int = 4096,
+        num_samples: int | None = None,
         num_calls: int = 1,
     ) -> None:
         """Prepare both.
 
-        The layer has ``num_samples`` rows of 512 values. ``num_calls`` of each are timed together: a single one may
-        fall between two disturbances, which a step does not.
+        The layer has ``num_samples`` rows of 512 values; None = 4096, on a GPU, where that would be no more than its launches,
+        32 times as many, and the product 64 times as large. ``num_calls`` of each are timed together: a single one may fall
+        between two disturbances, which a step does not.
         """
-        shapes = (2048, 512), (512, 512), (num_samples, 512), (num_samples, 512)
-        a, b, x, gradient = (torch.randn(shape, device=device) for shape in shapes)
+        self._device = torch.device(device)
+        wide = 4 if self._device.type == "cuda" else 1
+        a, b = (torch.randn(rows * wide, 512 * wide, device=device) for rows in (2048, 512))
+        layers = [self._layer(rows) for rows in (num_samples or 4096 * (32 if wide > 1 else 1), _TINY_ROWS)]
+        self.product, self.layer, self.tiny = Ledger(), Ledger(), Ledger()
+        self._work: list[Callable[[], object]] = [lambda: a @ b, *layers]
+        for ledger, work in zip((self.product, self.layer, self.tiny), self._work, strict=True):
+            with ledger:
+                work()
+        self._clock, self._calls = clock, (num_calls, num_calls, max(num_calls, _TINY_CALLS))
+        self.best_s = [math.inf] * 3
+
+    def _layer(self, num_samples: int) -> Callable[[], object]:
+        x, gradient = (torch.randn(num_samples, 512, device=self._device) for _ in range(2))
         x.requires_grad_()
-
-        def layer() -> None:
-            torch.autograd.grad(F.layer_norm(F.gelu(x), (512,)) + x, x, gradient)
-
-        def product() -> None:
-            a @ b
-
-        self.product, self.layer = Ledger(), Ledger()
-        with self.product:
-            product()
-        with self.layer:
-            layer()
-        self._device, self._clock, self._num_calls = torch.device(device), clock, num_calls
-        self._work = product, layer
-        self.best_s = [math.inf, math.inf]
+        return lambda: torch.autograd.grad(F.layer_norm(F.gelu(x), (512,)) + x, x, gradient)
 
     def take(self) -> None:
         """Time each once more."""
-        for place, work in enumerate(self._work):
+        for place, (work, num_calls) in enumerate(zip(self._work, self._calls, strict=True)):
             begin_s = self._clock()
-            for _ in range(self._num_calls):
+            for _ in range(num_calls):
                 work()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / self._num_calls)
+            self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
-    def speeds(self) -> tuple[float, float]:
-        """Return FLOP/s and bytes/s with which FLOPs and bytes moved, added up, explain both."""
-        product_s, layer_s = self.best_s
-        bytes_per_s = self.layer.moved_bytes / layer_s
-        return self.product.flops / max(product_s - self.product.moved_bytes / bytes_per_s, product_s / 10), bytes_per_s
+    def speeds(self) -> tuple[float, float, float]:
+        """Return FLOP/s, bytes/s and seconds a launch with which FLOPs, bytes moved and operations, added up, explain all three."""
+        product_s, layer_s, tiny_s = self.best_s
+        # both layers launch alike: what the larger takes more is for its bytes
+        more_bytes, more_s = self.layer.moved_bytes - self.tiny.moved_bytes, max(layer_s - tiny_s, layer_s / 10)
+        bytes_per_s = more_bytes / more_s
+        launch_s = max(tiny_s - self.tiny.moved_bytes / bytes_per_s, 0.0) / self.tiny.kernels.total()
+        other_s = self.product.moved_bytes / bytes_per_s + launch_s * self.product.kernels.total()
+        return self.product.flops / max(product_s - other_s, product_s / 10), bytes_per_s, launch_s

@@ -50,6 +50,8 @@ class Profile:
         period_s: when given, the windows repeat every so many seconds (a day is 86400).
         bytes_per_s: memory traffic it sustains; its time then adds to that of the FLOPs, which small submodels need less of
             than of traffic. None = not looked at: ``flops_per_s`` stands for both.
+        launch_s: seconds that each operation takes however small it is: to launch a kernel on a GPU, to dispatch it on a CPU. 0 =
+            not looked at.
         speed_changes: ``[seconds, factor]`` pairs: from that time on the device computes at that factor of its speed, until
             the next. No prediction knows of them: what a task really takes is said by `as_it_goes`.
 
@@ -67,6 +69,7 @@ class Profile:
     period_s: float | None = None
     bytes_per_s: float | None = None
     speed_changes: tuple[tuple[float, float], ...] | None = None
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field; touching windows are joined, so that each boundary is a real change."""
@@ -81,18 +84,19 @@ class Profile:
 
     def task_time(
         self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0,
-        num_exchanges: int = 0,
+        num_exchanges: int = 0, num_kernels: float = 0.0,
     ) -> TaskTime:  # fmt: skip
         """Predict a task's duration from its training FLOPs and the bytes each way.
 
         Where `bytes_per_s` is known, the bytes that its operations read and write count, and their FLOPs on padding. The
-        latency is that of 1 + ``num_exchanges`` transfers each way, whose bytes are among the others.
+        latency is that of 1 + ``num_exchanges`` transfers each way, whose bytes are among the others. Each of ``num_kernels``
+        adds `launch_s`: at most twice too much on a GPU, which works on one kernel while the next is launched.
         """
         latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s
         return TaskTime(
             down_s=latency_s + down_bytes / self.down_bytes_per_s,
-            compute_s=flops / self.flops_per_s + more_s,
+            compute_s=flops / self.flops_per_s + more_s + num_kernels * self.launch_s,
             up_s=latency_s + up_bytes / self.up_bytes_per_s,
         )
 

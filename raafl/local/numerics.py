@@ -30,6 +30,12 @@ def set_numerics(threads: int, options: FabricOptions) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
 
 
+def precision_of(options: FabricOptions) -> str:
+    """Name the precision that a process computes in: where `auto` finds nothing but a CPU, Lightning takes bf16 for 16-mixed."""
+    on_cpu = options.accelerator == "auto" and not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    return "bf16-mixed" if on_cpu and options.precision == "16-mixed" else options.precision
+
+
 def tf32() -> str:
     """Describe for what float32 is rounded to TF32."""
     matmul: Any = torch.backends.cuda.matmul

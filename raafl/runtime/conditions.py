@@ -10,11 +10,11 @@ import torch
 
 import raafl
 from raafl.config.experiment import Experiment
-from raafl.local.numerics import tf32
+from raafl.local.numerics import precision_of, tf32
 
 
-def conditions(experiment: Experiment) -> dict[str, Any]:
-    """Collect the conditions of a run in this process, once its parts are built."""
+def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]:
+    """Collect the conditions of a run in this process, once its parts are built; whether it ``trains``, or clients do."""
     fabric = experiment.fabric
     found = {
         "raafl": raafl.__version__,
@@ -24,7 +24,7 @@ def conditions(experiment: Experiment) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": experiment.threads,
         "accelerator": fabric.accelerator,
-        "precision": fabric.precision,
+        "precision": precision_of(fabric) if trains else fabric.precision,
     }
     on_cpu = fabric.accelerator == "cpu" and torch.device(experiment.server_device).type == "cpu"
     return found if on_cpu else {**found, **_gpu()}

@@ -14,10 +14,12 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +34,8 @@ from raafl.local.failure import attempt
 from raafl.local.spanning import ClientProcesses
 from raafl.local.train import Stopped
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.runtime.transport.gloo import GlooPair
-from raafl.runtime.transport.nccl import identity
+from raafl.runtime.transport.gloo import GlooPair, cloned
+from raafl.runtime.transport.nccl import identity, new_group, opened
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 
@@ -291,9 +293,34 @@ class _Group:
         self._nccl: Any = None
         own = all(name.startswith("cuda:") for name in devices) and len(set(devices)) == size
         if own and dist.is_nccl_available():
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = self._span
-            self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl)
+            # half of the time that the others wait for this process's word below
+            self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
+
+    def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        """Make NCCL's group, and a first sum, which joins all."""
+        group = new_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s)
+        try:
+            one = torch.ones(1, device=self._device)
+            group.allreduce([one], dist.AllreduceOptions()).wait()
+            if one.item() != size:
+                raise RuntimeError("NCCL does not add what it is given")
+        except BaseException:
+            group.abort()
+            raise
+        return group
+
+    def _agreed(self, group: Any, problem: str) -> Any:
+        """Keep NCCL's group where all processes have one; else none does."""
+        missing = torch.tensor([int(group is None)])
+        self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
+        if not missing.item():
+            return group
+        if group is not None:
+            group.abort()
+        warnings.warn(
+            f"NCCL is not used, gradients are summed over Gloo: {problem or 'another process has none'}", stacklevel=1
+        )
+        return None
 
     def total(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import time
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_steps
 from benchmarks.common import gpu_busy
 
 
@@ -29,8 +32,8 @@ def short(where):
 
 @pytest.fixture
 def steps(monkeypatch):
-    made = {step.__name__: gpu.Step(step, 10.0) for step in (bad, fine, short)}
-    monkeypatch.setattr(gpu, "STEPS", made | {"both": gpu.Step(fine, 10.0, num_gpus=2)})
+    made = {step.__name__: gpu_steps.Step(step, 10.0) for step in (bad, fine, short)}
+    monkeypatch.setattr(gpu, "STEPS", made | {"both": gpu_steps.Step(fine, 10.0, num_gpus=2)})
     return gpu.STEPS
 
 
@@ -48,12 +51,49 @@ def test_a_step_that_fails_ends_no_other_and_is_in_the_report(tmp_path, steps, c
 
 
 def test_on_gpus_a_goal_that_is_missed_counts_and_what_needs_more_gpus_waits(tmp_path, steps, monkeypatch):
+    monkeypatch.setattr(gpu, "_head", lambda num_gpus: {})
     monkeypatch.setattr(gpu, "begin", lambda name, device, limit_s: gpu.within(name, device))
     assert gpu.accept(tmp_path, ["fine", "short", "both"], 1) == 1
     assert told(tmp_path) == {"fine": "ok", "short": "missed", "both": "needs 2 GPUs"}
     assert gpu.accept(tmp_path, ["fine", "both"], 2) == 0
-    monkeypatch.setattr(gpu, "TOTAL_S", 1.0)
-    assert gpu.accept(tmp_path, ["fine"], 2) == 0 and told(tmp_path) == {"fine": "no time was left"}
+    assert gpu.accept(tmp_path, ["fine"], 2, total_s=1.0) == 0 and told(tmp_path) == {"fine": "no time was left"}
+
+
+def test_what_a_report_has_is_not_run_again(tmp_path, steps, monkeypatch):
+    began = []
+    monkeypatch.setattr(gpu, "_head", lambda num_gpus: {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu, "begin", lambda name, *_: began.append(name) or gpu.within(name, "cuda:0"))
+    assert gpu.main(["--out", str(tmp_path), "--skip", "both"]) == 1 and began == ["bad", "fine", "short"]
+    assert gpu.main(["--out", str(tmp_path), "--resume"]) == 1  # what failed, and what was skipped
+    assert began[3:] == ["bad"]
+    outcomes = {
+        "bad": "failed: KeyboardInterrupt: in the step",
+        "fine": "ok",
+        "short": "missed",
+        "both": "needs 2 GPUs",
+    }
+    assert told(tmp_path) == outcomes
+    (tmp_path / "more").mkdir()
+    assert gpu.main(["--out", str(tmp_path / "more"), "--only", "fine", "--resume", str(tmp_path / "report.json")]) == 0
+    assert began[4:] == []
+    assert gpu.known_of(tmp_path / "none.json") == {}
+
+
+def test_a_step_whose_processes_print_has_a_record_all_the_same(capfd):
+    assert gpu.main(["--step", "sharing", "--device", "cpu"]) == 0
+    assert json.loads(capfd.readouterr().out)["outcome"] == "ok"
+
+
+def test_a_step_that_dies_and_a_process_by_its_last_words(monkeypatch):
+    monkeypatch.setattr(gpu.sys, "executable", "/bin/echo")  # prints its arguments, which are no JSON
+    assert gpu.begin("fine", "cpu", 20.0)["outcome"] == "died with 0"
+    sleeping = subprocess.Popen(["sh", "-c", "sleep 60; :", "sh", "--client", "1"], start_new_session=True)
+    try:
+        assert gpu_steps.child(os.getpid(), b"\0--client\x001\0") == sleeping.pid
+    finally:
+        os.killpg(sleeping.pid, signal.SIGKILL)
+        sleeping.wait()
 
 
 def test_a_step_has_a_process_of_its_own_and_a_limit():
@@ -62,11 +102,16 @@ def test_a_step_has_a_process_of_its_own_and_a_limit():
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path, steps, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "WHEELS", "torch no_such_wheel nor_this")
+    monkeypatch.setattr(
+        gpu, "WHEELS", {"torch": "torch", "no_such_wheel": "no-such-wheel>=2", "nor_this": "nor-this[x]"}
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert gpu.main(["--out", str(tmp_path), "--only", "fine"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == "[raafl] wheels that are missing: no_such_wheel, nor_this"
+    assert first.startswith(
+        "[raafl] missing: 'no-such-wheel>=2' 'nor-this[x]'; bring them in a folder, with `pip download "
+    )
+    assert first.endswith(" -m pip install --no-index --find-links wheels 'no-such-wheel>=2' 'nor-this[x]'`")
     assert second == "[raafl] no GPU here: each step is only begun, on the CPU"
 
 

@@ -29,6 +29,14 @@ def test_memory_bandwidth_takes_time_beside_compute():
     assert Profile(flops_per_s=2.0).task_time(6.0, 0, 0, moved_bytes=8.0, padding_flops=5.0).compute_s == 3.0
 
 
+def test_each_operation_takes_a_launch():
+    profile = Profile(flops_per_s=2.0, bytes_per_s=4.0, launch_s=0.125)
+    assert profile.task_time(6.0, 0, 0, moved_bytes=8.0, num_kernels=40.0).compute_s == 3.0 + 2.0 + 5.0
+    assert Profile(flops_per_s=2.0).task_time(6.0, 0, 0, num_kernels=40.0).compute_s == 3.0
+    with pytest.raises(ValueError, match=r"launch_s is -1\.0; it must be a finite number of seconds, 0 or more"):
+        Profile(launch_s=-1.0)
+
+
 def test_infinite_links_cost_latency_only():
     time = Profile(flops_per_s=math.inf, latency_s=0.5).task_time(1e9, 10**12, 10**12)
     assert (time.down_s, time.compute_s, time.up_s) == (0.5, 0.0, 0.5)

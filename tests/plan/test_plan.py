@@ -225,6 +225,7 @@ def test_this_machine_is_measured_into_a_file_that_devices_reads(tmp_path, capsy
     assert str(file) in capsys.readouterr().out
     (here,) = load_devices(file)
     assert here.name == "here" and 0 < here.flops_per_s < math.inf and 0 < (here.bytes_per_s or 0) < math.inf
+    assert 0 <= here.launch_s < 0.1
     assert 1e5 < here.down_bytes_per_s < math.inf and 1e5 < here.up_bytes_per_s < math.inf and here.memory_bytes > 1e6
     options = ["--devices", str(file), "--max_updates", "4", "--algorithms", "", "--json"]
     assert main(["plan", *SMALL, *options]) == 0

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
+from lightning.fabric import Fabric
 
-from raafl.local.numerics import numerics_left, set_numerics
+from raafl.local.numerics import numerics_left, precision_of, set_numerics
 from raafl.local.train import FabricOptions
 from raafl.runtime.conditions import conditions, differences
 from tests.emulated_cuda import Emulated
@@ -20,6 +22,20 @@ def test_where_there_is_no_gpu_one_entry_says_so(tmp_path, monkeypatch):
     plain = experiment(tmp_path)
     found = conditions(replace(plain, fabric=FabricOptions(accelerator="auto")))
     assert found == {**conditions(plain), "accelerator": "auto", "gpu": None}
+
+
+def test_the_precision_is_the_one_that_lightning_takes_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for accelerator, asked, trains in (("auto", "16-mixed", "bf16-mixed"), ("auto", "bf16-mixed", "bf16-mixed")):
+        options = FabricOptions(accelerator=accelerator, precision=asked)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert Fabric(accelerator=accelerator, devices=1, precision=asked).strategy.precision.precision == trains
+        made = replace(experiment(tmp_path), fabric=options)
+        assert conditions(made)["precision"] == trains
+        assert conditions(made, trains=False)["precision"] == asked  # the clients' GPUs are elsewhere
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert precision_of(FabricOptions(accelerator="auto", precision="16-mixed")) == "16-mixed"
 
 
 def test_an_emulated_gpu_is_described_and_its_absence_is_a_difference(tmp_path, monkeypatch, emulated_cuda: Emulated):

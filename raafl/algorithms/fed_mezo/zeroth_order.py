@@ -196,6 +196,7 @@ class ZerothOrder(Local):
             up_bytes=cost.up_bytes + packed_bytes(int(extra.get(SCALARS, 0))),
             moved_bytes_per_sample=2 * cost.moved_bytes_per_sample + 2.0 * PASSES * 4 * perturbed / samples,
             padding_flops_per_sample=2 * cost.padding_flops_per_sample,
+            kernels_per_sample=2 * cost.kernels_per_sample,
         )
 
     def notes(self, submodels: Submodels) -> list[str]:

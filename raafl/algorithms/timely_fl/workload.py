@@ -100,6 +100,7 @@ class ShareOfTime(Local):
             flops_per_sample=whole.flops_per_sample * share,
             moved_bytes_per_sample=whole.moved_bytes_per_sample * share,
             padding_flops_per_sample=whole.padding_flops_per_sample * share,
+            kernels_per_sample=whole.kernels_per_sample * share,
             down_bytes=round(whole.down_bytes * share),
             up_bytes=round(whole.up_bytes * share),
         )

@@ -81,10 +81,10 @@ class Frames:
             host = piece if staging is None else staging.take(piece)
             view = codec.memory(host)
             self._stream.read_into(view)
+            if staging is not None:
+                staging.land(host, piece)  # first, so that the copy runs beside what looks at the values
             checksum.update(view)
             problem = problem or problem_of(host, finite)
-            if staging is not None:
-                staging.land(host, piece)
         if staging is not None:
             staging.landed()
         footer = bytearray(FOOTER_BYTES)

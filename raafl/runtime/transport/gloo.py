@@ -79,8 +79,7 @@ class GlooPair(Pair):
         Raises:
             PeerTimeout: the peer did not come. PeerLost: it came and went.
         """
-        with suppress(AttributeError, RuntimeError, NotImplementedError):
-            store = store.clone()
+        store = cloned(store)
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = _span(timeout_s), 1
         options._devices = [_device(hostname)]
@@ -262,11 +261,11 @@ class GlooPair(Pair):
         while in_flight:
             work, host, chunk = in_flight.popleft()
             self._wait(work, self.timeout_s)
+            if staging is not None and chunk is not footer:
+                staging.land(host, chunk)  # first, so that the copy runs beside what looks at the values
             if chunk is not footer:
                 checksum.update(codec.memory(host))
                 problem = problem or problem_of(host, finite)
-            if staging is not None and chunk is not footer:
-                staging.land(host, chunk)
             post()
         if staging is not None:
             staging.landed()
@@ -287,6 +286,13 @@ class GlooPair(Pair):
         """Return the staging buffer these tensors need, if any, and how many pieces may be in flight."""
         ring = self.staging.ring(way, tensors)
         return ring, NUM_POSTED if ring is None else NUM_STAGED - NUM_AHEAD
+
+
+def cloned(store: Store) -> Store:
+    """Return a store of one's own with the same content: one that waits, in C++, blocks its other users."""
+    with suppress(AttributeError, RuntimeError, NotImplementedError):
+        return store.clone()
+    return store
 
 
 def _span(seconds: float) -> timedelta:

@@ -6,13 +6,17 @@ Whether NCCL joins the two ends is tried before the first payload: what does not
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, Body, Header
-from raafl.runtime.transport.gloo import _REST, GlooPair, dist
+from raafl.runtime.transport.gloo import _REST, GlooPair, cloned, dist
 from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
 from raafl.runtime.transport.payload import CHUNK_BYTES, chunks, piece_bytes, problem_of
 from raafl.submodel.flat import FlatTensors
@@ -30,6 +34,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.0005
+
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error, or a transfer past its time, is its session's: here it is waited for
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that stands still does not end the process either
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Set where the user has not: by its defaults torch's watchdog ends the whole process, rank 0 with all of its sessions."""
 
 
 def identity(device: torch.device) -> str:
@@ -73,7 +84,9 @@ def connect(
         theirs = _told(pair, mine, timeout_s)
         problem = nccl_problem(*((mine, theirs) if server else (theirs, mine)))
         if problem is None:
-            group, mine = _tried(dist.PrefixStore(f"{prefix}/nccl", store), 0 if server else 1, device, timeout_s)
+            own = dist.PrefixStore(f"{prefix}/nccl", cloned(store))
+            # half of the time that the peer will wait for the word below
+            group, mine = opened(partial(_joined, own, 0 if server else 1, device, timeout_s / 2), timeout_s / 2)
             problem = _told(pair, mine, timeout_s) or mine  # both ends take it, or neither
     except BaseException:
         if group is not None:
@@ -94,24 +107,58 @@ def _told(pair: GlooPair, mine: str, timeout_s: float) -> str:
     return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
 
 
-def _tried(store: Store, rank: int, device: torch.device, timeout_s: float) -> tuple[Any, str]:
-    """Make a group and send a word each way; return it and "", or None and what went wrong."""
-    group, words = None, torch.tensor([rank, -1], device=device)
+def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
+    """Make a group of NCCL's; return it and "", or None and what went wrong, at the latest after ``timeout_s``.
+
+    NCCL may wait in a call that nothing interrupts, such as where the other end has died while both were joined. So it has
+    a thread of its own, which is left behind where it hangs; what that comes to later is thrown away.
+    """
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            group = make()
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                found.set_exception(error)
+            return
+        try:
+            found.set_result(group)
+        except InvalidStateError:  # given up meanwhile
+            group.abort()
+
+    threading.Thread(target=run, name="nccl", daemon=True).start()
     try:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        group = dist.ProcessGroupNCCL(store, rank, 2, options)
+        return found.result(timeout_s), ""
+    except TimeoutError:
+        return (None, f"nothing came of it within {timeout_s:g} s") if found.cancel() else (found.result(), "")
+    except Exception as error:  # of whatever kind: staging is there
+        return None, str(error).partition("\n")[0]
+
+
+def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """Make a ProcessGroupNCCL whose watchdog leaves the process alone (`WATCHDOG`)."""
+    for name, value in WATCHDOG.items():
+        os.environ.setdefault(name, value)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
+    """Make a group of two and send a word each way; raises `RuntimeError` or `PeerTimeout` where that does not come."""
+    words, group = torch.tensor([rank, -1], device=device), new_group(store, rank, 2, timeout_s)
+    try:
         for sender in (0, 1):
             work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
             work.wait()
         _synchronize(device, timeout_s)
         if int(words[1]) != 1 - rank:
             raise RuntimeError("NCCL does not bring what was sent")
-    except (RuntimeError, PeerTimeout) as error:
-        if group is not None:
-            group.abort()
-        return None, str(error).splitlines()[0]
-    return group, ""
+    except BaseException:
+        group.abort()
+        raise
+    return group
 
 
 def _sum(piece: Tensor) -> int:

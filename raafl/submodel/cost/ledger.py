@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class Ledger(TorchDispatchMode):
         padding_flops: those that convolutions do beside, on channels that are padding.
         moved_bytes: bytes of operands and results of every operation that is not a mere view, of a table from which rows
             are looked up the rows; each operation's by the time that it takes to move them (`traffic`).
+        kernels: how many operations that are not mere views there were of each kind.
         live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
         peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
     """
@@ -44,6 +46,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.padding_flops = 0.0, 0.0
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
+        self.kernels: Counter[Any] = Counter()
         self._alive: dict[int, weakref.ref[Any]] = {}
         for tensor in held:
             self._note(tensor, counted=False)
@@ -61,6 +64,8 @@ class Ledger(TorchDispatchMode):
         self.flops += work.flops
         self.padding_flops += work.padding_flops
         self.moved_bytes += work.moved_bytes
+        if work.num_bytes:
+            self.kernels[func._overloadpacket] += 1
         made = tensors_in(result)
         for tensor in made:
             self._note(tensor)

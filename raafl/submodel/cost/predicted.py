@@ -40,6 +40,8 @@ class Cost:
             operation's by the time that it takes to move them.
         padding_flops_per_sample: multiplications and additions that convolutions do beside, on channels that are padding.
         num_exchanges: round trips to the server in the middle of a task, such as one for each batch of a model in two halves.
+        kernels_per_sample: operations of a step that are not mere views, over the samples; of the optimiser's, which takes all
+            parameters at once on a GPU, one of each kind.
     """
 
     params: int
@@ -50,6 +52,7 @@ class Cost:
     moved_bytes_per_sample: float = 0.0
     padding_flops_per_sample: float = 0.0
     num_exchanges: int = 0
+    kernels_per_sample: float = 0.0
 
     def time_on(self, profile: Profile, samples: float, tested: float = 0.0) -> TaskTime:
         """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
@@ -60,6 +63,7 @@ class Cost:
         return profile.task_time(
             self.flops_per_sample * passes, self.down_bytes, self.up_bytes,
             self.moved_bytes_per_sample * passes, self.padding_flops_per_sample * passes, self.num_exchanges,
+            self.kernels_per_sample * passes,
         )  # fmt: skip
 
 
@@ -72,12 +76,14 @@ class Step:
         moved_bytes: read and written by all operations.
         peak_bytes: the most that is alive at once, from the second step on.
         padding_flops: of forward and backward pass, on channels that are padding.
+        num_kernels: operations of forward and backward pass, and kinds of operations of the update.
     """
 
     flops: float | None
     moved_bytes: int
     peak_bytes: int
     padding_flops: float = 0.0
+    num_kernels: int = 0
 
 
 def predict(submodels: Submodels, spec: Spec, batch_size: int) -> Cost:
@@ -99,8 +105,10 @@ def predict(submodels: Submodels, spec: Spec, batch_size: int) -> Cost:
     samples = max(batch_size, 1)
     down_bytes = submodels.layout(spec, "sent").num_bytes
     peak = down_bytes + submodels.idle_bytes(spec) + held_bytes + step.peak_bytes
-    more = step.moved_bytes / samples, step.padding_flops / samples
-    return Cost(params, flops / samples, peak, down_bytes, trained.num_bytes, *more)
+    return Cost(
+        params, flops / samples, peak, down_bytes, trained.num_bytes, step.moved_bytes / samples,
+        step.padding_flops / samples, kernels_per_sample=step.num_kernels / samples,
+    )  # fmt: skip
 
 
 def _step(submodels: Submodels, spec: Spec, batch: Any) -> tuple[Step, int]:
@@ -163,20 +171,23 @@ class _Run:
 
         peak_bytes = self._peak_of(passes)
         work = self.ledger
-        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops)
+        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
 
     def forward(self) -> Step:
         """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
-        return self._updated(3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops)
+        times = 3 * work.kernels.total()
+        return self._updated(3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
 
     def update(self) -> Step:
         """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
 
-    def _updated(self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0) -> Step:
+    def _updated(
+        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0
+    ) -> Step:
         """Return the step with its update, whose state is there throughout from the second step on."""
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             for parameter in self.trains:
@@ -186,13 +197,15 @@ class _Run:
         try:
             update_bytes = self._peak_of(self._optimise)
             state, before = self.ledger.live_bytes - gradients, self.ledger.moved_bytes
+            self.ledger.kernels.clear()
             self._peak_of(self._optimise_again)  # with its state there
             moved_bytes += self.ledger.moved_bytes - before
+            num_kernels += len(self.ledger.kernels)
         except Exception:
             state = _SLOTS * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
-        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops)
+        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels)
 
     def _optimise(self) -> None:
         with torch.device("cpu"):  # where optimisers count their steps

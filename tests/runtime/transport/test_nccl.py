@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,19 +22,25 @@ WAIT_S = 10.0
 
 
 class StandIn:
-    """Two ends of a ProcessGroupNCCL in one process; an end may be set to fail when it is made, or when it sends."""
+    """Two ends of a ProcessGroupNCCL in one process; an end may be set to fail, or to hang, when it is made or when it sends."""
 
     Options = SimpleNamespace
     fails: tuple[int, str] | None = None
+    hangs: tuple[int, str] | None = None
+    wakes: threading.Event
+    watchdog: dict[str, str | None]
     ends: dict[int, StandIn]
     sent: tuple[queue.Queue, queue.Queue]
 
     def __init__(self, store, rank, size, options):
-        self.rank, self.aborted = rank, False
+        self.rank, self.aborted = rank, threading.Event()
+        StandIn.watchdog = {name: os.environ.get(name) for name in nccl.WATCHDOG}
         self.fail("made", "unhandled system error\nmore")
         self.ends[rank] = self
 
     def fail(self, when, says):
+        if self.hangs == (self.rank, when):
+            assert self.wakes.wait(WAIT_S)
         if self.fails == (self.rank, when):
             self.sent[self.rank].put(None)
             raise RuntimeError(f"NCCL error: {says}")
@@ -52,7 +60,8 @@ class StandIn:
         return SimpleNamespace(wait=wait)
 
     def abort(self):
-        self.aborted = True
+        self.sent[self.rank].put(None)  # who waits for this end hears of it
+        self.aborted.set()
 
 
 @pytest.fixture
@@ -63,17 +72,21 @@ def joined(monkeypatch, request):
     def properties(device):
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B + torch.device(device).index, pci_device_id=0)
 
-    StandIn.fails, StandIn.ends, StandIn.sent = None, {}, (queue.Queue(), queue.Queue())
+    for name in nccl.WATCHDOG:
+        monkeypatch.setenv(name, "")  # so that it is as it was after the test
+        monkeypatch.delenv(name)
+    StandIn.fails, StandIn.hangs, StandIn.ends, StandIn.sent = None, None, {}, (queue.Queue(), queue.Queue())
+    StandIn.wakes = threading.Event()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 
     @contextmanager
-    def connect(*devices, wanted=True):
+    def connect(*devices, wanted=True, timeout_s=WAIT_S):
         store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT_S), wait_for_workers=False)
         with ThreadPoolExecutor(2) as pool:
             ends = [
-                pool.submit(nccl.connect, store, "pair/1", not n, WAIT_S, "127.0.0.1", device=device, nccl=wanted)
+                pool.submit(nccl.connect, store, "pair/1", not n, timeout_s, "127.0.0.1", device=device, nccl=wanted)
                 for n, device in enumerate(devices)
             ]
             server, client = (end.result() for end in ends)
@@ -129,7 +142,7 @@ def test_emulated_payloads_go_over_nccl_from_gpu_to_gpu_and_are_checked(joined):
         sending.result()
         pool.submit(client.send, Message(Kind.HELLO, 9))
         assert server.recv(lambda *_: None, WAIT_S).assignment == 9
-    assert all(end.aborted for end in StandIn.ends.values())
+    assert all(end.aborted.is_set() for end in StandIn.ends.values())
 
 
 def refuse(kind, number, meta):
@@ -148,7 +161,43 @@ def test_emulated_nccl_that_fails_before_the_first_payload_leaves_both_ends_to_g
         assert client.recv(lambda *_: into, WAIT_S).tensors.fingerprint() == sent.fingerprint()
         sending.result()
     assert any(says in str(warning.message) for warning in warned)
-    assert all(end.aborted for end in StandIn.ends.values())
+    assert all(end.aborted.is_set() for end in StandIn.ends.values())
+
+
+@pytest.mark.parametrize(("rank", "when"), [(0, "made"), (1, "sends")])
+def test_emulated_nccl_that_hangs_at_the_start_is_given_up_at_the_deadline(joined, rank, when):
+    StandIn.hangs = (rank, when)
+    warned = pytest.warns(UserWarning, match="nothing came of it within 2 s")
+    with warned, joined("cuda:0", "cuda:1", timeout_s=4.0) as (server, client), ThreadPoolExecutor(1) as pool:
+        assert type(server) is type(client) is GlooPair
+        sent, into = payload(2.0, "cuda:0"), payload(0.0, "cuda:1")
+        sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent), WAIT_S)
+        assert client.recv(lambda *_: into, WAIT_S).tensors.fingerprint() == sent.fingerprint()
+        sending.result()
+    StandIn.wakes.set()  # what was left behind throws away what it comes to
+    for thread in threading.enumerate():
+        if thread.name == "nccl":
+            thread.join(WAIT_S)
+    assert StandIn.ends and all(end.aborted.is_set() for end in StandIn.ends.values())
+
+
+def test_emulated_nccl_is_made_with_a_watchdog_that_cannot_end_the_process(joined, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the user's own
+    with joined("cuda:0", "cuda:1") as (server, _):
+        assert type(server) is nccl.NcclPair
+    assert StandIn.watchdog == {**nccl.WATCHDOG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or not dist.is_nccl_available(), reason="shows NCCL's own refusal without a GPU"
+)
+def test_nccl_itself_where_there_is_no_gpu_leaves_both_ends_to_gloo(monkeypatch):
+    """No stand-in here: the constructor of torch's own group raises."""
+    for name in nccl.WATCHDOG:
+        monkeypatch.setenv(name, nccl.WATCHDOG[name])
+    store = dist.HashStore()
+    group, problem = nccl.opened(lambda: nccl.new_group(store, 0, 2, 1.0), WAIT_S)
+    assert group is None and "no GPUs found" in problem
 
 
 def test_emulated_nccl_that_fails_later_ends_the_session(joined):
@@ -156,7 +205,7 @@ def test_emulated_nccl_that_fails_later_ends_the_session(joined):
         StandIn.fails = (0, "sends")
         with pytest.raises(PeerLost, match="connection-broken: NCCL error: Duplicate GPU detected"):
             server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")))
-        assert server.closed and StandIn.ends[0].aborted
+        assert server.closed and StandIn.ends[0].aborted.is_set()
 
 
 def test_emulated_ends_that_do_not_ask_for_nccl_or_share_a_gpu_have_gloo(joined):

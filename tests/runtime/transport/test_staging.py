@@ -135,3 +135,19 @@ def test_the_emulated_gpu_is_waited_for_as_often_whatever_the_number_of_pieces(l
         num_late.append(late.num_late - copied)
         assert sent.fingerprint() == into.fingerprint()
     assert num_late == [2 * 4, 2 * 40] and waits[0] == waits[1] == 0
+
+
+def test_an_emulated_pieces_copy_is_begun_before_its_values_are_looked_at(late, monkeypatch):
+    from raafl.runtime.transport import frames
+
+    begun = []
+    monkeypatch.setattr(frames, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(frames, "problem_of", lambda host, finite: begun.append(late.num_late))
+    layout = Layout.pack([("weight", (5 * PIECE_BYTES // 4,), torch.float32)])
+    sent, into = FlatTensors.zeros(layout), FlatTensors.zeros(layout, "cuda:0")  # the sender's are not staged
+    ours, theirs = socket.socketpair()
+    with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(one.send, Message(Kind.ASSIGN, 1, 0, {}, sent))
+        two.recv(lambda *_: into, 20.0, finite=True)
+        sending.result()
+    assert begun == [1, 2, 3, 4, 5]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from model_zoo import CNN, MLP, ResNet, ViT
+from raafl.devices.profiles import Profile
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel.aside import meta_batch, tensors_in
 from raafl.submodel.cost import predicted as cost_module
@@ -118,6 +119,35 @@ def test_moved_bytes_by_hand():
     backward = (4 + 4) + 0.7 * (4 + inputs + MATRIX) + 0.7 * (4 + bias)
     update = 0.45 * 3 * VALUES  # values and gradients are read, values written
     assert 10 * cost.moved_bytes_per_sample == pytest.approx(forward + backward + update, abs=8)  # whole bytes of each
+
+
+class Slopes(nn.Module):
+    """Two layers and a loss, whose operations can be counted."""
+
+    def __init__(self, optimizer=torch.optim.SGD):
+        super().__init__()
+        self.one, self.two, self.optimizer = nn.Linear(3, 4, bias=False), nn.Linear(4, 2), optimizer
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.mse_loss(self.two(self.one(x).relu()), y)
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+def test_operations_of_a_step_by_hand():
+    """Each that is no view is a launch; the optimiser's are those of one parameter, however many there are."""
+    batch = torch.zeros(8, 3), torch.zeros(8, 2)
+    # forward: product, relu, product with bias, loss. Backward: its first gradient, the loss's, two products and a sum of the
+    # second layer, relu's, a product of the first, whose input wants none. SGD: one addition.
+    assert Submodels(Slopes(), batch).cost(FULL, 8).kernels_per_sample == (4 + 7 + 1) / 8
+    # Adam: the moments' two and a half of three operations, their correction, and the step
+    adam = Submodels(Slopes(torch.optim.Adam), batch).cost(FULL, 8).kernels_per_sample * 8 - 11
+    assert 5 <= adam <= 9
+    cost = Submodels(Slopes(), batch).cost(FULL, 8)
+    slow = Profile(flops_per_s=1e30, launch_s=0.5)
+    assert cost.time_on(slow, 16).compute_s == pytest.approx(2 * 12 * 0.5)
 
 
 def test_of_a_table_only_the_rows_looked_up_move():

@@ -1,0 +1,319 @@
+"""What `benchmarks.gpu` shows, step by step: each is a function whose docstring says what, and whose rows say how much."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, gpu_busy
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ("--config", str(ROOT / "configs" / "quickstart.yaml"))
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a step runs.
+
+    Attributes:
+        device: cuda:0, or cpu in a dry run.
+        folder: of its own, empty.
+    """
+
+    device: str
+    folder: Path
+
+    @property
+    def dry(self) -> bool:
+        """Whether there is no GPU."""
+        return self.device == "cpu"
+
+    @property
+    def options(self) -> list[str]:
+        """Options of a run whose model and clients are there."""
+        return ["--fabric.accelerator", self.device.partition(":")[0], "--server_device", self.device]
+
+
+# ---- the steps ----
+
+
+def tests(where: Where) -> list[Row]:
+    """The tests marked gpu."""
+    files = [str(file) for file in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in file.read_text()]
+    if where.dry:
+        return [{"files": len(files), "value": bool(importlib.util.find_spec("pytest"))}]
+    words = run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files])
+    return [{"value": words.strip().splitlines()[-1]}]
+
+
+def quick_start(where: Where) -> list[Row]:
+    """The quick start's accuracy, on the GPU and on the CPU."""
+    most = ["--max_updates", "4"] if where.dry else []
+    found = _simulated(where, "gpu", *most)["final"]["accuracy"]
+    on_cpu = found if where.dry else _simulated(replace(where, device="cpu"), "cpu")["final"]["accuracy"]
+    return [{"value": found, "cpu": on_cpu, "goal": "within 0.02", "met": abs(found - on_cpu) <= 0.02}]
+
+
+def twice(where: Where) -> list[Row]:
+    """The same run in two fresh processes: the same bits."""
+    options = [*QUICK, "--max_updates", "40", "--progress", "quiet", *where.options]
+    digests = [_raafl(where, name, "simulate", *options).get("model_digest") for name in ("one", "two")]
+    return [{"value": digests[0], "goal": "equal", "met": digests[0] == digests[1]}]
+
+
+def resumed(where: Where) -> list[Row]:
+    """A run that goes on after a Ctrl-C, whose merge keeps state on the GPU, against one that was never interrupted."""
+    from raafl.core.hooks import Watcher
+
+    class Interrupts(Watcher):
+        """Ends a run at its twelfth task."""
+
+        num_settled = 0
+
+        def on_settled(self, settled: Any, now: float) -> None:
+            self.num_settled += 1
+            if self.num_settled == 12:
+                signal.raise_signal(signal.SIGINT)
+
+    rows = []
+    for name in ("fed_buff", "fed_opt"):
+        method, half = ["--algorithm", name, "--max_updates", "24"], where.folder / f"{name}-half"
+        whole = _simulated(where, f"{name}-whole", *method)
+        with contextlib.suppress(KeyboardInterrupt):
+            _simulated(where, half.name, *method, watcher=Interrupts())
+        rest = _simulated(where, None, "--resume", str(half))
+        met = rest["model_digest"] == whole["model_digest"]
+        rows.append({"merge": name, "value": rest["updates_merged"], "goal": "equal digests", "met": met})
+    return rows
+
+
+def out_of_memory(where: Where) -> list[Row]:
+    """A task that is too large for the GPU is refused, and the run goes on."""
+    import torch
+
+    from benchmarks.overhead import MLP_MNIST, RandomData
+    from model_zoo import MLP
+    from raafl import Experiment, fed_raa, simulate
+    from raafl.core.algorithm import Training
+    from raafl.local.train import FabricOptions
+
+    class Greedy(MLP):
+        """Asks for an exabyte where half of its units or more are there."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            real = type(batch[0]) is torch.Tensor and not batch[0].is_meta and len(batch[1]) > 2
+            if real and self.layers[1].out_features >= 100:
+                torch.empty(1 << 58, dtype=torch.float32, device=batch[0].device)
+            return super().training_step(batch, batch_idx)
+
+    data = RandomData(replace(MLP_MNIST, clients=4, samples=256))
+    summary, _ = simulate(
+        Experiment(
+            model=lambda: Greedy(784, (200,), 10), data=lambda: data, algorithm=fed_raa(fragments=3), clients=4,
+            train=Training(num_epochs=None, num_steps=2), max_updates=12, output=str(where.folder / "run"), progress="quiet",
+            server_device=where.device, fabric=FabricOptions(accelerator=where.device.partition(":")[0]),
+        )
+    )  # fmt: skip
+    refused = summary["updates_refused"].get("out-of-memory", 0)
+    return [{"value": refused, "goal": "above 0, run ends", "met": refused > 0 and summary["updates_merged"] >= 12}]
+
+
+def precisions(where: Where) -> list[Row]:
+    """Each precision trains, or is refused by name before the run."""
+    from raafl.errors import BadInput
+
+    rows: list[Row] = []
+    for precision in ("bf16-mixed",) if where.dry else ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"):
+        options = ["--fabric.precision", precision, "--max_updates", "4" if where.dry else "120"]
+        try:
+            accuracy = _simulated(where, precision, *options)["final"]["accuracy"]
+            met = where.dry or accuracy > 0.5
+            rows.append({"precision": precision, "value": accuracy, "goal": "above 0.5", "met": met})
+        except BadInput as refused:
+            rows.append({"precision": precision, "value": f"refused: {refused}"})
+    return rows
+
+
+def faults(where: Where) -> list[Row]:
+    """Of three clients one is killed, one stopped; the others' updates are merged to the end."""
+    from raafl.commands.fit_local import read
+
+    options = [
+        *QUICK, "--local", "3", "--max_updates", "200", "--waits.task_s", "10", "--progress", "quiet",
+        "--output", str(where.folder / "run"), *where.options,
+    ]  # fmt: skip
+    _parsed("fit", *read(options).options)
+    if where.dry:
+        return []
+    process = subprocess.Popen([sys.executable, "-m", "raafl", "fit", *options], cwd=ROOT)
+    journal = where.folder / "run" / "clients.csv"
+    while process.poll() is None and (not journal.is_file() or journal.read_text().count("merged") < 20):
+        time.sleep(0.2)
+    for client, number in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
+        os.kill(child(process.pid, b"\0--client\0%d\0" % client), number)
+    code = process.wait()
+    merged = json.loads((where.folder / "run" / "summary.json").read_text())["updates_merged"]
+    lost = journal.read_text().count("lost:")
+    return [{"value": merged, "lost": lost, "goal": "200, exit code 0", "met": not code and merged >= 200 and lost > 0}]
+
+
+def staging(where: Where) -> list[Row]:
+    """A task's payload from GPU to GPU through the host: its share of the raw transfer, and what the pinned copies take of it."""
+    from benchmarks.wire import pinned_s, trips
+
+    num_bytes = (4 << 10) if where.dry else 1_400_000_000
+    (row,) = trips(where.device, {num_bytes: 1 if where.dry else 3}, only="gloo")
+    if where.dry:
+        return [row]
+    row["copies_s"] = 2 * pinned_s(num_bytes, where.device)  # down and up, each there and back
+    row |= {"value": 1 / row["ratio"], "goal": "0.7 of the link", "met": row["ratio"] <= 1 / 0.7}
+    return [row, {"transport": "CUDA IPC", "value": "not built: see docs/gpu-transport.md"}]
+
+
+def merges(where: Where) -> list[Row]:
+    """Ten updates of 86.6 million parameters folded in, over the GPU's copy bandwidth."""
+    from benchmarks import merge
+
+    tiny = merge.Shape(depth=2, width=8, hidden=20, tokens=5, patch=2, classes=3)
+    found = merge.rows(tiny if where.dry else None, 1 if where.dry else 7, device=where.device)
+    return [{**row, "goal": "ratio 0.7", "met": row["ratio"] >= 0.7} for row in found]
+
+
+def submodels(where: Where) -> list[Row]:
+    """Seconds and memory of a step of each submodel over the whole model's, predicted beside measured."""
+    from benchmarks.submodels import on_device
+
+    if where.dry:
+        return on_device(("cnn",), (1.0, 0.25), where.device, 2)
+    return on_device(("vit-tiny", "bert-small"), (1.0, 0.25, 0.0625), where.device, 30)
+
+
+def throughput(where: Where) -> list[Row]:
+    """Tasks per second of simulate, against the CPU's, and how much of the time the GPU is busy."""
+    from benchmarks.overhead import CNN_CIFAR, MLP_MNIST, RandomData, raafl_seconds
+    from raafl import fed_avg
+
+    rows: list[Row] = []
+    for work in (MLP_MNIST, CNN_CIFAR):
+        work = replace(work, clients=4, cohort=4, rounds=1, samples=32) if where.dry else work
+        data, method = RandomData(work), fed_avg(cohort=None if work.cohort == work.clients else work.cohort)
+
+        def per_s(device: str, name: str, work: Any = work, data: Any = data, method: Any = method) -> float:
+            return work.trainings / raafl_seconds(work, data, method, 1, where.folder / f"{work.name}-{name}", device)
+
+        found = on_cpu = per_s(where.device, "warm")
+        with gpu_busy() as seen:
+            found = found if where.dry else per_s(where.device, "gpu")
+        on_cpu = on_cpu if where.dry else per_s("cpu", "cpu")
+        rows.append({"workload": work.name, "value": found, "cpu": on_cpu, "busy %": sum(seen) / max(len(seen), 1)})
+    return rows
+
+
+def sharing(where: Where) -> list[Row]:
+    """Several clients on one GPU: seconds of the same run without and with MPS."""
+    script = ROOT / "launch" / "gpu-sharing.sh"
+    run(["bash", "-n", str(script)])
+    rows: list[Row] = []
+    for mps in () if where.dry else ("0", "1"):
+        if mps == "1" and shutil.which("nvidia-cuda-mps-control") is None:
+            rows.append({"MPS": True, "value": "no nvidia-cuda-mps-control here"})
+            continue
+        folder, path = where.folder / f"mps-{mps}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        run([str(script), QUICK[1], "--output", str(folder), "--emulate", "false", "--max_updates", "200"],
+             RANKS_PER_GPU="4", CUDA_VISIBLE_DEVICES="0", MPS=mps, PATH=path)  # fmt: skip
+        summary = json.loads((folder / "summary.json").read_text())
+        rows.append({"MPS": mps == "1", "updates_per_s": summary["updates_merged"] / summary["wall_s"]})
+    return rows
+
+
+def two_gpus(where: Where) -> list[Row]:
+    """A server and a client on a GPU each: staged, and over NCCL."""
+    rows, options = [], [*QUICK, "--clients", "1", "--max_updates", "40", "--emulate", "false", *where.options]
+    for transport in ("staged", "nccl"):
+        summary = _raafl(where, transport, "fit", *options, "--transport", transport, ranks=2)
+        met = "NCCL is not used" not in summary.get("printed", "")
+        rows.append({"transport": transport, "value": summary.get("wall_s"), "goal": "no fallback", "met": met})
+    return rows
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to be shown, by a function whose docstring says what, within so many seconds, on so many GPUs."""
+
+    run: Callable[[Where], list[Row]]
+    limit_s: float
+    num_gpus: int = 1
+
+
+STEPS = {
+    step.run.__name__: step
+    for step in (
+        Step(tests, 150), Step(quick_start, 60), Step(twice, 60), Step(resumed, 60), Step(out_of_memory, 40),
+        Step(precisions, 90), Step(faults, 90), Step(staging, 60), Step(merges, 60), Step(submodels, 90),
+        Step(throughput, 90), Step(sharing, 90), Step(two_gpus, 90, num_gpus=2),
+    )
+}  # fmt: skip
+
+
+# ---- what they use ----
+
+
+def _parsed(command: str, *options: str) -> Any:
+    from raafl.config.parse import parse
+
+    return parse(command, list(options))
+
+
+def _simulated(where: Where, name: str | None, *options: str, watcher: Any = None) -> dict[str, Any]:
+    """Simulate the quick start with more options, in a folder of that name, or what is resumed; return its summary."""
+    from raafl.commands.run import simulate
+
+    new = [] if name is None else [*QUICK, "--output", str(where.folder / name), *where.options]
+    parsed = _parsed("simulate", *new, "--progress", "quiet", *options)
+    return dict(simulate(parsed.experiment, parsed.config_yaml, watcher=watcher)[0])
+
+
+def _raafl(where: Where, name: str, command: str, *options: str, ranks: int = 0) -> dict[str, Any]:
+    """Run raafl in a fresh process, or in ranks; return its summary and what it printed. A dry run parses the options."""
+    if where.dry:
+        _parsed(command, *options)
+        return {}
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
+    folder = where.folder / name
+    words = run([sys.executable, "-m", *torchrun, "raafl", command, *options, "--output", str(folder)])
+    return {**json.loads((folder / "summary.json").read_text()), "printed": words}
+
+
+def child(parent: int, ending: bytes) -> int:
+    """Find the child of a process whose command line ends so."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            of = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            found += (
+                [int(folder.name)] if of == str(parent) and (folder / "cmdline").read_bytes().endswith(ending) else []
+            )
+    (pid,) = found
+    return pid
+
+
+def run(command: list[str], **environment: str) -> str:
+    """Run a command; return all that it printed, or raise with the end of it."""
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:6])} ... ended with {done.returncode}: {done.stdout[-3000:]}")
+    return done.stdout

@@ -4,6 +4,11 @@ A task is an assignment out and an update back, with every check: header, JSON, 
 the update. It goes over `GlooPair` (torchrun), `TcpPair` (serve and join), and `TcpPair` with encryption. Raw is one
 Gloo send and receive of one buffer each way. All run between the same two processes, in turn, one thread each for
 torch; a row holds the medians and the ratio to raw. The last rows are the ciphers that encryption could use, alone.
+
+`python -m benchmarks.wire counts` has another table, which needs no time: how often a task between two GPUs is copied and
+waited for, by the number of its pieces, on the emulated GPUs of `tests/emulated_cuda.py`. `synchronisations` hold the CPU up
+until all of a GPU's work is done; an event is waited for alone, by then mostly there: that of the piece that goes next, or of
+the slot that is used again.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ import json
 import os
 import queue
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +37,7 @@ from raafl.runtime.transport.cipher import RECORD_BYTES
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.runtime.transport.handshake import load_secret
 from raafl.runtime.transport.listener import Listener, call
+from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors, Layout
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}
@@ -76,6 +85,48 @@ def pinned_s(num_bytes: int, device: str) -> float:
         torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
     return min(taken)
+
+
+def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
+    """Count copies, bytes and waits of a task between two emulated GPUs, whose payload each way has so many pieces."""
+    import pytest
+
+    from raafl.runtime.transport import frames, payload
+    from tests.emulated_cuda import emulation
+
+    sizes = {"gloo": payload.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}
+    found = []
+    with pytest.MonkeyPatch.context() as patch, emulation(patch) as gpus, ThreadPoolExecutor(2) as pool:
+        waited: list[None] = []
+        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: waited.append(None))
+        patch.setattr(torch.cuda, "Event", lambda **_: event)
+        for name, ends in {"gloo": _gloo_ends(pool), "tcp": _tcp_ends()}.items():
+            for number in pieces:
+                layout = Layout.pack([("weight", (number * sizes[name] // 4,), torch.float32)])
+                tensors = [FlatTensors.zeros(layout, device) for device in ("cuda:1", "cuda:1", "cuda:0", "cuda:0")]
+                gpus.counts.clear(), gpus.num_bytes.clear(), waited.clear()
+                one, other = _serve_task(ends[0], *tensors[:2]), _answer_task(ends[1], *tensors[2:])
+                for step in (pool.submit(one), pool.submit(other)):
+                    step.result(_TIMEOUT_S)
+                found.append({
+                    "transport": name, "pieces": number, "bytes": layout.num_bytes,
+                    "copies_to_host": gpus.counts["to host"], "copies_to_device": gpus.counts["to device"],
+                    "copied_bytes": gpus.num_bytes.total(), "synchronisations": gpus.counts["waits"],
+                    "events_waited_for": len(waited),
+                })  # fmt: skip
+            for end in ends:
+                end.close()
+    return found
+
+
+def _gloo_ends(pool: ThreadPoolExecutor) -> list[Pair]:
+    store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    meeting = [pool.submit(GlooPair.connect, store, "pair", server, _TIMEOUT_S, _HOST) for server in (True, False)]
+    return [one.result() for one in meeting]
+
+
+def _tcp_ends() -> list[Pair]:
+    return [TcpPair(one, _TIMEOUT_S) for one in socket.socketpair()]
 
 
 def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[float]) -> Row:
@@ -196,4 +247,5 @@ if __name__ == "__main__":
         store = dist.TCPStore(_HOST, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S))
         _run(store, False, on, dict(counts), chosen)
     else:
-        main("wire", rows)
+        has_counts = sys.argv[1:2] == ["counts"]
+        main("wire", counts if has_counts else rows, sys.argv[2:] if has_counts else None)

@@ -281,6 +281,13 @@ def _mixed(devices: list[torch.device]) -> RuntimeError:
 @pytest.fixture
 def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Two GPUs of 1 GiB, in every thread and forked process that the test starts."""
+    with emulation(monkeypatch) as made:
+        yield made
+
+
+@contextmanager
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    """Have two GPUs within this context, by patches that outlast it."""
     # torch keeps this list: made below, it would lack torch.tensor itself, which `with torch.device("meta")` then misses
     _device_constructors()
     made = Emulated()

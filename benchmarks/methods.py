@@ -227,7 +227,7 @@ def _summary(runs: Sequence[Row]) -> Row:
             summary |= {name: statistics.fmean(values) if values else None, f"{name}_seeds": len(values)}
         elif len(values) == len(runs):
             summary[name] = statistics.fmean(values)
-            if len(values) > 1 and name in (METRIC, f"best_{METRIC}", "time_s", "time_to"):
+            if len(values) > 1 and name in (METRIC, f"best_{METRIC}", "loss", "time_s", "time_to"):
                 summary[f"{name}_sd"] = statistics.stdev(values)
     return summary
 

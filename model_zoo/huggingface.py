@@ -222,20 +222,29 @@ class _PretrainedLM(HFLanguageModel):
         optimizer: Optimizer = "adamw",
         gradient_checkpointing: bool = False,
         generate: bool = False,
+        generation: dict[str, Any] | None = None,
     ) -> None:
         """Load or build the model; arguments and errors as for `HFSequenceClassifier`; with ``lora``, the head is frozen, too.
 
         With ``generate`` what counts as ``exact_match`` is what the model writes with its own generation settings (beams, sampling,
         penalties), at most as long as the longest answer of a batch; else what greedy decoding would write, which the pass for
-        the loss tells.
+        the loss tells. ``generation`` sets some of them, such as ``{num_beams: 4}``; they are saved with the model.
         """
         model = hub.make(self.task, name_or_path, pretrained, architecture or {}, base_of(lora))
         super().__init__(model, lr, weight_decay, warmup_steps, optimizer)
         self._adapt(lora, trains_head=False)
         self._checkpoint(gradient_checkpointing)
         self.writes = generate
+        settings = self.model.generation_config
+        known = type(settings)().to_dict()
+        if generation:
+            if unknown := settings.update(**generation):
+                raise ValueError(f"generation has {', '.join(unknown)}, which no generation config has: leave it out")
+            settings.validate(strict=True)  # now, and not when the trained model is to be saved
         self.save_hyperparameters()
         self._stand_alone()
+        own = {name for name in known if name[0] != "_" and name != "transformers_version"}
+        self.hparams["generation"] = {name: value for name, value in settings.to_diff_dict().items() if name in own}
 
     def _predicted(self, batch: Mapping[str, Tensor], logits: Tensor, targets: Tensor) -> Tensor:
         counted = targets != IGNORED

@@ -14,8 +14,10 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What the frozen model may be kept in."""
+from model_zoo.nf4 import NF4Linear, quantise
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "nf4": torch.bfloat16}
+"""What the frozen model may be kept in; with nf4 what is no linear layer of its body."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,15 @@ class LoRA:
         dropout: probability of dropping an input of an adapter.
         target_modules: names of the layers to adapt, such as ``[query, value]``, or ``all-linear``; null = those that peft
             adapts in this architecture.
-        base: fp32, or bf16: the frozen model takes half of the memory, and is rounded. What trains is in float32 all the same.
+        base: fp32, or bf16: the frozen model takes half of the memory, and is rounded. nf4 (QLoRA, Dettmers et al. 2023,
+            arXiv:2305.14314): its linear layers take a seventh. What trains is in float32 all the same.
     """
 
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: list[str] | str | None = None
-    base: Literal["fp32", "bf16"] = "fp32"
+    base: Literal["fp32", "bf16", "nf4"] = "fp32"
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the field, for a value that cannot be."""
@@ -48,7 +51,7 @@ class LoRA:
         if self.target_modules is not None and not self.target_modules:
             raise ValueError("lora.target_modules is empty: name layers to adapt, or leave it out")
         if self.base not in DTYPES:
-            raise ValueError(f"lora.base is '{self.base}': give {' or '.join(DTYPES)}")
+            raise ValueError(f"lora.base is '{self.base}': give one of {', '.join(DTYPES)}")
 
     @classmethod
     def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
@@ -81,6 +84,10 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
         import peft
     except ImportError as error:
         raise ValueError(f"lora needs the package peft ({error}): pip install peft") from error
+    if lora.base == "nf4" and not quantise(model):
+        raise ValueError(
+            f"lora.base is 'nf4', but this {model.config.model_type} has no torch.nn.Linear in its body: give bf16"
+        )
     targets = lora.target_modules
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]
@@ -138,6 +145,9 @@ def merged(model: Any) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = copy.deepcopy(model)
+    for name, layer in list(plain.named_modules()):
+        if isinstance(layer, NF4Linear):
+            plain.set_submodule(name, layer.plain(DTYPES["nf4"]))
     for name, layer in list(plain.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()

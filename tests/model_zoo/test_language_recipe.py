@@ -191,3 +191,29 @@ def test_what_is_written_with_a_models_own_settings_counts(kind, settings):
         written = module.model.generate(**asked, max_new_tokens=most, max_length=None, pad_token_id=0)[0, begins:]
         written = torch.nn.functional.pad(written, (0, 4))[: stop - start]
         assert torch.equal(found[row, start - shift : stop - shift], written)
+
+
+def test_settings_for_writing_are_in_checkpoints_and_in_the_saved_model(tmp_path):
+    """The folder's own, and those that are given; without the folder, too."""
+    from transformers import GenerationConfig
+
+    from raafl.runfolder import checkpoints
+
+    model = HFCausalLM("made:llama", generation={"repetition_penalty": 1.5, "eos_token_id": [1, 2]})
+    model.save_pretrained(tmp_path / "base")
+    module = HFCausalLM(str(tmp_path / "base"), generate=True, generation={"num_beams": 3})
+    path = checkpoints.save(tmp_path, 1, module.state_dict(), module=module)
+    again = HFCausalLM.load_from_checkpoint(path)
+    again.save_pretrained(tmp_path / "saved")
+    for found in (again.model.generation_config, GenerationConfig.from_pretrained(tmp_path / "saved")):
+        assert (found.num_beams, found.repetition_penalty, found.eos_token_id) == (3, 1.5, [1, 2])
+    assert again.writes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"beams": 3}, "generation has beams, which"), ({"num_beams": 1, "early_stopping": True}, "early_stopping")],
+)
+def test_settings_for_writing_that_cannot_be_are_refused_before_training(settings, message):
+    with pytest.raises(ValueError, match=message):
+        HFCausalLM("made:llama", generation=settings)

@@ -121,7 +121,7 @@ def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
         ({"rank": 0}, r"lora.rank is 0: give 1 or more"),
         ({"alpha": 0.0}, r"lora.alpha is 0.0: give more than 0"),
         ({"dropout": 1.0}, r"lora.dropout is 1.0: give 0 or more, and less than 1"),
-        ({"base": "int4"}, r"lora.base is 'int4': give fp32 or bf16"),
+        ({"base": "int4"}, r"lora.base is 'int4': give one of fp32, bf16, nf4"),
         ({"target_modules": []}, r"lora.target_modules is empty: name layers"),
     ],
 )  # fmt: skip

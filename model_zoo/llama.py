@@ -20,7 +20,7 @@ SIZES: Final = {
     "tinyllama": (22, 2048, 5632, 32, 4),
 }
 """Blocks, width, width of the gated MLP, query heads, key-value heads. tinyllama is Zhang et al. 2024 (arXiv:2401.02385),
-1.1 B parameters, the Co-S2P paper's largest model; micro is for tests, nano and mini for a CPU, char for texts by character, 10.7 M."""
+1.1 B parameters, Co-S2P's largest model; micro is for tests, nano and mini for a CPU, char (10.7 M) for texts by character."""
 
 
 class LLaMA(HFLanguageModel):

@@ -1,7 +1,7 @@
 """Frozen linear layers whose weights are kept in 4 bits, NormalFloat (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-In plain torch, so that it runs wherever the model does, on the meta device, too. Codes and scales are those of bitsandbytes' `nf4` in
-blocks of 64; the paper's second quantisation, of the scales, is not done: 4.5 bits a weight instead of 4.13.
+In plain torch, so that it runs wherever the model does, on the meta device, too. Codes and scales are those of bitsandbytes' `nf4`
+in blocks of 64; the paper's second quantisation, of the scales, is not done: 4.5 bits a weight instead of 4.13.
 """
 
 from __future__ import annotations

@@ -14,11 +14,9 @@ from model_zoo import HFCausalLM, HFSeq2SeqLM, HFSequenceClassifier
 from model_zoo.lora import LoRA
 from model_zoo.nf4 import BLOCK, LEVELS, NF4Linear, dequantised, quantised
 from raafl.algorithms.fed_buff import fed_buff
-from raafl.data import FineTuning
-from raafl.parts import Rated
 from raafl.submodel import FULL, Submodels
-from tests.adapted import BERT
-from tests.federation import experiment, finish
+from tests.adapted import BERT, RANK, RANKS, lora_bert, lora_run, rated, trained_bytes
+from tests.federation import finish
 from tests.model_zoo.test_huggingface import LLAMA
 from tests.model_zoo.test_language_recipe import T5
 
@@ -79,7 +77,9 @@ def test_adapters_train_beside_four_bits_which_never_travel(make, shape, tmp_pat
     from raafl.runfolder import checkpoints
 
     torch.manual_seed(0)
-    half, module = (make(architecture=shape, lora=LoRA(rank=4, target_modules="all-linear", base=one)) for one in ("bf16", "nf4"))
+    half, module = (
+        make(architecture=shape, lora=LoRA(rank=4, target_modules="all-linear", base=one)) for one in ("bf16", "nf4")
+    )
     layers = [layer for layer in module.modules() if isinstance(layer, NF4Linear)]
     num = sum(layer.in_features * layer.out_features for layer in layers)
     x, labels = torch.randint(4, 30, (3, 6)), torch.zeros(3, dtype=torch.long)
@@ -111,21 +111,23 @@ def test_adapters_train_beside_four_bits_which_never_travel(make, shape, tmp_pat
         torch.testing.assert_close(plain.float().eval()(x).logits.float(), module(x).float(), rtol=0.05, atol=0.05)
 
 
-def test_a_run_with_ranks_of_its_own_for_each_client(tmp_path, monkeypatch):
-    """An encoder with its decoder, whose layers ask for the dtype of the next one's weight."""
-    monkeypatch.setenv("RAAFL_DATA", str(tmp_path / "data"))
-    federated = experiment(
-        tmp_path / "run",
-        fed_buff(buffer_size=2, lora="raflora", submodel=Rated(rates=[1.0, 0.5], rate_of="width")),
-        model=lambda: HFSeq2SeqLM(architecture=T5, lora=LoRA(rank=4, target_modules="all-linear", base="nf4")),
-        data=lambda: FineTuning("made:sums", "bytes", task="seq2seq", max_length=16, num_train=16, num_test=4),
-        clients=2,
-        max_updates=4,
-    )
-    run = finish(federated)
-    assert run.summary["updates_merged"] == 4 and not run.summary["updates_refused"]
-    whole, half = (next(int(row["bytes_up"]) for row in run.rows() if row["client"] == one) for one in "12")
-    assert half == whole / 2
+def test_an_encoder_and_its_decoder_train_too():
+    """T5 asks for the dtype of the next layer's weight, and casts to it."""
+    torch.manual_seed(0)
+    module = HFSeq2SeqLM(architecture=T5, lora=LoRA(rank=2, target_modules="all-linear", base="nf4"))
+    batch = {"input_ids": torch.randint(5, 261, (2, 6)), "labels": torch.randint(5, 261, (2, 4))}
+    module.training_step(batch, 0).backward()
+    grads = [p.grad for name, p in module.named_parameters() if "lora_B" in name]
+    assert grads and all(grad is not None and grad.any() for grad in grads)
+
+
+def test_a_run_with_ranks_of_its_own_for_each_client(tmp_path):
+    lora = LoRA(rank=RANK, target_modules=["query", "value"], base="nf4")
+    algorithm = fed_buff(buffer_size=2, lora="raflora", submodel=rated())
+    run = finish(lora_run(tmp_path / "run", algorithm, model=lambda: lora_bert(lora=lora), max_updates=8))
+    assert run.summary["updates_merged"] == 8 and not run.summary["updates_refused"]
+    sent = {int(row["client"]): int(row["bytes_up"]) for row in run.rows() if row["outcome"] == "merged"}
+    assert len(sent) > 1 and sent == {client: trained_bytes(RANKS[client - 1]) for client in sent}
 
 
 def test_what_has_no_linear_layers_is_refused():

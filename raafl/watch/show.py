@@ -18,7 +18,7 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 def sentence(state: ProgressState) -> str:
     """Return one line that says how the run stands."""
     parts = [f"{state.time_s:9.1f} s", f"version {state.version}", _updates(state)]
-    parts += [f"{name} {value:.4g}" for name, value in state.metrics.items()]
+    parts += _metrics(state)
     parts += _rates(state)
     if state.clients or state.num_clients:
         working, there = _counts(state)
@@ -43,9 +43,8 @@ def table(state: ProgressState, title: str = "") -> RenderableType:
         at_work = _counts(state)[0] - sum(bool(client.doing) for client in state.clients[:MAX_ROWS])
         rows.add_row("...", f"{hidden} more, {at_work} at work")
     head = [f"version {state.version}", _updates(state), f"{state.time_s:.1f} s", *_rates(state), *_troubles(state)]
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in state.metrics.items())
     lines: list[RenderableType] = [Text(line) for line in dict.fromkeys((title, state.title)) if line]
-    lines += [rows, Text("  ".join(head)), Text(metrics, style="bold")]
+    lines += [rows, Text("  ".join(head)), Text("  ".join(_metrics(state)), style="bold")]
     lines += [Text(line) for line in (_goals(state), _ends(state)) if line]
     return Group(*lines)
 
@@ -55,6 +54,11 @@ def plain(state: ProgressState) -> dict[str, Any]:
     metrics = {name: value if math.isfinite(value) else None for name, value in state.metrics.items()}
     now = "running" if state.finished is None else "finished"
     return {**dataclasses.asdict(state), "metrics": metrics, "state": now}
+
+
+def _metrics(state: ProgressState) -> list[str]:
+    """Write out what was measured of the global model, but for the many shares of ranks: these are for reports."""
+    return [f"{name} {value:.4g}" for name, value in state.metrics.items() if not name.startswith("rank_energy/")]
 
 
 def _cells(client: ClientProgress) -> tuple[str, ...]:

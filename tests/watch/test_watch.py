@@ -24,7 +24,7 @@ from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.submodel.spec import Spec
 from raafl.watch.feed import Watched
 from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, ends_in_s, etas, speed
-from raafl.watch.progress import ClientProgress
+from raafl.watch.progress import ClientProgress, ProgressState
 from raafl.watch.show import briefly, plain, sentence, table
 from raafl.watch.state import RunState, spec_in_words
 from tests.federation import experiment
@@ -506,3 +506,9 @@ def test_verbose_says_when_each_task_begins_and_ends(tmp_path):
     assert sum(": merged after " in line for line in lines) == 4
     times = [float(line.split()[0]) for line in file.getvalue().splitlines() if " s  client" in line]
     assert all(before <= after for before, after in pairwise(times))
+
+
+def test_shares_of_ranks_are_left_to_reports_and_json():
+    state = ProgressState(1, 1, 1.0, metrics={"loss": 0.5, "rank_energy/1": 0.9})
+    assert "loss 0.5" in sentence(state) and "rank_energy" not in sentence(state)
+    assert plain(state)["metrics"] == {"loss": 0.5, "rank_energy/1": 0.9}

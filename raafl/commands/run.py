@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.experiment import Experiment, seconds
 from raafl.core.hooks import Watcher
@@ -35,6 +35,9 @@ from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
 from raafl.watch.progress import Progress
 from raafl.watch.state import RunState
+
+if TYPE_CHECKING:
+    from raafl.runtime.executors import Executor
 
 
 class Run:
@@ -201,6 +204,17 @@ class Run:
         self.record.restart_clock()
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
+    def train_with(self, executor: Executor) -> None:
+        """Show how an executor trains."""
+        executor.note = self.progress.note
+
+        def how() -> tuple[int | None, float | None, float | None]:
+            told = executor.report()
+            return executor.num_processes, told.get("share"), told.get("mean_cohort")
+
+        if self._writer.state is not None:
+            self._writer.state.how = how
+
     def finish(
         self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -260,7 +274,7 @@ def simulate(
         if transport is not None and isinstance(executor, OverRanks):
             take_on, warn = executor.take_on, run.progress.warn
             transport.listen(lambda client, peer, connect: take_on(peer, connect, warn), warn)
-        executor.note = run.progress.note
+        run.train_with(executor)
         run.start()
         simulation = Simulation(
             parts.coordinator, parts.clients, executor, run.record, run.evaluator,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 
 from raafl.core.sample import IdlePool, Sample
 from raafl.core.types import Assignment, ClientInfo
@@ -33,7 +33,7 @@ class Roster:
         self.active: dict[int, Assignment] = {}
         self.last_id = 0
         self.idle = IdlePool()
-        self.drawn: deque[int] = deque()
+        self.drawn: OrderedDict[int, None] = OrderedDict()  # of a large fleet, whom anybody may leave
         self.busy: dict[int, int] = {}  # client -> assignment id
         self.tasks: Counter[int] = Counter()
         self.joins: Counter[int] = Counter()
@@ -80,8 +80,7 @@ class Roster:
         self.said_bytes.pop(client, None)
         self._middle = None
         self.idle.discard(client)
-        if client in self.drawn:
-            self.drawn.remove(client)
+        self.drawn.pop(client, None)
         if client not in self.busy:
             return None
         assignment = self.active[self.busy[client]]
@@ -92,14 +91,14 @@ class Roster:
         """Let ``sample`` choose among the idle; return whether it chose anybody."""
         num_busy = len(self.busy) + len(self.drawn)
         chosen = sample.draw(self.idle, num_busy, rng, rolling=rolling)
-        self.drawn.extend(chosen)
+        self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
         """Remove and return the next client drawn, if one more may work."""
         if not self.drawn or (concurrency is not None and len(self.active) >= concurrency):
             return None
-        return self.clients[self.drawn.popleft()]
+        return self.clients[self.drawn.popitem(last=False)[0]]
 
     def number(self, client: int) -> tuple[int, int]:
         """Return the id and the task number of the next assignment, to ``client``."""

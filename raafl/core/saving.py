@@ -131,7 +131,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     roster.active.update({assignment.id: assignment for assignment in assignments})
     for client_id in data["idle"]:
         roster.idle.add(client_id)
-    roster.drawn.extend(data["drawn"])
+    roster.drawn.update(dict.fromkeys(data["drawn"]))
     coordinator.waiting[:] = [_waiting_from_plain(item) for item in data["waiting"]]
     coordinator.arrived_s[:] = data["arrived_s"]
     coordinator.absent.update(data.get("absent", []))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from raafl.devices.profiles import Profile
@@ -295,16 +296,22 @@ def derive_seed(*parts: int | str) -> int:
 
 def client_to_json(client: ClientInfo) -> dict[str, Any]:
     """Describe a client as plain data; an infinite rate becomes None, which JSON can say."""
-    profile = {name: None if value == math.inf else value for name, value in asdict(client.profile).items()}
-    if not client.profile.launch_s:  # so that journals stay as they were before there was such a price
-        del profile["launch_s"]
     return {
         "client": client.id,
         "incarnation": client.incarnation,
         "num_samples": client.num_samples,
         "own_data": client.own_data,
-        "profile": profile,
+        "profile": _profile_to_json(client.profile),
     }
+
+
+@lru_cache(maxsize=1024)
+def _profile_to_json(profile: Profile) -> dict[str, Any]:
+    """Describe a device, of which a large fleet has few kinds, once; the answer is shared, and not to be changed."""
+    values = {one.name: getattr(profile, one.name) for one in fields(profile)}
+    if not profile.launch_s:  # so that journals stay as they were before there was such a price
+        del values["launch_s"]
+    return {name: None if value == math.inf else value for name, value in values.items()}
 
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:

@@ -8,10 +8,11 @@ is given and on nothing else, so that a task can be repeated anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _MOST_MEASURED = 2000
 """Samples of the training set on which the global model is measured where there is nothing else."""
+MOST_KEPT = 10_000
+"""Clients whose data a process keeps ready; those of others are made anew when they work again."""
 
 
 @contextmanager
@@ -170,6 +173,19 @@ class ClientData:
         return size
 
 
+class _Parts:
+    """Rows of the data set for each client, in one tensor: one for each would take half a kilobyte beside its numbers."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.sizes = [len(part) for part in parts]
+        self._rows, self._ends = torch.cat(list(parts)), list(accumulate(self.sizes))
+
+    def of(self, client: int) -> torch.Tensor:
+        """Return the rows of client 1..N."""
+        end = self._ends[client - 1]
+        return self._rows[end - self.sizes[client - 1] : end]
+
+
 class FederatedData:
     """A data module's training set shared out among clients 1..N, and its test set.
 
@@ -214,36 +230,40 @@ class FederatedData:
         labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
         parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
         divided = [partition.held_out(part, client, seed) for client, part in enumerate(parts, start=1)]
-        self._parts, self._test_parts = [train for train, _ in divided], [test for _, test in divided]
+        self._parts, self._test_parts = (_Parts(side) for side in zip(*divided, strict=True))
         self._cache_left_bytes = cache_bytes
-        self._clients: dict[int, ClientData] = {}
+        self._clients: OrderedDict[int, tuple[ClientData, float]] = OrderedDict()  # with bytes of cache
         self._test: _InOrder | None = None
         self.notes: list[str] = []
 
     @property
     def sizes(self) -> list[int]:
         """Number of samples that each client trains on; entry `i - 1` is client i's."""
-        return [len(part) for part in self._parts]
+        return self._parts.sizes
 
     @property
     def test_sizes(self) -> list[int]:
         """Number of samples that each client tests on; entry `i - 1` is client i's."""
-        return [len(part) for part in self._test_parts]
+        return self._test_parts.sizes
 
     def indices(self, client: int) -> torch.Tensor:
         """The rows of the training set that client 1..N trains on, ascending."""
         if not 1 <= client <= self.num_clients:
             raise BadInput(f"client is {client}: clients are numbered 1 to {self.num_clients}")
-        return self._parts[client - 1]
+        return self._parts.of(client)
 
     def client(self, client: int) -> ClientData:
-        """The data of client 1..N; built on first use and kept."""
+        """The data of client 1..N; built on first use, and kept until `MOST_KEPT` others have been asked for."""
         if client not in self._clients:
+            before = self._cache_left_bytes
             mine = self._own(self.indices(client))
-            if len(self._test_parts[client - 1]):
-                mine.test = self._own(self._test_parts[client - 1])
-            self._clients[client] = mine
-        return self._clients[client]
+            if self.test_sizes[client - 1]:
+                mine.test = self._own(self._test_parts.of(client))
+            self._clients[client] = mine, before - self._cache_left_bytes
+            if len(self._clients) > MOST_KEPT:
+                self._cache_left_bytes += self._clients.popitem(last=False)[1][1]
+        self._clients.move_to_end(client)
+        return self._clients[client][0]
 
     def _own(self, indices: torch.Tensor) -> ClientData:
         cache = self._is_fast and self._take_cache(self._fetch, len(indices))

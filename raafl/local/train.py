@@ -99,6 +99,10 @@ class Built:
         self.recorder.clear()  # of a task that was given up
         self.module.train()
         self.module.zero_grad()  # a task may have been given up between two batches of a step
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Have the optimiser, and the schedulers, as they were before the first step."""
         if self.schedulers:
             self._configure()
             return

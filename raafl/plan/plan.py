@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, nearest
+from raafl.local.stacked import refusal_of, refusal_of_optimizer
+from raafl.local.train import configure
 from raafl.plan.axes import RATES, facts
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
 from raafl.runfolder.journal import finite
-from raafl.submodel import FULL
+from raafl.submodel import FULL, Submodels
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a run will take.
 
-    The first of ``algorithms`` is the config's own; ``axes`` is as `raafl.plan.axes.facts` gives it.
+    The first of ``algorithms`` is the config's own; ``axes`` is as `raafl.plan.axes.facts` gives it; ``by_the_loop`` is why
+    clients cannot be trained as one batch, None where nothing is known that is against it.
     """
 
     name: str
@@ -34,6 +39,7 @@ class Plan:
     advice: Advice
     algorithms: list[Prediction]
     axes: dict[str, Any]
+    by_the_loop: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data; what is infinite is None."""
@@ -82,7 +88,24 @@ def make_plan(
         found += _others(world, name, advice, max_updates)
     params = submodels.cost(FULL, world.batch_size).params
     axes = facts(world.cut_submodels(), RATES, world.batch_size)
-    return Plan(experiment.name, len(world.clients), world.batch_size, params, rows, devices, advice, found, axes)
+    loop = _by_the_loop(experiment, submodels)
+    return Plan(experiment.name, len(world.clients), world.batch_size, params, rows, devices, advice, found, axes, loop)
+
+
+def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
+    """Return why clients of a simulated run are trained one after the other, as far as it is known before any is trained."""
+    if experiment.workers > 1:
+        return f"workers is {experiment.workers}, who train a client each"
+    local, device = experiment.algorithm.local, experiment.fabric.accelerator
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    reason = refusal_of(local, local.payload(submodels), experiment.fabric, device)
+    if reason is not None:
+        return reason
+    try:
+        return refusal_of_optimizer(configure(submodels.module)[0])
+    except Exception:  # of the user's code, which may want parameters that have values
+        return None
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:

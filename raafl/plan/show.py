@@ -132,6 +132,12 @@ def _advice(plan: Plan) -> list[str]:
         f"buffer_size: {advice.buffer_size}: as many as are no stragglers (participation {advice.participation:.2g})."
     )
     lines.append(f"deadline: {seconds(advice.deadline_s)} s: what the slowest of those takes for the whole model.")
+    if plan.by_the_loop is None:
+        lines.append(
+            "batch_clients: nothing is known against it before it is tried; auto tries it, and says what it finds."
+        )
+    else:
+        lines.append(f"batch_clients: of no use, clients are trained one after the other: {plan.by_the_loop}.")
     return lines
 
 

@@ -13,6 +13,8 @@ MERGES = 20
 EVALUATIONS = 10
 """Evaluations through which a metric's line is drawn, and over which a simulation's speed is taken."""
 
+_SECONDS = 10  # over which the trainings of a simulation are counted
+
 
 @dataclass(frozen=True, slots=True)
 class Aim:
@@ -83,6 +85,30 @@ class Marks:
         if lasted_s <= 0:
             return 0.0, 0.0
         return (now.updates - then.updates) / lasted_s, (now.num_bytes - then.num_bytes) / lasted_s
+
+
+class Trainings:
+    """The last seconds of a simulation by the clock on the wall, for how fast it trains."""
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self._num = 0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_SECONDS)
+
+    def arrived(self, at: float) -> None:
+        """Count a training whose result came by that time of the clock; of many at one time, nobody knows how long they took."""
+        self._num += 1
+        if self._marks and at == self._marks[-1][0]:
+            self._marks[-1] = at, self._num
+        elif not self._marks or at - self._marks[-1][0] >= 1.0:
+            self._marks.append((at, self._num))
+
+    def per_s(self, now: float) -> float | None:
+        """Return trainings per second; None where nothing says so."""
+        if not self._marks or now <= self._marks[0][0] or self._num == self._marks[0][1]:
+            return None
+        then, num = self._marks[0]
+        return (self._num - num) / (now - then)
 
 
 @dataclass(frozen=True, slots=True)

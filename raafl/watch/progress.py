@@ -64,6 +64,8 @@ class ProgressState:
         outcomes: How many tasks ended as merged, refused, lost, unused.
         etas: When each goal is met, and ``ends_in_s`` the run; seconds of the run's clock from now.
         speed: Seconds of the run's clock in a second here.
+        trainings_per_s: Of a simulation, by the clock on the wall; ``num_processes`` that train, where it is known.
+        share_batched: Of the trainings, those of clients trained as one batch, of ``mean_cohort`` clients on average.
     """
 
     version: int
@@ -88,6 +90,10 @@ class ProgressState:
     etas: tuple[Eta, ...] = ()
     ends_in_s: float | None = None
     speed: float | None = None
+    trainings_per_s: float | None = None
+    num_processes: int | None = None
+    share_batched: float | None = None
+    mean_cohort: float | None = None
 
 
 class Progress:

@@ -89,7 +89,16 @@ def _rates(state: ProgressState) -> list[str]:
     rates = [f"{state.updates_per_s:.3g} updates/s", f"{state.bytes_per_s / 1e6:.3g} MB/s"]
     if state.simulated and state.speed is not None:
         rates.append(f"{state.speed:.3g} times real time")
+    if state.trainings_per_s is not None:
+        rates.append(f"{state.trainings_per_s:.3g} trainings/s{_how(state)}")
     return [*rates, f"staleness {state.staleness_mean:.3g} (at most {state.staleness_max})"]
+
+
+def _how(state: ProgressState) -> str:
+    processes = f" in {state.num_processes} processes" if (state.num_processes or 1) > 1 else ""
+    if not state.share_batched or state.mean_cohort is None:
+        return processes
+    return f"{processes} ({state.share_batched:.0%} in batches of {state.mean_cohort:.3g} clients)"
 
 
 def _troubles(state: ProgressState) -> list[str]:

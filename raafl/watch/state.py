@@ -12,7 +12,7 @@ from typing import Any
 
 from raafl.foreign import foreign
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
-from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, ends_in_s, etas, speed
+from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.progress import ClientProgress, ProgressState
 
 MAX_CLIENTS = 16
@@ -55,8 +55,10 @@ class RunState:
     """Counts what a run's rows say; `snapshot` is what to show.
 
     ``runtime`` is empty until it is known, ``time_s`` that of the last row; ``say`` is told what happens, event by
-    event.
+    event; ``how`` says in how many processes a simulation trains, and which share of it in batches of how many clients.
     """
+
+    how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
     def __init__(
         self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -75,7 +77,7 @@ class RunState:
         self._measured: dict[str, Any] = {}  # at the last evaluation, as it was written
         self._reached: set[Aim] = set()
         self._version = self._updates = 0
-        self._marks = Marks()
+        self._marks, self._trainings = Marks(), Trainings()
         self._bytes = [0, 0]  # down, up
         self._staleness = [0, 0]  # sum, highest
         self._outcomes: Counter[str] = Counter()
@@ -116,11 +118,13 @@ class RunState:
             row.get("id", 0), row.get("incarnation", 0), row.get("version", 0), row.get("spec"),
             row.get("assigned_s", self.time_s), row.get("pace_s", 0.0),
         )  # fmt: skip
-        self._working[number] = client
+        self._working.pop(number, None)
+        self._working[number] = client  # the last to begin is the last
         if self.say is not None:
             self._tell(f"client {number} trains {spec_in_words(row.get('spec'))} of version {client.task.version}")
 
     def _arrived(self, number: int, client: _Client, row: JournalRow) -> None:
+        self._trainings.arrived(self._seen_at)
         task = client.task
         if task is not None and (task.id, task.incarnation) == (row.get("assignment"), row.get("incarnation")):
             client.task = None
@@ -202,6 +206,7 @@ class RunState:
         updates_per_s, bytes_per_s = marks.rates(Mark(now_s, updates, down + up))
         found = etas(self.goals, now_s, updates, updates_per_s, self._evaluations, self._reached)
         found = found if self.summary is None else ()
+        processes, share, mean = self._how() if is_simulated else (None, None, None)
         return ProgressState(
             version=int(summary.get("versions", self._version)), num_updates=updates, time_s=now_s,
             metrics={name: number for name, value in self._measured.items() if (number := _as_float(value)) is not None},
@@ -212,13 +217,21 @@ class RunState:
             staleness_mean=self._staleness[0] / self._updates if self._updates else 0.0,
             staleness_max=self._staleness[1], outcomes=dict(self._outcomes), etas=found,
             ends_in_s=ends_in_s(self.goals, found) if found else None, speed=speed(self._evaluations) if is_simulated else 1.0,
+            trainings_per_s=self._trainings.per_s(self._clock()) if is_simulated and not summary else None,
+            num_processes=processes, share_batched=share, mean_cohort=mean,
         )  # fmt: skip
+
+    def _how(self) -> tuple[int | None, float | None, float | None]:
+        if self.how is not None:
+            return self.how()
+        batched = (self.summary or {}).get("batched", {})
+        return None, batched.get("share"), batched.get("mean_cohort")
 
     def _shown(self, now_s: float, most: int | None) -> tuple[ClientProgress, ...]:
         if most is None or len(self._clients) <= most:
             numbers = sorted(self._clients)
         else:
-            numbers = sorted(self._working, key=lambda number: (self._since_s(number), number))[:most]
+            numbers = sorted(islice(self._working, most), key=lambda number: (self._since_s(number), number))
             idle = (number for number in self._clients if number not in self._working)
             numbers += sorted(islice(idle, most - len(numbers)))
         return tuple(self._client(number, self._clients[number], now_s) for number in numbers)

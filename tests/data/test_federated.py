@@ -199,6 +199,18 @@ def test_the_cache_bound_changes_no_batch():
     assert [fed.client(i)._indices is None for i in range(1, 6)] == [True, True, False, False, False]
 
 
+def test_clients_that_have_not_worked_for_long_are_made_anew_and_their_room_is_given_back(monkeypatch):
+    monkeypatch.setattr(federated, "MOST_KEPT", 2)
+    fed = FederatedData(Module(tensors()), Iid(), 5, 0, cache_bytes=320)
+    one, two = fed.client(1), fed.client(2)
+    assert fed.client(1) is one
+    assert fed.client(3)._indices is not None  # there was no room while the others had theirs
+    assert fed.client(1) is one and fed.client(4)._indices is None
+    again = fed.client(2)
+    assert again is not two
+    assert equal(*(list(one.batches(generator(), num_epochs=2)) for one in (two, again)))
+
+
 def test_a_cached_client_lets_the_data_set_go():
     import gc
     import weakref

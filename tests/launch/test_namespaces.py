@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces joined by a slow link, with torchrun across it, and serve and join.
+"""Two nodes on one machine: network namespaces joined by a slow link; across it torchrun, fit and simulate, and serve and join.
 
 The link is made by tc: netem (rate and delay) where the kernel has it, else a token bucket (rate alone).
 """
@@ -19,6 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from raafl.commands.run import simulate
+from raafl.config.parse import load_experiment
+from tests import warm
 from tests.forked import command
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +175,29 @@ def test_torchrun_meets_and_trains_across_two_nodes(link, tmp_path):
     }
     end(processes)
     check(tmp_path / "run", link, far_client=2)
+
+
+def test_a_simulation_over_two_nodes_leaves_the_bits_of_one_process(link, tmp_path):
+    options = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--max_updates=12", "--progress=quiet"]
+    one, _ = simulate(load_experiment(*options[1:], f"--output={tmp_path / 'one'}"))
+
+    def node(number, where):
+        def before():
+            where.enter()
+            warm.start()
+
+        argv = (
+            *("--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", f"--master-addr={link.near.address}"),
+            *("--master-port=29600", "-m", "raafl", "simulate", *options, f"--output={tmp_path / 'two'}"),
+        )
+        more = {"GLOO_SOCKET_IFNAME": where.interface}
+        return command(tmp_path / where.name, *argv, before=before, entry=warm.torchrun, **more)
+
+    with node(0, link.near) as near, node(1, link.far) as far:
+        assert [near.end(), far.end()] == [0, 0], [near.err, far.err]
+    two = json.loads((tmp_path / "two" / "summary.json").read_text())
+    alike = ("model_digest", "finished", "participation", "final", "time_s", "bytes_up", "warnings")
+    assert [two[name] for name in alike] == [one[name] for name in alike]
 
 
 def test_clients_join_across_the_link(link, tmp_path):

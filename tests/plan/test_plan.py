@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
 from raafl.commands.cli import main
@@ -16,6 +17,7 @@ from raafl.core.types import ClientInfo, Warn
 from raafl.devices import Profile, load_devices
 from raafl.devices.link import Answerer
 from raafl.errors import BadInput
+from raafl.local.train import FabricOptions
 from raafl.plan import plan as planning
 from raafl.plan import show, tasks
 from raafl.plan.dry import World, predict
@@ -165,6 +167,20 @@ def test_a_model_without_axes_has_no_fragments():
 # ---- the command ----
 
 
+def test_why_clients_are_trained_one_after_the_other():
+    usual = load_experiment(*SMALL[1:])
+    submodels = World(usual).submodels(usual.algorithm)
+    reasons = {
+        "workers is 2, who train a client each": replace(usual, workers=2),
+        "the algorithm has steps of its own": replace(usual, algorithm=ALGORITHMS["scaffold"]()),
+        "fabric.accumulate_grad_batches is 2": replace(usual, fabric=FabricOptions(accumulate_grad_batches=2)),
+        None: usual,
+    }
+    assert [planning._by_the_loop(one, submodels) for one in reasons.values()] == list(reasons)
+    submodels.module.configure_optimizers = lambda: torch.optim.Rprop(submodels.module.parameters())
+    assert planning._by_the_loop(usual, submodels) == "its optimizer is Rprop"
+
+
 def test_json_alone_on_standard_output(capsys):
     assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "fed_avg", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -175,6 +191,7 @@ def test_json_alone_on_standard_output(capsys):
         "flops_per_sample": 63200.0, "spec": "full",
     }  # fmt: skip
     assert [row["name"] for row in plan["devices"]] == ["fast", "middling", "slow", "slowest"]
+    assert plan["by_the_loop"] is None
     assert plan["devices"][0]["memory_bytes"] is None and plan["advice"]["stragglers"] == [4]
 
 

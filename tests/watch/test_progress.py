@@ -7,6 +7,7 @@ import time
 import pytest
 
 from raafl.watch.progress import ClientProgress, Progress, ProgressState
+from raafl.watch.show import sentence
 
 
 class Clock:
@@ -76,6 +77,8 @@ def test_a_line_says_what_the_run_does():
     clock.now += 4.0
     clients = (ClientProgress(1, "fragment 0", 3), ClientProgress(2), ClientProgress(3, "all", 1))
     pace = {"updates_per_s": 2.0, "bytes_per_s": 1.5e6, "staleness_mean": 0.5, "staleness_max": 2, "ends_in_s": 6.0}
+    how = {"trainings_per_s": 118.4, "num_processes": 2, "share_batched": 0.97, "mean_cohort": 42.0}
+    assert "118 trainings/s in 2 processes (97% in batches of 42 clients)" in sentence(state(8, **pace, **how))
     progress.update(state(8, time_s=12.25, metrics={"accuracy": 0.93751}, clients=clients, num_updates_goal=20, **pace))
     assert file.getvalue().splitlines()[1] == (
         "     12.2 s  version 8  8 of 20 updates  accuracy 0.9375  2 updates/s  1.5 MB/s  staleness 0.5 (at most 2)  "

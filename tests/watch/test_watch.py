@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.submodel.spec import Spec
 from raafl.watch.feed import Watched
-from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, ends_in_s, etas, speed
+from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.progress import ClientProgress, ProgressState
 from raafl.watch.show import briefly, plain, sentence, table
 from raafl.watch.state import RunState, spec_in_words
@@ -41,6 +42,20 @@ class Clock:
 
 
 # ---- rates and when it ends, by hand ----
+
+
+def test_trainings_are_counted_over_the_last_ten_seconds():
+    trainings = Trainings()
+    assert trainings.per_s(5.0) is None
+    for _ in range(50):
+        trainings.arrived(1.0)  # all that a folder had at the first look
+    assert trainings.per_s(2.0) is None
+    for tenth in range(15, 45):
+        trainings.arrived(tenth / 10)
+    assert trainings.per_s(4.5) == 30 / 3.5
+    for tenth in range(45, 205):
+        trainings.arrived(tenth / 10)
+    assert trainings.per_s(20.5) == pytest.approx(10, rel=0.05)
 
 
 def test_rates_are_those_since_twenty_merges_ago():
@@ -418,7 +433,8 @@ def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch)
     simulate(experiment(folder, "fed_async", eval_every=3, target="accuracy=0.99", clients=6))
     assert len(seen) == 4
     for own, read in seen:
-        assert own == read
+        assert own.num_processes == 1 and read.num_processes is None
+        assert replace(own, num_processes=None, trainings_per_s=None) == read
         assert own.updates_per_s and own.etas
         assert own.num_working or own.ends_in_s == 0
 

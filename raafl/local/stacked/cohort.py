@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from raafl.core.local import Local
+from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.draws import generators, same_generators, seed_everything
 from raafl.local.stacked.attributes import Attributes
@@ -18,18 +19,40 @@ from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
-from raafl.local.train import Built, LocalTrainer
+from raafl.local.train import Built, FabricOptions, LocalTrainer
 from raafl.submodel import Spec
 
-OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+)  # fmt: skip
 """Optimisers that act on each element by itself."""
+
+
+def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
+    """Return why no task of a run can be trained with others, or None; ``device`` is the type that Fabric chooses."""
+    plain = type(local).hook is Local.hook and local.hook.__func__ is Local.hook  # type: ignore[attr-defined]
+    if not plain or type(local).exchange is not Local.exchange or payload.has_bundles:
+        return "the algorithm has steps of its own"
+    if device != "cpu":
+        return f"fabric.accelerator is {device}"
+    if options.precision not in ("32-true", "32"):
+        return f"fabric.precision is {options.precision}"
+    if options.accumulate_grad_batches != 1:
+        return f"fabric.accumulate_grad_batches is {options.accumulate_grad_batches}"
+    return f"threads is {torch.get_num_threads()}" if torch.get_num_threads() > 1 else None
+
+
+def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why tasks with this optimiser cannot be trained together, or None."""
+    return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
 
 
 class Trained:
     """What a cohort has been trained to; asked for client by client, when the result is due.
 
     Attributes:
-        seen: what the batches were like, and with how many clients: the kinds of steps that were done.
+        seen: what the batches were like, and which tasks had such.
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
@@ -37,7 +60,9 @@ class Trained:
         self._trainer, self._members, self._num_steps, self._classes = trainer, steps.members, steps.counts, classes
         self._rows, self._losses, self._logged, self._states = steps.rows, steps.losses, steps.logged, steps.states
         self._place = {member.assignment.id: place for place, member in enumerate(steps.members)}
-        self.seen = frozenset(steps.seen)
+        self.seen = {
+            kind: {self._members[place].assignment.id for place in places} for kind, places in steps.seen.items()
+        }
 
     def member(self, assignment_id: int) -> Member:
         """Return the task."""
@@ -69,20 +94,8 @@ class CohortTrainer:
 
     def refusal(self) -> str | None:
         """Return why no task of this run can be trained with others, or None."""
-        trainer, local = self._trainer, self._trainer.local
-        plain = type(local).hook is Local.hook and local.hook.__func__ is Local.hook  # type: ignore[attr-defined]
-        if not plain or type(local).exchange is not Local.exchange or trainer.payload.has_bundles:
-            return "the algorithm has steps of its own"
-        if trainer.fabric.device.type != "cpu":
-            return f"fabric.accelerator is {trainer.fabric.device.type}"
-        options = trainer.options
-        if options.precision not in ("32-true", "32"):
-            return f"fabric.precision is {options.precision}"
-        if options.gradient_clip_val is not None:
-            return f"fabric.gradient_clip_val is {options.gradient_clip_val}"
-        if options.accumulate_grad_batches != 1:
-            return f"fabric.accumulate_grad_batches is {options.accumulate_grad_batches}"
-        return f"threads is {torch.get_num_threads()}" if torch.get_num_threads() > 1 else None
+        trainer = self._trainer
+        return refusal_of(trainer.local, trainer.payload, trainer.options, trainer.fabric.device.type)
 
     @property
     def num_known(self) -> int:
@@ -101,6 +114,7 @@ class CohortTrainer:
         """
         trainer = self._trainer
         built, places = self._get(tasks[0].assignment.spec)
+        built.begin_anew()
         counts = [self._num_batches(task) for task in tasks]
         sizes = [task.data.num_samples for task in tasks]
         order = sorted(range(len(tasks)), key=lambda i: (-counts[i], -sizes[i]))
@@ -129,10 +143,8 @@ class CohortTrainer:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
             built = self._trainer.make_built(spec)
-            if type(built.optimizer) not in OPTIMIZERS:
-                raise Unstackable(f"its optimizer is {type(built.optimizer).__name__}")
-            if built.schedulers:
-                raise Unstackable("it has a learning rate scheduler")
+            if (reason := refusal_of_optimizer(built.optimizer)) is not None:
+                raise Unstackable(reason)
             names = {id(tensor): name for name, tensor in built.module.named_parameters()}
             names |= {id(tensor): name for name, tensor in built.module.named_buffers()}
             places = [

@@ -49,8 +49,8 @@ class _Linear(Function):
         ctx.known, ctx.has_bias = known, bias is not None
         ctx.save_for_backward(x, weight)
         if bias is None:
-            return _product(known, "x W", lambda a, w: torch.bmm(a, w.mT), lambda a, w: torch.mm(a, w.t()), x, weight)
-        return _product(
+            return product(known, "x W", lambda a, w: torch.bmm(a, w.mT), lambda a, w: torch.mm(a, w.t()), x, weight)
+        return product(
             known, "x W + b", lambda a, w, b: torch.baddbmm(b.unsqueeze(1), a, w.mT),
             lambda a, w, b: torch.addmm(b, a, w.t()), x, weight, bias,
         )  # fmt: skip
@@ -58,17 +58,17 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         known, (x, weight), needs = ctx.known, ctx.saved_tensors, ctx.needs_input_grad
-        of_x = _product(known, "g W", torch.bmm, torch.mm, g, weight) if needs[1] else None
+        of_x = product(known, "g W", torch.bmm, torch.mm, g, weight) if needs[1] else None
         of_weight = None
         if needs[2]:
-            of_weight = _product(known, "g x", lambda a, b: torch.bmm(a.mT, b), lambda a, b: torch.mm(a.t(), b), g, x)
+            of_weight = product(known, "g x", lambda a, b: torch.bmm(a.mT, b), lambda a, b: torch.mm(a.t(), b), g, x)
         of_bias = None
         if ctx.has_bias and needs[3]:
-            of_bias = _product(known, "sum g", lambda a: a.sum(1), lambda a: a.sum(0), g)
+            of_bias = product(known, "sum g", lambda a: a.sum(1), lambda a: a.sum(0), g)
         return None, of_x, of_weight, of_bias
 
 
-def _product(
+def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
     """Compute for all clients at once, or for each one where that has other bits; find out which where it is not known."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.local.pull import Pull
+from raafl.local.stacked.clipping import clip_
 from raafl.local.stacked.logged import Logged
 from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.products import Known
@@ -79,7 +80,7 @@ class Steps:
         losses: sum of each one's losses.
         logged: what each has logged.
         states: of each one's generator of torch.
-        seen: kinds of batches that there were.
+        seen: kinds of batches that there were, and whose, by place in `members`.
     """
 
     def __init__(
@@ -105,12 +106,18 @@ class Steps:
             self.rows.of(client).copy_(member.received)
         self.losses = torch.zeros(0)  # once there is one, of its type
         self.logged = Logged(num)
-        self.seen: set[Any] = set()
+        self.seen: defaultdict[Any, set[int]] = defaultdict(set)
         self.forms: dict[Any, Any] = {}  # of the kinds of batches
         self.states = [torch.Generator().manual_seed(member.assignment.seed).get_state() for member in members]
         trains = {id(p): name for name, p in built.module.named_parameters()}
         self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
         self.trained = [name for _, names in self.groups for name in names]
+        order = {name: place for place, name in enumerate(trains.values())}
+        self.in_order = sorted(range(len(self.trained)), key=lambda place: order[self.trained[place]])  # the module's
+        lengths = {member.data.num_batches(trainer.training.batch_size) for member in members}
+        if len(lengths) > 1 and any(interval != "step" for _, interval in built.schedulers):
+            raise Unstackable("a learning rate scheduler steps with epochs, and clients' are of different lengths")
+        self.per_epoch = max(lengths)
         self.anchors = [
             self.rows.stack(built.present.layout.by_name[name], slice(0, num)).clone() for name in self.trained
         ] if trainer.local.prox else []  # fmt: skip
@@ -128,11 +135,25 @@ class Steps:
             if optimizer is None or going != num:
                 optimizer, num = self._optimizer(going, optimizer), going
             self._gradients(optimizer, [next(feed) for feed in feeds[:num]], index)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if self.anchors:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 Pull(parameters, [a[:num] for a in self.anchors]).add_to_gradients(self.trainer.local.prox)
+            if (most := self.trainer.options.gradient_clip_val) is not None:
+                inside = [parameters[place].grad for place in self.in_order]
+                clip_(self.known, [gradient for gradient in inside if gradient is not None], most)
             optimizer.step()
             optimizer.zero_grad()
+            if self.built.schedulers:
+                self._schedule(optimizer, index + 1)
+
+    def _schedule(self, optimizer: torch.optim.Optimizer, num_done: int) -> None:
+        """Let the schedulers step after so many batches, and give the optimiser what they have set."""
+        self.built.optimizer.step()  # nothing, for there are no gradients; schedulers want to have seen it
+        for scheduler, interval in self.built.schedulers:
+            if interval == "step" or num_done % self.per_epoch == 0:
+                scheduler.step()
+        for (group, _), ours in zip(self.groups, optimizer.param_groups, strict=True):
+            ours.update({key: value for key, value in group.items() if key != "params"})
 
     def _feed(self, member: Member) -> Iterator[tuple[Any, Sequence[Any]]]:
         """Yield a client's batches: of what kind each is, and its leaves; gather several at a time, if the data set can."""
@@ -186,7 +207,8 @@ class Steps:
         kinds: dict[Any, list[int]] = {}
         for client, (kind, _) in enumerate(batches):
             kinds.setdefault(kind, []).append(client)
-        self.seen |= set(kinds)
+        for kind, clients in kinds.items():
+            self.seen[kind].update(clients)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if len(kinds) == 1:
             self._backward(parameters, slice(0, len(batches)), batches, index)

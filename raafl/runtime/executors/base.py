@@ -26,6 +26,11 @@ class Executor(ABC):
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
 
+    @property
+    def num_processes(self) -> int:
+        """Count the processes that train, this one included."""
+        return 1
+
     @abstractmethod
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Take a task; ``snapshot`` must stay as it is until `result` or `cancel`. First needed, first trained."""
@@ -43,7 +48,7 @@ class Executor(ABC):
         """Drop a task whose result will not be asked for."""
 
     def report(self) -> dict[str, Any]:
-        """Return what there is to say, at the end, of how tasks were trained; of each in turn nothing."""
+        """Return what there is to say of how tasks were trained so far; of each in turn nothing."""
         return {}
 
     def close(self) -> None:

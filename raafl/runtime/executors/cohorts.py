@@ -10,6 +10,8 @@ compared, with what they log and how they leave the generators. Whatever differs
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +34,8 @@ MOST_BYTES = 1 << 25
 """Values, gradients and optimiser state of a cohort at most, so that they stay in the processor's cache."""
 _TRIALS = (8, 16)  # clients in the cohorts that are trained both ways: to compare, and, when all is warm, to time
 _LEAST, _LEAST_AUTO = 2, 4
+_GAIN = 1.05  # of cohorts over the loop, below which they are not worth it
+_TRIAL_S, _TRIAL_SHARE = 0.3, 0.02  # what all trials may take with auto: so long, or that share of the loop's time
 _MOST_PARTED = 3  # cohorts in which clients went different ways, after which a spec is left to the loop
 
 _Kind = tuple[Spec, int | None, int | None]
@@ -46,14 +50,16 @@ class _Standing:
         reason: why they are left to the loop; None = they are not.
         seen: kinds of batches that were compared, and found equal.
         trials: cohorts trained both ways.
-        task_s: seconds of a task in the loop.
-        cohort_s: seconds of a cohort of `size` clients.
+        alone_s: least seconds of a task in the loop so far.
+        task_s: seconds of a task in the loop, in the trial.
+        cohort_s: seconds of a cohort of `size` clients, in the trial.
         parted: cohorts in which clients went different ways.
     """
 
     reason: str | None = None
     seen: set[Any] = field(default_factory=set)
     trials: int = 0
+    alone_s: float = math.inf
     task_s: float = 0.0
     cohort_s: float = 0.0
     size: int = 0
@@ -61,13 +67,13 @@ class _Standing:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the cohort that was timed took as long as its tasks in the loop."""
-        return self.cohort_s >= self.size * self.task_s
+        """Whether the cohort that was timed took about as long as its tasks in the loop."""
+        return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Take note of a cohort that was trained both ways, equally; of the times keep those that speak most for cohorts."""
+        """Take note of a trial that found both ways equal; of the times keep those that speak most for cohorts."""
         self.trials += 1
-        self.seen |= trained.seen
+        self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
             self.task_s, self.cohort_s, self.size = loop_s / size, seconds, size
 
@@ -88,19 +94,23 @@ class Cohorts(Executor):
         self._trainer, self._data, self._most = trainer, data, most
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer)
-        self._waiting: defaultdict[_Kind, dict[int, tuple[float, Member]]] = defaultdict(dict)
+        self._waiting: defaultdict[_Kind, dict[int, Member]] = defaultdict(dict)
+        # heaps of when they are needed, with some that do not wait any more
+        self._order: defaultdict[_Kind, list[tuple[float, int]]] = defaultdict(list)
         self._kinds: dict[int, _Kind] = {}
         self._kept: dict[int, Trained | Update | TaskFailed] = {}
         self._standing: dict[_Kind, _Standing] = {}
         self._refusal = self._together.refusal()
-        self._sizes: list[int] = []
-        self._num_tasks = self._num_together = self._num_in_vain = 0
+        self._num_tasks = self._num_together = self._num_in_vain = self._num_cohorts = self._num_in_cohorts = 0
+        self._loop_s = self._tried_s = 0.0
         self._reasons: dict[str, None] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Keep the task until its result, or one of the same kind that is due before, is asked for."""
         kind = self._kinds[assignment.id] = assignment.spec, assignment.num_epochs, assignment.num_steps
-        self._waiting[kind][assignment.id] = needed_at, Member(assignment, snapshot, self._data(assignment.client))
+        self._waiting[kind][assignment.id] = Member(assignment, snapshot, self._data(assignment.client))
+        if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):
+            heapq.heappush(self._order[kind], (needed_at, assignment.id))
 
     def result(self, assignment_id: int) -> Update:
         """Return the update, training what waits with it if it is not there."""
@@ -109,8 +119,7 @@ class Cohorts(Executor):
             self._train(assignment_id)
         found = self._kept.pop(assignment_id, None)
         if found is None:
-            _, member = self._waiting[self._kinds[assignment_id]].pop(assignment_id)
-            found = attempt(self._trainer, *member)
+            found = self._alone(assignment_id)
         del self._kinds[assignment_id]
         if isinstance(found, TaskFailed):  # said when its turn comes
             raise found
@@ -139,12 +148,23 @@ class Cohorts(Executor):
         """Return how many tasks were trained with others, in cohorts of how many, and why others were not."""
         return {
             "share": self._num_together / max(self._num_tasks, 1),
-            "mean_cohort": sum(self._sizes) / max(len(self._sizes), 1),
+            "mean_cohort": self._num_in_cohorts / max(self._num_cohorts, 1),
             "in_vain": self._num_in_vain + len(self._kept),
             "by_the_loop": list(self._reasons),
         }
 
     # ---- together, or not ----
+
+    def _alone(self, assignment_id: int) -> Update:
+        """Train a task by the loop."""
+        kind = self._kinds[assignment_id]
+        standing, begun = self._standing.setdefault(kind, _Standing()), time.thread_time()
+        try:
+            return attempt(self._trainer, *self._waiting[kind].pop(assignment_id))
+        finally:
+            seconds = time.thread_time() - begun
+            standing.alone_s = min(standing.alone_s, seconds)
+            self._loop_s += seconds
 
     def _train(self, assignment_id: int) -> None:
         """Train what waits together with a task, if there is something, and it pays; else leave it waiting."""
@@ -159,57 +179,78 @@ class Cohorts(Executor):
         trial = standing.trials < len(_TRIALS) or self._is_worth_another(standing, len(members))
         if trial:
             members = members[: _TRIALS[min(standing.trials, 1)]]
-        if len(members) < self._least or not (trial or self._pays(standing, len(members))):
+        if len(members) < self._least:
+            return
+        if not (self._may_try if trial else self._pays)(standing, len(members)):
             return
         known, begun = self._together.num_known, time.thread_time()
         try:
             trained = self._together.train(members)
         except Exception as error:  # of the user's code on stacks, too: the loop says what there is to say
-            self._leave(standing, error)
+            self._leave(kind, error)
             for member in members:  # at least these
                 number = member.assignment.id
                 self._waiting[_ALONE][number] = self._waiting[kind].pop(number)
                 self._kinds[number] = _ALONE
             return
         seconds = time.thread_time() - begun
-        if trial or not trained.seen <= standing.seen:
-            different, loop_s = self._compare(members, trained)
-            if different:
-                self._leave(standing, Unstackable(f"clients trained together are not what they are alone: {different}"))
-                return
-            if seconds >= loop_s and self._together.num_known > known:  # it has tried products meanwhile
-                begun = time.thread_time()
-                self._together.train(members)
-                seconds = time.thread_time() - begun
-            standing.note(trained, seconds, loop_s, len(members))
-            if trial and self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
-                self._leave(
-                    standing, Unstackable(f"{len(members)} clients take as long together as one after the other")
-                )
+        new = {number for batch in trained.seen.keys() - standing.seen for number in trained.seen[batch]}
+        compared = [member for member in members if trial or member.assignment.id in new]
+        different, loop_s, asked_s = self._compare(compared, trained)
+        if different:
+            self._leave(kind, Unstackable(f"clients trained together are not what they are alone: {different}"))
             return
-        self._sizes.append(len(members))
-        self._keep(members, [trained] * len(members))
+        if not trial:
+            standing.seen |= trained.seen.keys()
+            rest = [member for member in members if member.assignment.id not in new]
+            self._keep(rest, [trained] * len(rest))
+            self._num_cohorts += bool(rest)
+            self._num_in_cohorts += len(rest)
+            return
+        if seconds >= loop_s and self._together.num_known > known:  # it has tried products meanwhile
+            begun = time.thread_time()
+            self._together.train(members)
+            seconds = time.thread_time() - begun
+        self._tried_s += seconds
+        standing.note(trained, seconds + asked_s, loop_s, len(members))
+        if self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
+            self._leave(kind, Unstackable(f"{len(members)} clients take as long together as one after the other"))
 
     def _cap(self, spec: Spec) -> int:
         return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most
 
     def _due(self, kind: _Kind, size: int) -> list[Member]:
         """Return what waits of a kind, what is due first before the rest."""
-        waiting = self._waiting[kind]
-        return [waiting[id][1] for id in sorted(waiting, key=lambda id: (waiting[id][0], id))[:size]]
+        waiting, order = self._waiting[kind], self._order[kind]
+        found: list[tuple[float, int]] = []
+        while order and len(found) < size:
+            entry = heapq.heappop(order)
+            if entry[1] in waiting:
+                found.append(entry)
+        for entry in found:  # back, for whoever is not trained now
+            heapq.heappush(order, entry)
+        return [waiting[number] for _, number in found]
 
     def _is_worth_another(self, standing: _Standing, size: int) -> bool:
         """Check whether a cohort is so much larger than the one timed, which was too small to be faster, that it may be."""
         return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
 
+    def _may_try(self, standing: _Standing, size: int) -> bool:
+        """Check whether with one more cohort that is trained in vain all of them would take little beside the loop."""
+        trial_s = self._tried_s + standing.alone_s * size
+        return self._most != "auto" or trial_s <= max(_TRIAL_S, _TRIAL_SHARE * self._loop_s)
+
     def _pays(self, standing: _Standing, size: int) -> bool:
         """Check whether a cohort is faster than the loop: one that is smaller than the one timed takes no less than it did."""
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
-    def _compare(self, members: Sequence[Member], trained: Trained) -> tuple[str, float]:
-        """Train a cohort by the loop as well, and keep what that gives; return what differs, and the loop's seconds."""
+    def _compare(self, members: Sequence[Member], trained: Trained) -> tuple[str, float, float]:
+        """Train tasks by the loop as well, and keep what that gives.
+
+        Returns what differs, the seconds of the loop, and those of asking for what was trained together.
+        """
         found: list[Trained | Update | TaskFailed] = []
-        seconds, different = 0.0, ""
+        seconds, asked_s, different = 0.0, 0.0, ""
         for member in members:
             begun = time.thread_time()
             try:
@@ -219,12 +260,19 @@ class Cohorts(Executor):
             seconds += time.thread_time() - begun
             if isinstance(update, Update):
                 update.tensors = update.tensors.clone()  # the trainer's own
-                different = different or _difference(update, trained, member.assignment.id)
+                drawn, begun = generators(), time.thread_time()
+                try:
+                    other = trained.update(member.assignment.id, draws=True)
+                    asked_s += time.thread_time() - begun
+                    different = different or _difference(update, other, drawn)
+                except Exception as error:
+                    different = different or said(error)
             else:
                 different = "the training step fails"
             found.append(update)
         self._keep(members, found)
-        return different, seconds
+        self._loop_s += seconds
+        return different, seconds, asked_s
 
     def _keep(self, members: Sequence[Member], found: Sequence[Trained | Update | TaskFailed]) -> None:
         for member, one in zip(members, found, strict=True):
@@ -232,8 +280,9 @@ class Cohorts(Executor):
             del self._waiting[self._kinds[number]][number]
             self._kept[number] = one
 
-    def _leave(self, standing: _Standing, error: Exception) -> None:
+    def _leave(self, kind: _Kind, error: Exception) -> None:
         """Leave a kind of tasks to the loop; where clients have parted, not at once, if they had gone together before."""
+        standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:
             standing.parted += 1
             if standing.parted < _MOST_PARTED:
@@ -241,6 +290,7 @@ class Cohorts(Executor):
         if is_out_of_memory(error):
             self._trainer.release()
         standing.reason = str(error) if isinstance(error, Unstackable) else said(error)
+        self._order.pop(kind, None)
         self._say(standing.reason)
 
     def _say(self, reason: str) -> None:
@@ -249,13 +299,8 @@ class Cohorts(Executor):
             self.note(f"clients are trained one after the other: {reason}")
 
 
-def _difference(one: Update, trained: Trained, assignment_id: int) -> str:
-    """Name what differs between an update, made just now, and that of a task trained with others; empty where nothing does."""
-    drawn = generators()
-    try:
-        other = trained.update(assignment_id, draws=True)
-    except Exception as error:
-        return said(error)
+def _difference(one: Update, other: Update, drawn: Any) -> str:
+    """Name what differs between an update, that of a task trained with others, and what they have left of generators."""
     if one.tensors.fingerprint() != other.tensors.fingerprint():
         return "other values"
     if repr(one.metrics) != repr(other.metrics):

@@ -171,6 +171,11 @@ class Pool(Executor):
             self._pipes.append(ours)
             self._processes.append(process)
 
+    @property
+    def num_processes(self) -> int:
+        """Count this process and the workers."""
+        return 1 + len(self._processes)
+
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Take the task; it is queued by when it is needed."""
         self._tasks[assignment.id] = _Task(assignment, snapshot)

@@ -69,6 +69,11 @@ class OverRanks(Executor):
         self._num_ranks += 1
         thread.start()
 
+    @property
+    def num_processes(self) -> int:
+        """Count this process and the ranks that are not lost."""
+        return 1 + self._num_ranks
+
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Take the task; it is begun in the order in which results are needed."""
         with self._changed:

@@ -39,8 +39,13 @@ class Adam(Net):
         return self.kind(self.parameters(), lr=0.02, weight_decay=0.01)
 
 
-class AdamW(Adam):
-    kind = torch.optim.AdamW
+ELEMENTWISE = [
+    type(kind.__name__, (Adam,), {"kind": kind})
+    for kind in (
+        torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+        torch.optim.NAdam, torch.optim.RAdam,
+    )
+]  # fmt: skip
 
 
 class Groups(Net):
@@ -160,8 +165,17 @@ class Scheduled(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-class Adagrad(Adam):
-    kind = torch.optim.Adagrad
+class Cycled(Net):
+    """Another rate and momentum after each step."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+class Rprop(Adam):
+    kind = staticmethod(lambda parameters, lr, weight_decay: torch.optim.Rprop(parameters, lr))
 
 
 class OneByOne(Dataset):
@@ -215,13 +229,24 @@ def check(bench: Bench, tasks: list[Member]) -> None:
 
 
 EQUAL = (
-    Net, Dropping, Normed, Adam, AdamW, Groups, Odd, Logging, Losses, Recurrent, Noisy, Branching,
+    Net, Dropping, Normed, Adam, *ELEMENTWISE, Groups, Odd, Logging, Losses, Recurrent, Noisy, Branching, Cycled,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("make", EQUAL)
 def test_clients_of_unequal_sizes_are_trained_as_alone(make):
     bench = Bench.of(make)
+    check(bench, members(bench, epochs=2))
+
+
+def test_a_rate_that_falls_with_each_epoch_of_clients_of_one_length():
+    bench = Bench.of(Scheduled)
+    check(bench, members(bench, epochs=3, sizes=(22, 21, 22)))
+
+
+@pytest.mark.parametrize("most", [1e-3, 0.7, 1e3])
+def test_gradients_are_clipped_by_the_norm_of_each_client(most):
+    bench = Bench.of(Odd, gradient_clip_val=most, local=Local(prox=0.1))
     check(bench, members(bench, epochs=2))
 
 
@@ -258,8 +283,8 @@ REFUSED = {
     Counting: "changes the attribute calls",
     Remembering: "changes the attribute seen",
     Replacing: "puts another tensor in the place of mean",
-    Scheduled: "it has a learning rate scheduler",
-    Adagrad: "its optimizer is Adagrad",
+    Scheduled: "a learning rate scheduler steps with epochs, and clients' are of different lengths",
+    Rprop: "its optimizer is Rprop",
 }
 
 
@@ -282,7 +307,6 @@ def test_clients_that_part_are_refused_and_data_that_draw_as_well():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"gradient_clip_val": 1.0}, "fabric.gradient_clip_val is 1.0"),
         ({"accumulate_grad_batches": 2}, "fabric.accumulate_grad_batches is 2"),
         ({"precision": "bf16-mixed"}, "fabric.precision is bf16-mixed"),
     ],

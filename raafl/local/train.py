@@ -71,11 +71,10 @@ class Built:
     """A small module that lives on between tasks while only its values change, with its optimiser."""
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
-        device = fabric.device
-        shrunk = submodels.shrink(spec, rescale=local.rescale, device=device, base=submodels.base)
+        shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=submodels.base)
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
         self.down: Bundles = {}
-        self._answer = FlatTensors.empty(payload.layout(spec, "trained"), device) if local.up else self.trained
+        self._answer = FlatTensors.empty(payload.layout(spec, "trained"), fabric.device) if local.up else self.trained
         self._values, self.up = payload.split(self._answer, spec, "trained")
         self.module._fabric = fabric
         self.recorder = Recorder()
@@ -96,9 +95,8 @@ class Built:
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
-        self.recorder.clear()  # of a task that was given up
-        self.module.train()
-        self.module.zero_grad()  # a task may have been given up between two batches of a step
+        self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
+        self.module.train().zero_grad()
         self.begin_anew()
 
     def begin_anew(self) -> None:

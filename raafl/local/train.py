@@ -82,8 +82,8 @@ class Built:
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
-        held = {} if submodels.base is None else submodels.frozen
-        self.frozen = [(name, p) for name, p in self.module.named_parameters() if name in held]
+        named = () if submodels.base is None else self.module.named_parameters()
+        self.frozen = [(name, p) for name, p in named if name in submodels.frozen]
 
     def load(self, values: FlatTensors) -> None:
         """Take the values of another task."""
@@ -380,8 +380,7 @@ class LocalTrainer:
         return loss
 
     @property
-    def _scaler(self) -> Any:
-        """The loss scaler of 16-mixed."""
+    def _scaler(self) -> Any:  # of 16-mixed
         return getattr(self._strategy.precision, "scaler", None)
 
     def _update(self, module: nn.Module, optimizer: Optimizer, pull: Pull | None) -> None:

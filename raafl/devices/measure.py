@@ -102,9 +102,9 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Roo
     return min(rooms, key=lambda room: room.num_bytes)
 
 
-def _own_limits(status: Path = Path("/proc/self/status")) -> Iterator[Room]:
+def _own_limits() -> Iterator[Room]:
     """Yield what the process's resource limits leave."""
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY and field in fields:

@@ -39,24 +39,21 @@ class Loggers(Hooks):
 
     def __init__(
         self, logger: Any, folder: Path, record: RunRecord, warn: Callable[[str], None], note: Callable[[str], None], *,
-        call_s: float | None = None, finish_s: float | None = None, max_queued: int = MAX_QUEUED,
         share: Callable[[Iterable[Spec]], float | None] | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` builds them.
 
-        ``note`` is told where a logger writes, when that is not what one would expect; ``max_queued`` calls may wait
-        for one logger; ``share`` is how much of the model some submodels cover, for the histogram of coverage.
+        ``note`` is told where a logger writes, when that is not what one would expect; ``share`` is how much of the model
+        some submodels cover, for the histogram of coverage.
         """
         self._record, self._folder, self._since = record, folder, Since(share)
-        self._call_s = CALL_S if call_s is None else call_s
-        self._finish_s = FINISH_S if finish_s is None else finish_s
         self._workers: list[_Worker] = []
         ids = RunIds(folder / FOLDER)
         for spec in specs(logger):
             same = sum(worker.spec.name == spec.name for worker in self._workers)
             name = f"{spec.name} {same + 1}" if same else spec.name
             make = maker(spec, folder, warn, note, ids.of(name), record.evaluated_version)
-            self._workers.append(_Worker(spec, name, make, warn, self._call_s, max_queued, ids))
+            self._workers.append(_Worker(spec, name, make, warn, ids))
 
     def start(self, hyper_parameters: Mapping[str, Any]) -> None:
         """Build the loggers and let them log the run's config."""
@@ -102,7 +99,7 @@ class Loggers(Hooks):
                 with_model = worker.spec.init_args.get("log_model") is not False
                 worker.put(partial(finish, folder=self._folder, summary=summary, tables=tables, with_model=with_model))
             worker.end(lambda logger: _close(logger, status))
-        until = time.monotonic() + self._finish_s
+        until = time.monotonic() + FINISH_S
         for worker in self._workers:
             while worker.at_work and time.monotonic() < until:
                 worker.join(timeout=0.05)
@@ -118,13 +115,11 @@ class _Worker(threading.Thread):
     """One logger and the only thread that touches it."""
 
     def __init__(
-        self, spec: LoggerSpec, name: str, make: Callable[[], Any], warn: Callable[[str], None], call_s: float,
-        max_queued: int, ids: RunIds,
-    ) -> None:  # fmt: skip
+        self, spec: LoggerSpec, name: str, make: Callable[[], Any], warn: Callable[[str], None], ids: RunIds
+    ) -> None:
         super().__init__(name=name, daemon=True)
-        self.spec, self._make, self._warn, self._call_s = spec, make, warn, call_s
-        self._ids = ids
-        self._queue: queue.Queue[tuple[Callable[[Any], None], bool] | None] = queue.Queue(max_queued)
+        self.spec, self._make, self._warn, self._ids = spec, make, warn, ids
+        self._queue: queue.Queue[tuple[Callable[[Any], None], bool] | None] = queue.Queue(MAX_QUEUED)
         self._changed = threading.Lock()
         self._logged = self._failed = 0
         self._error: str | None = None
@@ -166,7 +161,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         """Build the logger and make the calls."""
         try:
-            self._since = time.monotonic() + self._call_s  # to import and to connect may take twice as long
+            self._since = time.monotonic() + CALL_S  # to import and to connect may take twice as long
             logger = self._make()
             self._ids.keep(self.name, logger)
         except BaseException as error:  # also what a library raises to end the process
@@ -192,9 +187,9 @@ class _Worker(threading.Thread):
     def _look(self) -> bool:
         """Check whether it is stuck in a call, and say so the first time."""
         since = self._since
-        stuck = since is not None and time.monotonic() - since > self._call_s
+        stuck = since is not None and time.monotonic() - since > CALL_S
         if stuck and self._error is None:
-            self._fail(f"a call has not returned within {self._call_s:g} s", num=0)
+            self._fail(f"a call has not returned within {CALL_S:g} s", num=0)
         return stuck
 
     def _fail(self, error: str, num: int = 1) -> None:

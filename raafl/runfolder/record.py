@@ -44,15 +44,14 @@ class RunRecord:
     """
 
     def __init__(
-        self, folder: RunFolder | None, targets: Sequence[Target] = (), *, fingerprints: bool = True,
-        figures: RunStatistics | None = None,
-    ) -> None:  # fmt: skip
-        """Start counting; ``fingerprints`` puts a digest of each update into the journal."""
+        self, folder: RunFolder | None, targets: Sequence[Target] = (), figures: RunStatistics | None = None
+    ) -> None:
+        """Start counting."""
         self.figures = figures or RunStatistics()
         self.row: dict[str, float | None] = {}
         """Figures beside the metrics, as they were when the version measured last was made."""
         self._due: dict[int, dict[str, float | None]] = {}
-        self.folder, self.targets, self.fingerprints = folder, targets, fingerprints and folder is not None
+        self.folder, self.targets = folder, targets
         self.started = time.perf_counter()
         self.outcomes: Counter[str] = Counter()
         self.participation: dict[int, int] = {}
@@ -89,7 +88,7 @@ class RunRecord:
         self.num_events += 1
         if isinstance(event, Joined):
             self.participation.setdefault(event.client.id, 0)
-        elif isinstance(event, Arrived) and self.fingerprints and not event.update.fingerprint:
+        elif isinstance(event, Arrived) and self.folder is not None and not event.update.fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
             self.folder.event(cast(JournalRow, {"time_s": now, **event_to_json(event)}))

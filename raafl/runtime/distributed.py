@@ -63,7 +63,6 @@ class Server(Driver):
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,
         bears: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
 
@@ -89,13 +88,13 @@ class Server(Driver):
         self._enter_lock = threading.Lock()
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
-        self._clock, self._start, self._resumed_at = clock, 0.0, 0.0
+        self._start = self._resumed_at = 0.0
         self._interrupt = Interrupt()
 
     @property
     def now(self) -> float:
         """Seconds since the run began."""
-        return self._clock() - self._start
+        return time.perf_counter() - self._start
 
     def save(self) -> dict[str, Any]:
         """Return the time and the timers as plain data."""
@@ -134,8 +133,8 @@ class Server(Driver):
 
     def run(self) -> str:
         """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
-        self._start = self._clock() - self._resumed_at
-        self._alone_since = self._clock()
+        self._start = time.perf_counter() - self._resumed_at
+        self._alone_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.kept_out.values()], key=lambda client: client.id):
             self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # of an earlier life
@@ -183,7 +182,7 @@ class Server(Driver):
 
     def _look_after_sessions(self) -> None:
         """End the run when it has been left alone for too long, and sessions that were replaced and do not end."""
-        now, there = self._clock(), len(self.sessions)
+        now, there = time.perf_counter(), len(self.sessions)
         for until, session in list(self._leaving):
             if not session.is_alive():
                 self._leaving.remove((until, session))
@@ -252,7 +251,7 @@ class Server(Driver):
             session = self.sessions.pop(client)
             self._announce(client, f"refused: {reason}")
             session.stop(f"refused: {reason}")
-            self._leaving.append((self._clock() + self.waits.stop_s, session))
+            self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
         super()._dismiss(client, incarnation, reason)
 
     def _take_metrics(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
@@ -296,7 +295,7 @@ class Server(Driver):
         earlier, self.sessions[client] = self.sessions.get(client), session
         if earlier is not None:
             earlier.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
-            self._leaving.append((self._clock() + min(_PARTING_S, self.waits.stop_s), earlier))
+            self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), earlier))
 
     def _let_go(self, event: Lost) -> bool:
         """Forget a session that has ended; return whether its client had joined."""
@@ -311,7 +310,7 @@ class Server(Driver):
             session = self.sessions.pop(client)
             if event.failure is not None:  # it waits for a word
                 session.stop(event.reason)
-                self._leaving.append((self._clock() + self.waits.stop_s, session))
+                self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
         self._note(f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}")
         return entering is None

@@ -173,9 +173,10 @@ def test_one_that_is_too_slow_is_given_up_and_what_is_left_counted(tmp_path, mon
     assert summary["loggers"]["Hanging"] == {"logged": 0, "failed": 15, "error": "it has not ended in time"}
 
 
-def test_a_full_queue_drops_and_counts(released):
+def test_a_full_queue_drops_and_counts(monkeypatch, released):
+    monkeypatch.setattr(loggers, "MAX_QUEUED", 4)
     warned = []
-    many = loggers.Loggers(Hanging(), Path(), record=Counts(), warn=warned.append, note=print, call_s=9.0, max_queued=4)
+    many = loggers.Loggers(Hanging(), Path(), record=Counts(), warn=warned.append, note=print)
     many.start({})
     for version in range(50):
         many.on_evaluate(version, 0.0, {})

@@ -11,14 +11,15 @@ from torch.nn import functional as F
 
 from raafl.submodel.cost.ledger import Ledger
 
-_TINY_ROWS, _TINY_CALLS = 8, 20
+_TINY_DEPTH, _TINY_CALLS = 10, 20
 
 
 class Probes:
-    """Three pieces of work that belong to no model: a matrix product, and a layer of elementwise operations, large and tiny.
+    """Three pieces of work that belong to no model: a matrix product, a layer of elementwise operations, and tiny ones.
 
     The layer is an activation, a normalisation and an addition, forward and backward: memory taken, read and written as in a
-    training step. The tiny one does as many operations on next to nothing, so what it takes is their launches.
+    training step. The tiny ones are products, ReLUs and additions of a single row, forward and backward: what they take is their
+    launches.
 
     ``best_s`` is the shortest that each has taken, ``product``, ``layer`` and ``tiny`` are what a ledger says of them.
     """
@@ -30,7 +31,7 @@ class Probes:
         num_samples: int | None = None,
         num_calls: int = 1,
     ) -> None:
-        """Prepare both.
+        """Prepare them.
 
         The layer has ``num_samples`` rows of 512 values; None = 4096, on a GPU, where that would be no more than its launches,
         32 times as many, and the product 64 times as large. ``num_calls`` of each are timed together: a single one may fall
@@ -39,9 +40,9 @@ class Probes:
         self._device = torch.device(device)
         wide = 4 if self._device.type == "cuda" else 1
         a, b = (torch.randn(rows * wide, 512 * wide, device=device) for rows in (2048, 512))
-        layers = [self._layer(rows) for rows in (num_samples or 4096 * (32 if wide > 1 else 1), _TINY_ROWS)]
+        rows = num_samples or 4096 * (32 if wide > 1 else 1)
         self.product, self.layer, self.tiny = Ledger(), Ledger(), Ledger()
-        self._work: list[Callable[[], object]] = [lambda: a @ b, *layers]
+        self._work: list[Callable[[], object]] = [lambda: a @ b, self._layer(rows), self._tiny()]
         for ledger, work in zip((self.product, self.layer, self.tiny), self._work, strict=True):
             with ledger:
                 work()
@@ -52,6 +53,18 @@ class Probes:
         x, gradient = (torch.randn(num_samples, 512, device=self._device) for _ in range(2))
         x.requires_grad_()
         return lambda: torch.autograd.grad(F.layer_norm(F.gelu(x), (512,)) + x, x, gradient)
+
+    def _tiny(self) -> Callable[[], object]:
+        x, gradient, weight = (torch.randn(rows, 64, device=self._device) for rows in (1, 1, 64))
+        x.requires_grad_()
+
+        def passes() -> None:
+            y = x
+            for _ in range(_TINY_DEPTH):
+                y = F.relu(y @ weight) + y
+            torch.autograd.grad(y, x, gradient)
+
+        return passes
 
     def take(self) -> None:
         """Time each once more."""
@@ -66,9 +79,10 @@ class Probes:
     def speeds(self) -> tuple[float, float, float]:
         """Return FLOP/s, bytes/s and seconds a launch with which FLOPs, bytes moved and operations, added up, explain all three."""
         product_s, layer_s, tiny_s = self.best_s
-        # both layers launch alike: what the larger takes more is for its bytes
-        more_bytes, more_s = self.layer.moved_bytes - self.tiny.moved_bytes, max(layer_s - tiny_s, layer_s / 10)
-        bytes_per_s = more_bytes / more_s
-        launch_s = max(tiny_s - self.tiny.moved_bytes / bytes_per_s, 0.0) / self.tiny.kernels.total()
-        other_s = self.product.moved_bytes / bytes_per_s + launch_s * self.product.kernels.total()
+        product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
+        many, few = self.layer.moved_bytes, self.tiny.moved_bytes
+        # of seconds = launches * launch_s + bytes / bytes_per_s, twice
+        launch_s = max(tiny_s * many - layer_s * few, 0.0) / (tiny * many - layer * few)
+        bytes_per_s = many / max(layer_s - layer * launch_s, layer_s / 10)
+        other_s = self.product.moved_bytes / bytes_per_s + product * launch_s
         return self.product.flops / max(product_s - other_s, product_s / 10), bytes_per_s, launch_s

@@ -27,7 +27,7 @@ from lightning import LightningModule
 
 from benchmarks.common import Row, main
 from benchmarks.overhead import Bare, RandomData, Workload
-from model_zoo import CNN, MLP
+from model_zoo import CNN, MLP, ViT
 from raafl import Experiment, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.commands.run import simulate
 from raafl.core.algorithm import Algorithm, Local, Training
@@ -41,7 +41,7 @@ from raafl.local.stacked import CohortTrainer, Member
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FULL, Submodels
 
-REPEATS, RUN_REPEATS = 7, 3
+REPEATS, RUN_REPEATS = 5, 2
 SIZES = (4, 16, 32, 64)
 
 
@@ -57,6 +57,7 @@ TASKS = {
     "mlp 784-48-10": (mlp(784, 48, 10), (784,)),
     "mlp 784-200-200-10": (mlp(784, 200, 200, 10), (784,)),
     "cnn": (lambda: CNN(3, 32), (3, 32, 32)),
+    "vit micro": (lambda: ViT("micro"), (3, 32, 32)),
 }
 SMALL = Workload("mlp 64-32-10", mlp(64, 32, 10), (64,), 200, 100, 50, 10, 5, rounds=20)
 LOGISTIC = Workload("logistic regression 784", mlp(784, 10), (784,), 200, 100, 50, 10, 5, rounds=20)

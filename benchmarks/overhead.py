@@ -4,7 +4,7 @@ The bare loop does the same local steps with nothing around them: parameters are
 a client's start and averaging are one operation each; batches are index_select of tensors; the optimiser is made anew for
 each client. In two processes it splits each round's clients, sums in shared memory, and meets at a barrier. raafl runs
 whole: coordinator, journal, clients.csv, checks of every update. Both are timed from the first task to the last merge,
-alternately, in one run; the row shows the medians. An asynchronous run is compared with the same bare loop, which does the
+in turns, in one run; the row shows the medians. An asynchronous run is compared with the same bare loop, which does the
 same number of trainings.
 
     python -m benchmarks.overhead [--json] [--out FILE]
@@ -34,7 +34,7 @@ from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Iid
 from raafl.local.train import FabricOptions
 
-REPEATS = 5
+REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -207,19 +207,19 @@ def rows() -> list[Row]:
 
 
 def measure(work: Workload, data: RandomData, bare: Bare, processes: int) -> list[Row]:
-    """Time the bare loop and every algorithm alternately."""
+    """Time the bare loop and every algorithm in turns."""
     methods = algorithms(work)
     bare_s: list[float] = []
     raafl_s: dict[str, list[float]] = {name: [] for name in methods}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(REPEATS + 1):
+            gc.collect()
+            bare_seconds = bare.run() if processes == 1 else bare.run_in(processes)
+            bare_s += [bare_seconds] * bool(repeat)  # the first of each warms up
             for name, algorithm in methods.items():
                 gc.collect()
-                bare_seconds = bare.run() if processes == 1 else bare.run_in(processes)
                 seconds = raafl_seconds(work, data, algorithm, processes, Path(folder) / f"{name}{repeat}")
-                if repeat:  # the first of each warms up
-                    bare_s.append(bare_seconds)
-                    raafl_s[name].append(seconds)
+                raafl_s[name] += [seconds] * bool(repeat)
     bare_per_s = work.trainings / statistics.median(bare_s)
     found = []
     for name, seconds in raafl_s.items():

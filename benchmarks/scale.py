@@ -1,4 +1,4 @@
-"""Whether the cost of an event grows with the run: 10,000 simulated clients, 20,000 updates of a small MLP.
+"""Whether the cost of an event grows with the run or with the clients: 10,000 and 100,000 of them, 20,000 updates of a small MLP.
 
 Every case is a whole simulated run (coordinator, journal, clients.csv, checks of every update) in a process of its own,
 on one thread. An event is an arrival, a join, a loss or a timer. What events cost is the process's CPU time from the end
@@ -6,8 +6,9 @@ of one client's training to the beginning of the next, everything that is not tr
 has between the two. It is averaged over windows of 100 updates; a row holds the medians over the windows of the first
 and of the last thousand updates, and their ratio. `wall_ratio` is the same on the wall clock, which whatever else the
 machine is doing disturbs. `joined_s` is the time of all clients' arrival at time 0 with the first assignments, up to the
-first training. Memory is the process's peak, and its growth from the moment when the model, the data and its share for
-each client were there.
+first training; `build_s` what went before, where data are shared out, devices dealt and checked. Memory is the process's
+peak, and its growth from the moment when the model, the data and its share for each client were there;
+`bytes_per_client` is its growth from before that until all clients have joined, without the samples themselves.
 In the cases that come and go, every client is there for three quarters of its time only, each in its own rhythm.
 
     python -m benchmarks.scale [--json] [--out FILE]
@@ -61,7 +62,8 @@ class Case:
 
 
 NAMES = ("fed_async", "fed_buff", "fed_raa")
-CASES = [*(Case(name, cap) for name in NAMES for cap in (1000, None)), Case("fed_raa", 1000, come_and_go=True)]
+MANY = Case("fed_async", 1000, clients=100_000)
+CASES = [*(Case(name, cap) for name in NAMES for cap in (1000, None)), Case("fed_raa", 1000, come_and_go=True), MANY]
 
 
 class SmallData:
@@ -93,6 +95,7 @@ class Stopwatch(Executor):
     def __init__(self, inner: Executor) -> None:
         """Time ``inner``."""
         self._inner = inner
+        self.joined_bytes = 0
         self.began: list[tuple[float, float]] = []
         self.ended: list[tuple[float, float]] = []
 
@@ -102,6 +105,7 @@ class Stopwatch(Executor):
 
     def result(self, assignment_id: int) -> Update:
         """Train, between two looks at the clocks."""
+        self.joined_bytes = self.joined_bytes or resident_bytes()
         self.began.append((time.perf_counter(), time.process_time()))
         update = self._inner.result(assignment_id)
         self.ended.append((time.perf_counter(), time.process_time()))
@@ -150,10 +154,12 @@ def make_experiment(case: Case, folder: Path) -> Experiment:
 def measure(case: Case, folder: Path) -> Row:
     """Do one run in this process and return its row."""
     torch.set_num_threads(1)
-    parts = build(make_experiment(case, folder), pace=False)
+    experiment = make_experiment(case, folder)
+    first_bytes, began = resident_bytes(), time.perf_counter()
+    parts = build(experiment, pace=False)
     run = Run(parts, "", "simulated")
     executor = Stopwatch(make_executor(parts, workers=1))
-    before_bytes = resident_bytes()
+    build_s, before_bytes = time.perf_counter() - began, resident_bytes()
     began = time.perf_counter()
     try:
         run.start()
@@ -180,6 +186,8 @@ def measure(case: Case, folder: Path) -> Row:
         "ratio": cpu[1] / cpu[0],
         "wall_ratio": wall[1] / wall[0],
         "training_us": 1e6 * statistics.median(map(_length, executor.began, executor.ended)),
+        "build_s": build_s,
+        "bytes_per_client": (executor.joined_bytes - first_bytes) / case.clients,
         "joined_s": executor.began[0][0] - began,
         "run_s": run_s,
         "peak_bytes": peak_bytes,

@@ -3,7 +3,10 @@
 Each case is the same run with the same seed in one process, by forked workers and over ranks, one after the other, each on
 one thread a process; it is repeated, and a row has the median. `ratio` is trainings per second over those of one process; `equal`
 is whether the model's digest is that of one process. Seconds are the run's own, from its first to its last event:
-what processes need to start is not in it.
+what processes need to start is not in it. `serial` is the share of the work of one process that more of them do not divide
+(Amdahl's law, from the ratio), `of_eight` the ratio that eight would have with it. `bytes_per_task` are as predicted.
+
+What was measured is kept in build/bench until all rows are there: a benchmark that was cut off goes on where it was.
 
     python -m benchmarks.scaling [--json] [--out FILE]
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 from benchmarks.common import Row, main
 
 ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "build" / "bench" / "scaling-runs.json"
 REPEATS = 3
 
 
@@ -35,8 +39,8 @@ class Case:
 
 
 CASES = (
-    Case("CNN, CIFAR-10", ("--config", "configs/cifar10-cnn.yaml"), 60),
-    Case("ViT micro, CIFAR-10", ("--config", "configs/cifar10-vit.yaml"), 40),
+    Case("CNN, CIFAR-10", ("--config", "configs/cifar10-cnn.yaml"), 30),
+    Case("ViT micro, CIFAR-10", ("--config", "configs/cifar10-vit.yaml"), 20),
     Case("MLP, digits", ("--config", "configs/quickstart.yaml"), 400),
 )
 WAYS = (("one process", 1, ()), ("workers", 2, ("--workers", "2")), ("ranks", 2, ()), ("ranks", 4, ()))
@@ -55,24 +59,41 @@ def run(case: Case, way: str, num: int, options: tuple[str, ...]) -> Row:
     return summary
 
 
+def once(key: str, case: Case, way: str, num: int, options: tuple[str, ...]) -> Row:
+    """Run a case, or return what an earlier start of this benchmark has measured under that key."""
+    known: Row = json.loads(RUNS.read_text()) if RUNS.exists() else {}
+    if key not in known:
+        summary = run(case, way, num, options)
+        known[key] = {name: summary[name] for name in ("wall_s", "model_digest", "bytes_up", "bytes_down")}
+        RUNS.parent.mkdir(parents=True, exist_ok=True)
+        RUNS.write_text(json.dumps(known))
+    found: Row = known[key]
+    return found
+
+
 def rows() -> list[Row]:
     """Return a row for each case and way."""
     found = []
     for case in CASES:
         taken: dict[tuple[str, int], list[Row]] = {(way, num): [] for way, num, _ in WAYS}
-        for _ in range(REPEATS):  # in turns, so that what else the machine does disturbs all alike
+        for repeat in range(REPEATS):  # in turns, so that what else the machine does disturbs all alike
             for way, num, options in WAYS:
-                taken[way, num].append(run(case, way, num, options))
+                taken[way, num].append(
+                    once(f"{case.name}/{case.updates}/{way}/{num}/{repeat}", case, way, num, options)
+                )
         per_s = {key: statistics.median(case.updates / one["wall_s"] for one in all) for key, all in taken.items()}
         (digest,) = {one["model_digest"] for one in taken["one process", 1]}
         for (way, num), summaries in taken.items():
+            ratio = per_s[way, num] / per_s["one process", 1]
+            serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if num > 1 else None
             found.append({
                 "workload": case.name, "way": way, "processes": num, "per_s": per_s[way, num],
-                "ratio": per_s[way, num] / per_s["one process", 1],
+                "ratio": ratio, "serial": serial, "of_eight": None if serial is None else 8 / (1 + 7 * serial),
                 "bytes_per_task": (summaries[0]["bytes_up"] + summaries[0]["bytes_down"]) / case.updates,
                 "equal": all(one["model_digest"] == digest for one in summaries),
             })  # fmt: skip
             print(found[-1], file=sys.stderr, flush=True)
+    RUNS.unlink(missing_ok=True)
     return found
 
 

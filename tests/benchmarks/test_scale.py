@@ -21,7 +21,7 @@ def test_rows_of_small_runs(tmp_path):
         assert row["us_per_event_first"] > 0 and row["training_us"] > 0
         assert row["ratio"] == pytest.approx(row["us_per_event_last"] / row["us_per_event_first"])
         assert 0 <= row["beside_data_bytes"] < row["peak_bytes"]
-        assert row["joined_s"] < row["run_s"]
+        assert row["joined_s"] < row["run_s"] and row["build_s"] > 0 and row["bytes_per_client"] >= 0
 
 
 def test_each_client_is_there_for_three_quarters_of_its_time():

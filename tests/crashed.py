@@ -22,7 +22,7 @@ class Crash(Exception):
 def simulated(*options: str) -> dict[str, Any]:
     """Run it to its end; return the summary."""
     parsed = parse("simulate", ["--progress=quiet", *options])
-    with remembered.costs():
+    with remembered.findings():
         return whole(simulate(parsed.experiment, parsed.config_yaml))[0]
 
 

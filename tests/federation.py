@@ -97,14 +97,14 @@ class Finished:
 
 def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, Any], Path]] = simulate) -> Finished:
     """Run it to its end."""
-    with remembered.costs():
+    with remembered.findings():
         return Finished(*whole(run(experiment)))
 
 
 def equal_replay(made: Experiment, run: Finished) -> bool:
     """Check whether a replay of the run that it made comes to the same model."""
     rows, summary = read_run(run.folder)
-    with remembered.costs():
+    with remembered.findings():
         parts = build(made, pace=False, **rows[0]["start"])
         with closing(make_executor(parts, 1)) as executor:
             Replay(parts.coordinator, executor).run(rows)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from model_zoo import CNN, MLP
-from raafl.submodel.cost import Cost
+from torch import nn
+
+from raafl.config import experiment
+from raafl.submodel.aside import tensors_in
 from raafl.submodel.cost import predicted as cost
+from raafl.submodel.find import discover
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels
 
-_COSTS: dict[Any, Cost] = {}
-_PREDICT = cost.predict
+_OF_THE_ZOO: dict[Any, Any] = {}
+_PREDICT, _REFUTED, _DISCOVER = cost.predict, experiment.refuted, discover.discover_axes
 
 
 def remember() -> None:
@@ -29,41 +32,41 @@ def remember() -> None:
 
 
 @contextmanager
-def costs() -> Iterator[None]:
-    """Predict the cost of a submodel once for all runs within, the forked ones' too (tests/submodel/cost/test_predicted.py).
+def findings() -> Iterator[None]:
+    """Find and prove a model's axes, and predict a submodel's cost, once for all runs within, the forked ones' too.
 
-    Of the zoo's plain classifiers once for all tests: all that they are is in their arguments and parameters.
+    For the zoo's own models once for all tests: all that such a model is is in its arguments and parameters. How they are found
+    has tests of its own, in tests/submodel.
     """
-    predict, own = cost.predict, {}
-    if predict is not _PREDICT:  # within another
+    if cost.predict is not _PREDICT:  # within another
         yield
         return
+    own: dict[Any, Any] = {}
 
-    def remembered(submodels: Submodels, spec: Spec, *sizes: int) -> Cost:
-        module = submodels.module
-        known = _COSTS if type(module) in (CNN, MLP) else own
+    def once(key: tuple[Any, ...], module: nn.Module, batch: Any, find: Callable[[], Any]) -> Any:
+        known = _OF_THE_ZOO if type(module).__module__.startswith("model_zoo.") else own
         tensors = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
-        example = repr([(tuple(x.shape), x.dtype) for x in _tensors(submodels.example_batch)])
-        more = (
-            repr(module),
-            repr(getattr(module, "hparams", "")),
-            example,
-            submodels.base is None,
-            submodels.batch_norm,
-        )
-        key = (type(submodels), type(module), tensors, *more, tuple(submodels.axes), spec, sizes)
+        example = repr([(tuple(x.shape), x.dtype) for x in tensors_in(batch)])
+        key = (*key, type(module), tensors, repr(module), repr(getattr(module, "hparams", "")), example)
         if key not in known:
-            known[key] = predict(submodels, spec, *sizes)
+            known[key] = find()
         return known[key]
 
-    cost.predict = remembered
+    def of(submodels: Submodels) -> tuple[Any, ...]:
+        return type(submodels), submodels.base is None, submodels.batch_norm, tuple(submodels.axes)
+
+    def predict(submodels: Submodels, spec: Spec, *sizes: int) -> Any:
+        key = ("cost", *of(submodels), spec, sizes)
+        return once(key, submodels.module, submodels.example_batch, lambda: _PREDICT(submodels, spec, *sizes))
+
+    def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> Any:
+        return once(("refuted", *of(submodels)), module, batch, lambda: _REFUTED(submodels, module, batch))
+
+    def discover_axes(module: nn.Module, batch: Any, *more: Any, **options: Any) -> Any:
+        return once(("axes", *options.items()), module, batch, lambda: _DISCOVER(module, batch, *more, **options))
+
+    cost.predict, experiment.refuted, discover.discover_axes = predict, refuted, discover_axes
     try:
         yield
     finally:
-        cost.predict = predict
-
-
-def _tensors(batch: Any) -> list[Any]:
-    from raafl.submodel.aside import tensors_in
-
-    return list(tensors_in(batch))
+        cost.predict, experiment.refuted, discover.discover_axes = _PREDICT, _REFUTED, _DISCOVER

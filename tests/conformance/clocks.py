@@ -45,7 +45,7 @@ def fingerprints(run):
 
 def on_both_clocks(experiment: Experiment, output: Path) -> tuple[Finished, Finished]:
     """Run it simulated, then on real ranks in that order with its folder at ``output``; they are equal in all but times."""
-    with remembered.costs():
+    with remembered.findings():
         simulated, real = _both(experiment, output)
     assert order_of(real) == order_of(simulated)
     assert fingerprints(real) == fingerprints(simulated)

@@ -50,7 +50,7 @@ def test_ten_updates_repeat_and_are_the_same_on_real_ranks(tmp_path, name):
             train=Training(num_epochs=None, num_steps=2), devices=DEVICES.get(name, unequal()),
         )  # fmt: skip
 
-    with remembered.costs():
+    with remembered.findings():
         simulated, real = on_both_clocks(again("simulated"), tmp_path / "real")
         assert simulated.summary["updates_merged"] >= 10
         assert finish(again("again")).digest == simulated.digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 import raafl
 from model_zoo import ResNet
 from model_zoo.classifier import Classifier
-from raafl.algorithms import ALGORITHMS, fed_avg
-from raafl.commands.replay import replay
+from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff
+from raafl.commands.run import simulate
 from raafl.config.experiment import SubmodelOptions
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
@@ -21,8 +22,8 @@ from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.runfolder import checkpoints as checkpoint
-from tests.crashed import crashed, simulated
-from tests.federation import experiment, finish
+from tests.crashed import crash
+from tests.federation import equal_replay, experiment, finish
 from tests.habits.source import ROOT
 
 pytestmark = pytest.mark.timeout(180)
@@ -161,21 +162,21 @@ def test_static_statistics_are_those_of_the_training_data(tmp_path):
 
 
 @pytest.mark.parametrize("batch_norm", ["merged", "static"])
-@pytest.mark.parametrize("name", ["fed_buff", "fed_async"])
-def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, name, batch_norm):
-    model = ("--model=model_zoo.ResNet", "--model.depth=8", "--model.in_channels=1", "--model.channels=4")
-    options = ["--config", CONFIG, *model, "--algorithm", name, f"--submodels.batch_norm={batch_norm}"]
-    options += ["--submodels.static_batches=3", "--max_updates=10", "--checkpoint_every=1", "--eval_every=3"]
-    options += ["--train.num_steps=3", "--train.num_epochs=null"]
-    options += ["--algorithm.buffer_size=2"] if name == "fed_buff" else []
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    crashed(monkeypatch, 7, *options, f"--output={tmp_path / 'cut'}")
-    assert not checkpoint.load(tmp_path / "cut").state_dict["norm.running_mean"].eq(0).all()  # usable as it is
-    resumed = simulated("--resume", str(tmp_path / "cut"))
-    assert {k: v for k, v in resumed.items() if k != "wall_s"} == {k: v for k, v in whole.items() if k != "wall_s"}
-    ends = [checkpoint.load(tmp_path / name).state_dict for name in ("whole", "cut")]
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-    assert replay(tmp_path / "cut")["equal"] is True and replay(tmp_path / "whole")["equal"] is True
+@pytest.mark.parametrize("algorithm", [fed_buff(buffer_size=2), fed_async()], ids=["fed_buff", "fed_async"])
+def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, algorithm, batch_norm):
+    more = {
+        "model": ConvNorm, "submodels": SubmodelOptions(batch_norm=batch_norm, static_batches=3), "max_updates": 10,
+        "checkpoint_every": 1, "eval_every": 3,
+    }  # fmt: skip
+    whole = finish(experiment(tmp_path / "whole", algorithm, **more))
+    made = experiment(tmp_path / "cut", algorithm, **more)
+    with crash(monkeypatch, 7):
+        simulate(made)
+    assert not checkpoint.load(tmp_path / "cut").state_dict["norm1.running_mean"].eq(0).all()  # usable as it is
+    resumed = finish(replace(made, output=None, resume=made.output))
+    assert {**resumed.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
+    assert all(torch.equal(tensor, saved(resumed)[name]) for name, tensor in saved(whole).items())
+    assert equal_replay(made, resumed) and equal_replay(made, whole)
 
 
 def test_workers_change_nothing(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,30 +11,31 @@ import pytest
 from torch.utils.data import TensorDataset
 
 from model_zoo import MLP
-from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff
+from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_raa
 from raafl.commands.replay import replay
+from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
 from raafl.data import Digits
-from raafl.data.partition import Partition
+from raafl.data.partition import Dirichlet, Partition
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.privacy import Privacy
 from raafl.parts.protect.robust import Guard
-from tests.crashed import crashed, simulated
-from tests.federation import experiment, finish, unequal
+from tests.crashed import crash, simulated
+from tests.federation import equal_replay, experiment, finish, unequal
 from tests.habits.source import ROOT
 
 pytestmark = pytest.mark.timeout(180)
 INF = float("inf")
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
-GUARD = ("--guard.clip_norm=0.6", "--guard.outlier=1.1", "--guard.warm_up=3")
+GUARD = Guard(clip_norm=0.2, outlier=1.2, warm_up=3)
 PROTECTIONS = {
-    "fed_raa screened": ("fed_raa", *GUARD),
-    "fed_buff median": ("fed_buff", "--algorithm.buffer_size=5", "--guard.combine=median", *GUARD),
-    "sync fed_raa trimmed": ("fed_raa", "--algorithm.trigger=all", "--guard.combine=trimmed_mean", "--guard.trim=0.3"),
-    "fed_raa private": ("fed_raa", "--privacy.clip_norm=0.5", "--privacy.noise_multiplier=0.3"),
-    "fed_buff private": ("fed_buff", "--algorithm.buffer_size=5", "--privacy.clip_norm=0.5"),
+    "fed_raa screened": (fed_raa(), GUARD, Privacy()),
+    "fed_buff median": (fed_buff(buffer_size=5), replace(GUARD, combine="median"), Privacy()),
+    "sync fed_raa trimmed": (fed_raa(trigger="all"), Guard(combine="trimmed_mean", trim=0.3), Privacy()),
+    "fed_raa private": (fed_raa(), Guard(), Privacy(clip_norm=0.5, noise_multiplier=0.3)),
+    "fed_buff private": (fed_buff(buffer_size=5), Guard(), Privacy(clip_norm=0.5)),
 }
 
 
@@ -49,15 +50,17 @@ def test_bounds_that_nothing_reaches_change_no_bit(tmp_path, name):
 
 @pytest.mark.parametrize("name", PROTECTIONS)
 def test_a_protected_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, name):
-    algorithm, *options = PROTECTIONS[name]
-    options = ["--config", CONFIG, "--algorithm", algorithm, *options, "--max_updates=16", "--checkpoint_every=1"]
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    crashed(monkeypatch, 10, *options, f"--output={tmp_path / 'cut'}")
-    resumed = simulated("--resume", str(tmp_path / "cut"))
-    assert {k: v for k, v in resumed.items() if k != "wall_s"} == {k: v for k, v in whole.items() if k != "wall_s"}
-    assert replay(tmp_path / "cut")["equal"] is True
+    algorithm, guard, privacy = PROTECTIONS[name]
+    more = {"guard": guard, "privacy": privacy, "partition": Dirichlet(0.2), "max_updates": 16, "checkpoint_every": 1}
+    whole = finish(experiment(tmp_path / "whole", algorithm, **more))
+    made = experiment(tmp_path / "cut", algorithm, **more)
+    with crash(monkeypatch, 10):
+        simulate(made)
+    resumed = finish(replace(made, output=None, resume=made.output))
+    assert {**resumed.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
+    assert equal_replay(made, resumed)
     if "screened" in name:
-        assert whole["updates_refused"]["outlier"] > 0 and whole["guard"]["clipped"] > 0
+        assert whole.summary["updates_refused"]["outlier"] > 0 and whole.summary["guard"]["clipped"] > 0
 
 
 def test_the_spent_epsilon_is_in_the_summary(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,13 +12,11 @@ from torch.nn import functional as F
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa, hetero_fl, scaffold
-from raafl.commands.replay import replay
+from raafl.commands.run import simulate
 from raafl.data import Dirichlet
 from raafl.runtime.executors import cohorts
-from tests.crashed import crashed, simulated
-from tests.federation import experiment, finish
-
-CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+from tests.crashed import crash
+from tests.federation import equal_replay, experiment, finish
 
 
 class Plain(MLP):
@@ -111,13 +109,13 @@ def test_clients_that_come_and_go_are_trained_alike(tmp_path):
 
 
 def test_a_run_that_crashed_in_mid_cohort_goes_on_with_another_executor_and_replays(tmp_path, monkeypatch):
-    options = ["--config", CONFIG, "--clients=12", "--max_updates=60", "--checkpoint_every=4"]
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    crashed(monkeypatch, 33, *options, "--batch_clients=5", f"--output={tmp_path / 'cut'}")
-    resumed = simulated("--resume", str(tmp_path / "cut"), "--batch_clients=1")
-    assert resumed["model_digest"] == whole["model_digest"] and "batched" not in resumed
-    crashed(monkeypatch, 33, *options, f"--output={tmp_path / 'other'}")
-    again = simulated("--resume", str(tmp_path / "other"), "--batch_clients=auto")
-    assert again["model_digest"] == whole["model_digest"] and "batched" in again
-    assert replay(tmp_path / "other")["equal"] is True
+    more = {"clients": 12, "max_updates": 60, "checkpoint_every": 4}
+    whole = finish(experiment(tmp_path / "whole", fed_raa(), **more))
+    for name, before, after in (("cut", 5, 1), ("other", 1, "auto")):
+        cut = experiment(tmp_path / name, fed_raa(), batch_clients=before, **more)
+        with crash(monkeypatch, 33):
+            simulate(cut)
+        resumed = finish(replace(cut, output=None, resume=cut.output, batch_clients=after))
+        assert resumed.digest == whole.digest and ("batched" in resumed.summary) is (after == "auto")
+        assert equal_replay(cut, resumed)
     assert torch.get_num_threads() == 1

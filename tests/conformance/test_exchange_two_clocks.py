@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch.utils.data import DataLoader
 
 from model_zoo import MLP
 from raafl.algorithms import split_fed
 from raafl.algorithms.split_fed.questions import Batches
-from raafl.commands.replay import replay
+from raafl.commands.run import simulate
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data import Digits
@@ -17,8 +19,8 @@ from raafl.runtime.session import Session
 from raafl.runtime.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_compress_two_clocks import assert_replays
-from tests.crashed import crashed, simulated
-from tests.federation import experiment, finish
+from tests.crashed import crash
+from tests.federation import equal_replay, experiment, finish
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.timeout(240)
@@ -77,23 +79,16 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
     assert_replays(config, real)
 
 
-@pytest.mark.slow("a run of 24 updates, three times")
 def test_a_simulation_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch):
-    options = [
-        "--config",
-        "configs/quickstart.yaml",
-        "--algorithm",
-        "split_fed",
-        "--max_updates=24",
-        "--checkpoint_every=1",
-    ]
-    options += ["--compress.down=top_k", "--compress.up=top_k"]
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    crashed(monkeypatch, 13, *options, f"--output={tmp_path / 'cut'}")
-    resumed = simulated("--resume", str(tmp_path / "cut"))
-    assert resumed["model_digest"] == whole["model_digest"]
-    assert resumed["bytes_up"] == whole["bytes_up"] and resumed["bytes_down"] == whole["bytes_down"]
-    assert replay(tmp_path / "cut")["equal"] is True
+    compress, more = Compress("top_k", "top_k"), {"max_updates": 24, "checkpoint_every": 1}
+    whole = finish(made(tmp_path / "whole", compress, **more))
+    cut = made(tmp_path / "cut", compress, **more)
+    with crash(monkeypatch, 13):
+        simulate(cut)
+    resumed = finish(replace(cut, output=None, resume=cut.output))
+    assert resumed.digest == whole.digest
+    assert all(resumed.summary[way] == whole.summary[way] for way in ("bytes_up", "bytes_down"))
+    assert equal_replay(cut, resumed)
 
 
 class Dropping(Digits):

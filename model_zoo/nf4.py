@@ -58,7 +58,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, dequantised(codes, scales, shape, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         codes, scales = ctx.saved_tensors
         return grad @ dequantised(codes, scales, ctx.shape, grad.dtype), None, None, None
 
@@ -81,7 +81,7 @@ class NF4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x W^T + b`` in the dtype of ``x``."""
-        product: Tensor = _Product.apply(x, self.weight, self.scales, (self.out_features, self.in_features))  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(x, self.weight, self.scales, (self.out_features, self.in_features))
         return product if self.bias is None else product + self.bias
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:

@@ -28,6 +28,8 @@ from raafl.local import heap
 MODELS, QUICK = (*ALL, "resnet20"), ("mlp",)
 STEPS, THREADS = 6, 1
 LEAST_SHARE = 0.002
+PROBES = {"num_samples": 8192, "num_calls": 20}
+"""How large a measurement of this machine's speeds is."""
 
 
 def rows(models: Sequence[str] = MODELS, rates: Sequence[float] = (RATES[0], RATES[-1])) -> list[Row]:
@@ -48,7 +50,7 @@ def measured(model: str, rate: float) -> list[Row]:
     spec = spec_of(submodels, rate, "all" if rate == 1 else "bottom")
     trainer, values = client.make(submodels), values_of(submodels.layout(spec))
     client.train(trainer, spec, values, 2)
-    probes = Probes(clock=time.process_time, num_samples=8192, num_calls=20)
+    probes = Probes(clock=time.process_time, **PROBES)
     for _ in range(5):
         probes.take()
     flops_per_s, bytes_per_s, _ = probes.speeds()

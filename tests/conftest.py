@@ -62,7 +62,7 @@ def _starts_processes(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes, and what needs a GPU where there is none."""
+    """Mark what starts processes, and what needs a GPU where there is none; files with slow tests come first."""
     without_gpu = pytest.mark.skip(reason=NEEDS_GPU) if not torch.cuda.is_available() else None
     for item in items:
         if without_gpu is not None and item.get_closest_marker("gpu"):
@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if unnamed(list(item.iter_markers("slow"))):
             raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.slow says why, in a string")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # a long test that starts last leaves a core idle
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

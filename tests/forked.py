@@ -99,6 +99,9 @@ def _run(
         code = entry(argv) or 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 98
+        if isinstance(error.code, str):  # as Python does
+            print(error.code, file=sys.stderr)
+            code = 1
     except BaseException:
         import traceback
 

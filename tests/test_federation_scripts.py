@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -37,14 +35,13 @@ def test_an_example_is_short_and_runs(tmp_path, request, example):
     assert summary_of(output)["runtime"] == "simulated"
 
 
-@pytest.mark.slow("a script starts from nothing, as a user starts it")
 def test_the_example_for_hugging_face_says_why_it_skips(tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "RAAFL_DATA"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "hugging_face.py")], env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=200, cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "skipped: RAAFL_DATA is not set, the folder that has SST-2\n")
+    def without_data():
+        os.environ.pop("RAAFL_DATA", None)
+
+    path = str(EXAMPLES / "hugging_face.py")
+    with command(tmp_path / "c", path, before=without_data, entry=warm.script) as script:
+        assert (script.end(), script.err) == (1, "skipped: RAAFL_DATA is not set, the folder that has SST-2\n")
 
 
 def test_an_example_runs_under_torchrun(tmp_path):

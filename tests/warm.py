@@ -3,7 +3,7 @@
 `start` is called in a process of the test's own, before that has threads: `tests.forked.command(..., before=warm.start)`. It forks
 one process that does nothing but fork, so that threads and locks of whoever asks later do not come along. Its children are the
 asker's own, as those of `subprocess` are: whoever forked them leaves them, and Linux gives them to the asker, who takes orphans.
-That a command starts from nothing, too, is tested once for each: test_cli.py, test_torchrun.py, test_measured_memory.py.
+That a command starts from nothing, too, is tested once for each: test_cli.py, test_torchrun.py, launch/test_scripts.py.
 """
 
 from __future__ import annotations

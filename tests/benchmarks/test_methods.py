@@ -76,9 +76,10 @@ class OneAfterTheOther:
 
 def test_a_row_is_the_mean_of_its_seeds(monkeypatch):
     monkeypatch.setattr(methods, "ProcessPoolExecutor", OneAfterTheOther)
-    settings = [Setting(label, CONFIG, SHORT, seed) for label in ("A", "B") for seed in (0, 1)]
+    short = ("--max_updates", "6", "--eval_every", "2")
+    settings = [Setting(label, CONFIG, short, seed) for label in ("A", "B") for seed in (0, 1)]
     first, second = methods.rows(settings, jobs=2, levels=(0.0, 2.0))
-    alone = [methods.run(Setting("A", CONFIG, SHORT, seed)) for seed in (0, 1)]
+    alone = [methods.run(Setting("A", CONFIG, short, seed)) for seed in (0, 1)]
     one, other = (row["accuracy"] for row in alone)
     assert first["method"] == "A" and first["seeds"] == 2
     assert first["accuracy"] == second["accuracy"] == pytest.approx((one + other) / 2)

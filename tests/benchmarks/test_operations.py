@@ -10,8 +10,9 @@ from tests.forked import in_fork
 BATCH, WIDTHS = 32, (3072, 2048, 2048, 10)
 
 
-def test_operations_of_a_step_are_counted_by_hand():
-    """In a process of its own, as the command has it; `make bench` runs that."""
+def test_operations_of_a_step_are_counted_by_hand(monkeypatch):
+    """In a process of its own, as the command has it, with a quick look at the machine's speeds; `make bench` runs that."""
+    monkeypatch.setattr(operations, "PROBES", {"num_samples": 256, "num_calls": 1})
     measured = {rate: in_fork(operations.measured, "mlp", rate) for rate in (1.0, 0.015625)}
     rows = {(row["rate"], row["operation"]): row for found in measured.values() for row in found}
     forward = rows[1.0, "aten.addmm"]

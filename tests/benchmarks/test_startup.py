@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks import startup
@@ -23,25 +20,3 @@ def test_a_start_of_three_ranks():
 def test_a_run_that_fails_is_an_error_with_its_output():
     with pytest.raises(RuntimeError, match="alpah"):
         startup.rows(ranks=2, repeats=1, options=["--algorithm.alpah", "1"], timeout_s=60)
-
-
-def test_quick_imports_collect_again_afterwards_and_leave_a_clean_end():
-    code = """
-import gc
-from raafl.lean_import import quick_imports
-with quick_imports():
-    assert not gc.isenabled()
-    import torch._dynamo
-assert gc.isenabled() and gc.get_freeze_count() > 10_000
-try:
-    with quick_imports():
-        raise KeyError
-except KeyError:
-    assert gc.isenabled()
-gc.disable()
-with quick_imports():
-    pass
-assert not gc.isenabled()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

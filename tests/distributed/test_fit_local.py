@@ -1,4 +1,4 @@
-"""`raafl fit --local`, whole: real servers and clients; test_measured_memory.py starts them from nothing."""
+"""`raafl fit --local`, whole: real servers and clients; launch/test_scripts.py starts them from nothing."""
 
 from __future__ import annotations
 

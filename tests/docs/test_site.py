@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from raafl.algorithms import ALGORITHMS
+from tests.forked import command
 from tests.habits.source import ROOT
 
 pytest.importorskip("material")
@@ -22,15 +20,19 @@ FETCHED = re.compile(
 LINKED = re.compile(r"<link\b(?![^>]*rel=\"?canonical)[^>]*href=\"?(?:https?:)?//[^>]*>")
 
 
+def mkdocs(argv: list[str]) -> None:
+    """Run `mkdocs ARGV` in this process, which has imported what the reference describes."""
+    from mkdocs.__main__ import cli
+
+    cli(argv)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "docs"
-    config = ROOT / "docs" / "mkdocs" / "mkdocs.yml"
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(config), "-d", str(folder)],
-        cwd=folder.parent, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0 and not done.stderr + done.stdout, done.stdout + done.stderr
+    argv = ("build", "--quiet", "--strict", "-f", str(ROOT / "docs" / "mkdocs" / "mkdocs.yml"), "-d", str(folder))
+    with command(folder.parent / "c", *argv, entry=mkdocs, NO_MKDOCS_2_WARNING="1") as started:
+        assert (started.end(800), started.out, started.err) == (0, "", "")
     return folder
 
 

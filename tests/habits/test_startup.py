@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
+from raafl.lean_import import quick_imports
+from tests.forked import in_fork
 from tests.habits.source import ROOT
 
 HEAVY = (
@@ -24,6 +28,9 @@ HEAVY = (
     "matplotlib",
     "torchmetrics",
 )
+
+
+BERT = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
 
 
 def run(code: str) -> object:
@@ -52,10 +59,75 @@ def test_a_report_needs_no_torch_to_read_run_folders():
     assert loaded_after("import raafl.commands.report, raafl.report.labels", ("torch", *HEAVY)) == []
 
 
-@pytest.mark.slow("lightning is imported anew")
-def test_lean_lightning_leaves_out_what_torchmetrics_would_pull_in():
-    optional = ("torchvision", "transformers", "scipy", "datasets", "wandb", "pandas", "sklearn")
-    assert loaded_after("from raafl.lean_import import import_lightning; import_lightning()", optional) == []
+STAGES = """
+import gc, json, sys
+from raafl.lean_import import quick_imports
+with quick_imports():
+    assert not gc.isenabled()
+    import torch
+    from torch import nn
+    before, found = set(sys.modules), {}
+
+    def note(stage, *names):
+        found[stage] = [name for name in names if name in set(sys.modules) - before]
+
+    from raafl.submodel import Spec, Submodels, skeleton
+
+    class Declared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.norm, self.fc2 = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+        def submodel_axes(self):
+            norm = [(f"norm.{name}", 0) for name in ("weight", "bias", "running_mean", "running_var")]
+            return {"hidden": [("fc1.weight", 0), ("fc1.bias", 0), *norm, ("fc2.weight", 1)]}
+
+    with skeleton():
+        model = Declared()
+    Submodels(model).shrink(Spec.keep({"hidden": [1]}), rescale=True)
+    note("declared axes", "sympy", "torch.fx", "torch.utils.flop_counter", "raafl.submodel.find.discover", "lightning",
+         "torch._dynamo")
+
+    model = nn.Sequential(nn.TransformerEncoderLayer(6, 3, 5), nn.Linear(6, 2))
+    Submodels(model).shrink(Spec.keep({"0.heads": [0]})).module(torch.ones(2, 1, 6))
+    note("torch's own transformer", "transformers", "torchvision")
+
+    from raafl.data import SST2, Digits, Shakespeare
+    Digits().setup("fit")
+    optional = ("torchvision", "transformers", "tokenizers", "scipy", "datasets", "wandb", "pandas", "sklearn")
+    note("digits", *optional)
+
+    from raafl.lean_import import import_lightning
+    import_lightning()
+    note("lean lightning", *optional)
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow("torch and lightning are imported anew")
+def test_nothing_is_imported_before_it_is_needed():
+    """Stage by stage in one process, which imports without garbage collection, and ends without a word."""
+    done = subprocess.run([sys.executable, "-c", STAGES], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    stages = ("declared axes", "torch's own transformer", "digits", "lean lightning")
+    assert json.loads(done.stdout) == {stage: [] for stage in stages}
+
+
+def collects_again():
+    """Import nothing quickly, with an error, and without garbage collection; return whether there was some after each."""
+    found = []
+    with suppress(KeyError), quick_imports():
+        raise KeyError
+    found.append(gc.isenabled())
+    gc.disable()
+    with quick_imports():
+        pass
+    return [*found, gc.isenabled()]
+
+
+def test_garbage_is_collected_after_quick_imports_as_before_them():
+    assert in_fork(collects_again) == [True, False]
 
 
 @pytest.mark.slow("everything that torchmetrics can pull in is imported anew")
@@ -84,6 +156,10 @@ if {("matplotlib.pyplot" in present)!r}:
     import matplotlib
     matplotlib.use("agg")
     assert isinstance(accuracy.plot()[1], matplotlib.axes.Axes)
+if {("transformers" in present)!r}:
+    from model_zoo import HFSequenceClassifier
+    HFSequenceClassifier(architecture={BERT!r})
+    assert "peft" not in sys.modules, "a model without adapters needs none"
 print(json.dumps(accuracy.compute().item()))
 """
     assert run(code) == 0.75

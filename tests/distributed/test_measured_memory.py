@@ -17,12 +17,10 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RL
 GIB = 2**30
 
 
-def limited():
-    """Leave this process, and those it starts, a GiB more than it has."""
+def room():
+    """A limit that leaves this process a GiB more than it has."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
-    limit = int(line.split()[1]) * 1024 + GIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    warm.start()
+    return int(line.split()[1]) * 1024 + GIB
 
 
 def joined(folder):
@@ -31,18 +29,18 @@ def joined(folder):
 
 
 def test_under_a_limit_each_client_has_what_it_leaves(tmp_path):
-    argv = (
-        "fit",
-        "--local=2",
-        "--config=configs/quickstart.yaml",
-        "--max_updates=4",
-        "--max_restarts=0",
-        "--progress=plain",
-    )
-    with command(tmp_path / "c", *argv, f"--output={tmp_path / 'run'}", before=limited) as started:
+    limit = room()
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        warm.start()
+
+    argv = ["fit", "--local=2", "--config=configs/quickstart.yaml", "--max_updates=4", "--max_restarts=0"]
+    argv += ["--progress=plain", f"--output={tmp_path / 'run'}"]
+    with command(tmp_path / "c", *argv, before=limited) as started:
         assert started.end() == 0, started.err
     found = joined(tmp_path / "run")
-    assert len(found) == 2 and all(0.2 * GIB < number < GIB for number in found)
+    assert len(found) == 2 and all(0.2 * GIB < number < limit for number in found)
     said = (tmp_path / "run" / "logs" / "client-1.log").read_text()
     assert f"memory for a task: {found[0] / 1e6:,.0f} MB of" in said or f"{found[1] / 1e6:,.0f} MB of" in said
     assert "left (RLIMIT_DATA)" in said

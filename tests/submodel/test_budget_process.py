@@ -110,13 +110,6 @@ for kind, budget, reserve in json.loads(sys.argv[1]):
 """
 
 
-def clients(asked):
-    result = subprocess.run(
-        [sys.executable, "-c", CLIENTS, json.dumps(asked)], capture_output=True, text=True, timeout=280, check=True
-    )
-    return {(note["kind"], note["name"]): note for note in map(json.loads, result.stdout.splitlines())}
-
-
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
@@ -125,9 +118,18 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def notes():
+    """What became of each client, by model and name."""
+    asked = [*((kind, BUDGET, reserve) for kind, reserve in RESERVE.items()), ("bert", None, TIGHT_RESERVE)]
+    result = subprocess.run(
+        [sys.executable, "-c", CLIENTS, json.dumps(asked)], capture_output=True, text=True, timeout=280, check=True
+    )
+    return {(note["kind"], note["name"]): note for note in map(json.loads, result.stdout.splitlines())}
+
+
 @pytest.mark.slow("eight processes train up to the limit of their memory")
-def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_model_does_not():
-    notes = clients([(kind, BUDGET, reserve) for kind, reserve in RESERVE.items()])
+def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_model_does_not(notes):
     for kind, reserve in RESERVE.items():
         fitted, full = notes[kind, "fitted"], notes[kind, "full"]
         least = 0.75 if kind == "vit" else 0.9  # one head more is a step of an eighth in every block
@@ -138,9 +140,7 @@ def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_mod
 
 
 @pytest.mark.skipif(heap._glibc("mallopt") is None, reason="the C library is not glibc")
-@pytest.mark.slow("processes train up to the limit of their memory")
-def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes():
-    notes = clients([("bert", None, TIGHT_RESERVE)])
+def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes(notes):
     tight, usual = notes["bert", "tight"], notes["bert", "full"]
     assert (tight.get("steps"), tight.get("refusal"), tight.get("died")) == (3, None, None)
     assert "allocate memory" in usual.get("died", "it lived"), usual

@@ -115,6 +115,11 @@ TRANSFORMERS = {
     "DeBERTa-v2": Architecture(
         _hub("DebertaV2ForSequenceClassification", "DebertaV2Config", **TEXT, **WIDE, max_position_embeddings=64,
              relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8), _classified),
+    "Falcon": Architecture(
+        _hub("FalconForCausalLM", "FalconConfig", **TEXT, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+             multi_query=True, parallel_attn=True, bias=False), _causal()),
+    "GPT-BigCode": Architecture(
+        _hub("GPTBigCodeForCausalLM", "GPTBigCodeConfig", **TEXT, n_embd=32, n_layer=2, n_head=4, n_positions=64), _causal()),
     "Mixtral": Architecture(
         _hub("MixtralForCausalLM", "MixtralConfig", **TEXT, **GROUPED, num_local_experts=2, num_experts_per_tok=1), _causal()),
     "Mamba": Architecture(
@@ -260,6 +265,65 @@ class Tokens(nn.Module):
         return self.head(self.norm(x))
 
 
+class Rotary(nn.Module):
+    """An attention that rotates pairs of features as complex numbers, and works its sizes out of a constant."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.register_buffer("turns", torch.polar(torch.ones(64, 4), torch.rand(64, 4)), persistent=False)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.turns[: x.shape[1], None]).flatten(3).type_as(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = int(self.width / self.heads)
+        q, k, v = (f(x).view(x.shape[0], x.shape[1], self.heads, size) for f in (self.q, self.k, self.v))
+        q, k, v = (t.transpose(1, 2) for t in (self.rotated(q), self.rotated(k), v))
+        y = ((q @ k.transpose(-2, -1)) / math.sqrt(size)).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(*x.shape))
+
+
+class Experts(nn.Module):
+    """Two of four experts for each token; gate and values of each are pairs of one projection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.route = nn.Linear(width, 4)
+        self.up = nn.ModuleList(nn.Linear(width, 64) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(32, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        share, chosen = self.route(rows).softmax(-1).topk(2, -1)
+        answer = torch.zeros_like(rows)
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            row, place = torch.where(chosen == number)
+            y = up(rows[row])
+            answer.index_add_(0, row, down(F.silu(y[..., ::2]) * y[..., 1::2]) * share[row, place, None])
+        return answer.view_as(x)
+
+
+class Coder(LightningModule):
+    """An autoencoder whose parts the training step itself calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten()
+        )
+        self.mean, self.spread, self.expand = nn.Linear(256, 10), nn.Linear(256, 10), nn.Linear(10, 256)
+        self.decode = nn.Sequential(nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.encode(batch[0])
+        mean, spread = self.mean(hidden), self.spread(hidden)
+        made = self.decode(self.expand(mean + (0.5 * spread).exp() * 0.1).view(-1, 16, 4, 4))
+        return F.mse_loss(made, batch[0]) - 0.01 * (1 + spread - mean.square() - spread.exp()).sum(1).mean()
+
+
 class Functional(nn.Module):
     """Weights without layers."""
 
@@ -352,6 +416,8 @@ def _words() -> Any:
 OWN = {
     "nanoGPT": Architecture(lambda: Step(Tokens(lambda w: NanoAttention(w, 4), lambda w: Gated(w, 48))), _words),
     "sizes in the code": Architecture(lambda: Step(Tokens(Literal, lambda w: Gated(w, 48))), _words),
+    "rotary, experts": Architecture(lambda: Step(Tokens(Rotary, Experts)), _words),
+    "autoencoder": Architecture(Coder, _labelled(16)),
     "functional weights": Architecture(
         lambda: Step(Functional()), lambda: (torch.randn(4, 12), torch.tensor([0, 1, 1, 0]))
     ),

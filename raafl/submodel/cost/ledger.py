@@ -113,7 +113,13 @@ def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
 def _formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
-    return flop_registry
+    return {**flop_registry, _aten._grouped_mm: _grouped_flops}
+
+
+def _grouped_flops(left: Tensor, right: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Count the FLOPs of products with experts' matrices, to which rows or columns are dealt out; torch has no count of them."""
+    rows = left.shape[:-1].numel() if right.dim() == 3 else left.shape[-2]
+    return 2 * rows * left.shape[-1] * right.shape[-1]
 
 
 def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:

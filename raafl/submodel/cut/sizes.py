@@ -292,7 +292,7 @@ def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterat
         if i is Ellipsis:
             dim += args[0].dim() - behind
             continue
-        if isinstance(i, slice):
+        if isinstance(i, slice) and i.step in (None, 1):
             for end in ("start", "stop"):
                 value = getattr(i, end)
                 if isinstance(value, int) and value:

@@ -70,6 +70,7 @@ class Candidates:
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
         self._held = dict(self._hold())
+        self._pin_numbers()
         self._by_atom: dict[Atom, Candidate] = {}
         self._places = {name: place for place, name in enumerate(seen.dims)}
         for name, dims in seen.dims.items():
@@ -101,6 +102,14 @@ class Candidates:
                 yield (name, place), Reason("its features are hidden states, too, and go with the residual width alone")
             else:
                 self.seen.labels.pin(made, Reason("it was whole before, and recorded runs stay as they are"))
+
+    def _pin_numbers(self) -> None:
+        """Keep whole what code makes a number of, such as the scale of scores; where a norm spans it, as much is known."""
+        for (origin, _), place in self.seen.watch.numbers.items():
+            units = list(origin.units()) if isinstance(origin, Dim) else []
+            if not any(atom.span is not None for atom in units):
+                for atom in units:
+                    atom.pin = atom.pin or Reason("its size is used as a number", place)
 
     def _collect(self, name: str, place: int, dim: Dim) -> None:
         for atom, starts, unit, outside in _spots(dim, (0,), 1, ()):
@@ -249,7 +258,7 @@ class Candidates:
         if atom in self._name_of:
             return {(self._name_of[atom],): 1}
         if not atom.parts:
-            return None if atom.pin is not None and atom.pin.text == "it is an input" else {(): atom.size}
+            return None if "given" in atom.marks else {(): atom.size}
         terms: dict[tuple[str, ...], int] = {}
         for part in atom.parts:
             extent = self.extent(part)

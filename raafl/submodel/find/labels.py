@@ -46,7 +46,7 @@ class Atom:
         span: why the others change when some go, though they can: a norm takes its statistics across them.
         marks: what happened to it: "read" where a product summed over it; "batch" where products ran over it side by side,
             as over the heads of an attention, and "scored" where one of those summed over it; "gated" where a value of it
-            multiplied another.
+            multiplied another; "given" where it is of an input, so that another batch may have another size.
         factors: the atoms whose product this is, the slowest first; empty = it is no product.
         parts: the dimensions whose indices follow one another in this; empty = it is not joined.
     """
@@ -124,7 +124,7 @@ class Labels:
 
     def __init__(self, place: Callable[[], str] = str) -> None:
         """Make labels whose pins say ``place()``: the line of code that is running."""
-        self._place = place
+        self.place = place
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
@@ -134,6 +134,12 @@ class Labels:
         dim = Dim([Atom(size)])
         if pinned:
             self.pin(dim, pinned)
+        return dim
+
+    def given(self, size: int) -> Dim:
+        """Return a dimension of an input, of which nothing can go and whose size another batch may not have."""
+        dim = self.new(size, "it is an input")
+        self.mark(dim, "given")
         return dim
 
     def pin(self, dim: Dim, why: str | Reason) -> None:
@@ -148,7 +154,7 @@ class Labels:
     def _note(self, dim: Dim, why: str | Reason, attribute: str) -> None:
         for atom in dim.units():
             if getattr(atom, attribute) is None:
-                why = Reason(why, self._place()) if isinstance(why, str) else why  # looked up once, and only if needed
+                why = Reason(why, self.place()) if isinstance(why, str) else why  # looked up once, and only if needed
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:

@@ -125,7 +125,9 @@ def rule_of(func: Any) -> Rule | None:
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
     """Return labels for the outputs of an operation; without a rule that fits, pin what it reads."""
-    if call.outs and all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
+    if not any(x.numel() for x in call.outs):  # nothing came to anything
+        return [call.new(out.shape) for out in call.outs]
+    if all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
         try:
             found = list(rule(call)) if rule is not None else []
         except (Misfit, IndexError, KeyError):
@@ -134,10 +136,9 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
         if len(fits) == len(call.outs) and all(fits):
             # only views hand on the very object, by which a parameter's dimension is known
             return found if call.is_view else [[Dim(dim.atoms) for dim in dims] for dims in found]
-    if call.outs:
-        for tensor in call.ins:
-            for dim in call.dims_of(tensor):
-                call.labels.pin(dim, f"operation '{call.name}' is not followed")
+    for tensor in call.ins:
+        for dim in call.dims_of(tensor):
+            call.labels.pin(dim, f"operation '{call.name}' is not followed")
     return [call.new(out.shape, f"operation '{call.name}' is not followed") for out in call.outs]
 
 
@@ -203,6 +204,18 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
 @rule(*FORMS)
 def _form(call: Call) -> list[Dims]:
     return [FORMS[call.name](call, call.dims())]
+
+
+@rule("view_as_complex")
+def _complex(call: Call) -> list[Dims]:
+    *dims, pair = call.dims()
+    call.labels.pin(pair, "they are real and imaginary parts")
+    return [dims]
+
+
+@rule("view_as_real")
+def _real(call: Call) -> list[Dims]:
+    return [[*call.dims(), call.labels.new(2, "they are real and imaginary parts")]]
 
 
 @rule("transpose")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from raafl.submodel.find.labels import Dim
 from raafl.submodel.find.operations import Call, Dims, rule
 
+DIVIDED = "scores are divided by the root of its size"
 _GROUP = "the channels of a group only go together"
 
 # ---- products: what is summed over is the same on both sides ----
@@ -57,8 +58,13 @@ def _grouped_mm(call: Call) -> list[Dims]:
 @rule("convolution", "_convolution", "mkldnn_convolution", "convolution_overrideable")
 def _convolution(call: Call) -> list[Dims]:
     x, weight, groups, out = call.dims("input"), call.dims("weight"), call["groups"], call.outs[0]
-    for dim in (*x[2:], *weight[2:]):
-        call.labels.pin(dim, "they are pixels")
+    pixels = call.new(out.shape[2:], "they are pixels")
+    for i, (dim, width) in enumerate(zip(x[2:], weight[2:], strict=True)):
+        if (width.size, *(call[name][i % len(call[name])] for name in ("stride", "padding"))) == (1, 1, 0):
+            pixels[i] = dim  # each by itself
+        else:
+            call.labels.pin(dim, "they are pixels")
+            call.labels.pin(width, "they are pixels")
     # Of `groups` convolutions side by side, each reads its own channels and makes its own. The weight has all channels of
     # one side, (out, in / groups, ...) or of a transposed one (in, out / groups, ...), and those of a group of the other.
     group = call.labels.new(groups)
@@ -70,7 +76,7 @@ def _convolution(call: Call) -> list[Dims]:
     call.labels.unify(x[1], inputs)
     call.labels.mark(inputs, "read")
     call.unify_named(outputs, "bias")
-    return [[x[0], outputs, *call.new(out.shape[2:], "they are pixels")]]
+    return [[x[0], outputs, *pixels]]
 
 
 @rule(
@@ -88,7 +94,7 @@ def _attention(call: Call) -> list[Dims]:
     call.labels.mark(q[3], "scored")
     call.labels.pin(k[2], "a softmax runs along it")
     if call.arguments.get("scale") is None:
-        call.labels.pin(q[3], "scores are divided by the root of its size")
+        call.labels.pin(q[3], DIVIDED)
     mask = next((name for name in ("attn_mask", "attn_bias") if call.has(name)), None)
     call.unify_last(call.dims(mask) if mask else [], [q[0], q[1], q[2], k[2]])
     return call.others([q[0], q[1], q[2], v[3]])

@@ -83,9 +83,13 @@ for _names, _along in ALONG.items():
 def _slice(call: Call) -> list[Dims]:
     dims, place, step = call.dims(), call.place(), call["step"] or 1
     taken = range(*slice(call["start"], call["end"], step).indices(dims[place].size))
-    if step != 1:
+    if step == 1:
+        dims[place] = call.labels.take(dims[place], taken.start, len(taken))
+    elif dims[place].size == len(taken) * step:  # the same one of each pair, as of rotated features
+        dims[place], each = call.labels.regroup([dims[place]], [len(taken), step])
+        call.labels.pin(each, "a slice takes every other one")
+    else:
         return Along("dim", "new", "a slice takes every other one")(call)
-    dims[place] = call.labels.take(dims[place], taken.start, len(taken))
     return [dims]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raafl.submodel import aside
+from raafl.submodel.cost.ledger import storage_key
 from raafl.submodel.cut.copying import on_meta, remade
 from raafl.submodel.declared import within
 from raafl.submodel.find import products, reductions  # noqa: F401  # the rules they register
@@ -38,6 +39,9 @@ LARGE = 20_000_000
 
 MOST_VALUES = 300_000_000
 """Parameters of a model beyond which values are not drawn, neither here nor in double precision for the proof."""
+
+_MOST_CONDITIONS = 1000
+"""Conditions answered without a look in one step, so that no loop waits for one for ever."""
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
@@ -69,9 +73,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Labels every tensor that operations make, while it is entered."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
-        """Label the parameters and buffers of ``module``; where it ``is_blind``, conditions on meta tensors are false."""
+        """Label the parameters and buffers of ``module``; while it ``is_blind``, conditions on tensors are false."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_blind = is_blind
+        self.is_blind, self.num_conditions = is_blind, 0
         self.labels = Labels(place_in_code)
         # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
         self._dims: dict[int, tuple[Tensor, Dims]] = {}
@@ -92,7 +96,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the labels of a tensor; one that no operation has made is an input, of which nothing can go."""
         _, known = self._dims.get(id(tensor), (None, ()))
         if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
-            return self._label(tensor, [self.labels.new(size, "it is an input") for size in tensor.shape])
+            return self._label(tensor, [self.labels.given(size) for size in tensor.shape])
         return known
 
     def knows(self, tensor: Tensor) -> bool:
@@ -101,31 +105,38 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def untouched(self) -> set[str]:
         """Return the tensors of the module that no operation has read."""
-        return {name for name, tensor in self.named.items() if id(tensor) not in self._read}
+        return {name for name, tensor in self.named.items() if _storage(tensor) not in self._read}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_blind and func is _SCALAR and args[0].is_meta and args[0].dtype == torch.bool:
-            return False
+        if func is _SCALAR and args[0].dtype == torch.bool:
+            self.num_conditions += 1
+            if self.is_blind and self.num_conditions < _MOST_CONDITIONS:
+                return False
         ins = aside.tensors_in((args, kwargs))
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
         answer = result_of(func, args, kwargs)
         outs = aside.tensors_in(answer)
-        self._read.update(map(id, ins))
+        schema = func._schema
+        alias = schema.returns[0].alias_info if schema.returns else None
+        is_view = alias is not None and not alias.is_write
+        if not is_view and (not outs or any(x.numel() for x in outs)):  # else nobody has asked for the values yet
+            self._read.update(filter(None, map(_storage, ins)))
         if not outs:
             return answer
-        schema = func._schema
         arguments = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
         arguments.update(zip(arguments, args, strict=False))
         arguments.update(kwargs)
-        alias = schema.returns[0].alias_info
-        is_view = alias is not None and not alias.is_write
         name = schema.name.split("::")[1].rstrip("_")
         call = Call(name, arguments, ins, outs, self.labels, lambda x: before[id(x)], is_view)
         for tensor, dims in zip(outs, follow(rule_of(func), call), strict=True):
             if name in MOVING or id(tensor) not in before:  # else it was changed in place
                 self._label(tensor, list(dims))
         return answer
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return storage_key(tensor) if tensor.layout == torch.strided else None
 
 
 def place_in_code() -> str:
@@ -199,7 +210,11 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     aside.watch_outputs(
         copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)]))
     )
-    for time in range(TIMES if values else 1):
+    times = TIMES if values else 1
+    for time in range(times + 1):
+        if time == times and not (values and tracer.num_conditions):
+            break
+        tracer.is_blind |= time == times  # once more as if no mask were all ones, so that padding is seen
         if values:
             tracer.forget()
             _draw(copy, time)
@@ -208,7 +223,8 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
             with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
                 run(copy, batch)
         except Exception as error:
-            seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
+            if time < times:
+                seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
             break
     beside = [path for path, part in copy.named_modules() if getattr(part, "is_beside_axes", False)]
     seen.untouched = {name for name in tracer.untouched() & parameters if not within(name, beside)}

@@ -28,10 +28,14 @@ from raafl.submodel.cut.sizes import (
     site_of,
 )  # fmt: skip
 from raafl.submodel.find.labels import Dim, Labels, Misfit
+from raafl.submodel.find.products import DIVIDED
 
 Attribute = tuple[str, Trail]
 Origin = Any
 """Where a number comes from: an `Attribute` key, a `Dim`, (operator, origin, origin), or a plain number."""
+
+NUMBERS = frozenset({"mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv", "pow", "rpow", "tensor"})
+"""Functions of torch for which a size is a number like any other; without underscores."""
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod")
@@ -42,18 +46,28 @@ ALONE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Size(int):
-    """An integer that remembers its origin, through sums, products and quotients."""
+    """An integer that remembers its origin, through sums, products and quotients.
+
+    Attributes:
+        origin: where it comes from.
+        note: is told of it when code makes a number of it that is no size, such as the scale of scores.
+    """
 
     origin: Origin
+    note: Callable[[Size], None]
 
-    def __new__(cls, value: int, origin: Origin) -> Size:
+    def __new__(cls, value: int, origin: Origin, note: Callable[[Size], None]) -> Size:
         """Make the number ``value`` that comes from ``origin``."""
         size = super().__new__(cls, value)
-        size.origin = origin
+        size.origin, size.note = origin, note
         return size
 
+    def __float__(self) -> float:
+        self.note(self)
+        return float(int(self))
+
     def __neg__(self) -> Size:
-        return Size(-int(self), ("sub", 0, self.origin))
+        return Size(-int(self), ("sub", 0, self.origin), self.note)
 
     def __deepcopy__(self, memo: Any) -> Size:
         return self
@@ -66,16 +80,20 @@ def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
     plain = getattr(int, f"__{'r' if swapped else ''}{name}__")
 
     def work(self: Size, other: Any) -> Any:
+        if isinstance(other, float):
+            return getattr(float(self), plain.__name__)(other)
         value = plain(int(self), int(other) if isinstance(other, Size) else other)
-        if type(value) is not int:
+        for size in (self, other) if type(value) is float else ():
+            float(size)  # notes it
+        if type(value) is not int or name not in OPERATORS:
             return value
         origins = (self.origin, origin_of(other))
-        return Size(value, (name, *(reversed(origins) if swapped else origins)))
+        return Size(value, (name, *(reversed(origins) if swapped else origins)), self.note)
 
     return work
 
 
-for _name in OPERATORS:
+for _name in (*OPERATORS, "truediv", "pow"):
     setattr(Size, f"__{_name}__", _arithmetic(_name, swapped=False))
     setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
 
@@ -145,12 +163,13 @@ class Watch(TorchFunctionMode):
         """Make the numbers that the parts of ``module``, a copy, hold remember where they come from."""
         super().__init__()
         self.asked: list[Asked] = []
+        self.numbers: dict[tuple[Origin, int], str] = {}
         self.running: list[tuple[str, str]] = []
         self._alone = {path for path, part in module.named_modules() if isinstance(part, ALONE)}
         self._labels, self._dims_of, self._knows = labels, dims_of, knows
         modules = dict(module.named_modules())
         self.values = dict(_numbers(modules.items()))
-        put(modules, {key: Size(value, Attr(key)) for key, value in self.values.items()})
+        put(modules, {key: Size(value, Attr(key), self._number) for key, value in self.values.items()})
         for path, part in modules.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 part.__dict__["forward"] = _Method(self, part, path, "forward")
@@ -161,10 +180,18 @@ class Watch(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         # weights averaged over heads are seldom used; where they are, the proof finds out
         self._labels.is_spanning = name != "multi_head_attention_forward"
-        answer = func(*args, **kwargs)
+        answer = func(*_with_slices(name, args), **kwargs)
         self._labels.is_spanning = True
         if name == "size" or (name == "__get__" and isinstance(answer, torch.Size)):
             return self._measured(args, kwargs, answer)
+        if name.strip("_") in NUMBERS:
+            for part in args:
+                if isinstance(part, Size):
+                    self._number(part)
+        if (
+            name == "scaled_dot_product_attention" and kwargs.get("scale") is None
+        ):  # where no kernel does, it is not seen
+            self._labels.pin(self._dims_of(args[0] if args else kwargs["query"])[-1], DIVIDED)
         takes = TAKERS.get(name)
         if takes is not None and self.running and self.running[-1][0] not in self._alone:
             site = site_of(sys._getframe(1))
@@ -184,8 +211,15 @@ class Watch(TorchFunctionMode):
         dims = self._dims_of(args[0])
         if isinstance(answer, int):
             place = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            return _measure(answer, dims[place])
-        return torch.Size(_measure(size, dim) for size, dim in zip(answer, dims, strict=True))
+            return self._measure(answer, dims[place])
+        return torch.Size(self._measure(size, dim) for size, dim in zip(answer, dims, strict=True))
+
+    def _measure(self, size: int, dim: Dim) -> int:
+        return Size(size, dim, self._number) if size > 1 and any(atom.pin is None for atom in dim.units()) else size
+
+    def _number(self, size: Size) -> None:
+        """Note that code makes a number of a size that is none, and where."""
+        self.numbers.setdefault((size.origin, int(size)), self._labels.place())
 
     def _dim(self, part: Part) -> Dim | None:
         if not self._knows(part.tensor):
@@ -228,7 +262,9 @@ class Watch(TorchFunctionMode):
             found = comes_to(asked.origin, attributes)
             return all(one in (extent(counts), -1) for one, counts in zip(found, samples, strict=True))
 
-        for key in self._spoiling(attributes, extents, comes_to, samples):
+        worked_out = [(a.origin, e) for a, e in zip(self.asked, extents, strict=True) if not isinstance(a.origin, Attr)]
+        worked_out += [(origin, Extent.of({(): value})) for origin, value in self.numbers]
+        for key in _spoiling(attributes, worked_out, comes_to, samples):
             del attributes[key]
         places: dict[tuple[tuple[str, str], Site], list[tuple[Asked, Extent | None]]] = {}
         for asked, extent in zip(self.asked, extents, strict=True):
@@ -246,25 +282,6 @@ class Watch(TorchFunctionMode):
             if replaced:
                 calls.setdefault(method, {})[site] = replaced
         return Sizes(attributes, calls)
-
-    def _spoiling(
-        self, attributes: Mapping[Attribute, Extent], extents: list[Extent | None], comes_to: Any, samples: list[Counts]
-    ) -> set[Attribute]:  # fmt: skip
-        """Return the attributes from which code works out other sizes, that were right if they stayed as they are.
-
-        ``width // heads`` is the size of a head only with the number of all heads, and so is what else comes of it, such as
-        the scale of the scores: the calls are corrected then.
-        """
-        found = set()
-        for asked, extent in zip(self.asked, extents, strict=True):
-            keys = {key for key in _attributes_in(asked.origin) if key in attributes}
-            if extent is None or not keys or isinstance(asked.origin, Attr):
-                continue
-            less = {key: value for key, value in attributes.items() if key not in keys}
-            sizes = [extent(counts) for counts in samples]
-            if comes_to(asked.origin, less) == sizes != comes_to(asked.origin, attributes):
-                found |= keys
-        return found
 
     def _works_out(
         self,
@@ -288,16 +305,44 @@ class Watch(TorchFunctionMode):
         return -1 if origin is None else int(origin)
 
 
+def _with_slices(name: str, args: Any) -> Any:
+    """Return the arguments of an index, in which one list of places next to each other is the slice that it comes to."""
+    index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else ()
+    lists = [i for i, one in enumerate(index) if isinstance(one, list | Tensor)]
+    places = index[lists[0]] if len(lists) == 1 else ()
+    if not isinstance(places, list) or not places or not all(type(i) is int for i in places):
+        return args
+    first, stop = places[0], places[-1] + 1
+    if places != list(range(first, stop)) or first < 0 <= stop - 1:
+        return args
+    return args[0], (*index[: lists[0]], slice(first, stop or None), *index[lists[0] + 1 :])
+
+
+def _spoiling(
+    attributes: Mapping[Attribute, Extent], worked_out: Iterable[tuple[Origin, Extent | None]], comes_to: Any, samples: list[Counts]
+) -> set[Attribute]:  # fmt: skip
+    """Return the attributes from which code works out other sizes or numbers, that were right if they stayed as they are.
+
+    ``width // heads`` is the size of a head only with the number of all heads, and so is what else comes of it, such as
+    the scale of the scores: the calls are corrected then.
+    """
+    found = set()
+    for origin, extent in worked_out:
+        keys = {key for key in _attributes_in(origin) if key in attributes}
+        if extent is None or not keys:
+            continue
+        less = {key: value for key, value in attributes.items() if key not in keys}
+        if comes_to(origin, less) == [extent(counts) for counts in samples] != comes_to(origin, attributes):
+            found |= keys
+    return found
+
+
 def _attributes_in(origin: Origin) -> Iterable[Attribute]:
     if isinstance(origin, Attr):
         yield origin.key
     elif isinstance(origin, tuple):
         for part in origin[1:]:
             yield from _attributes_in(part)
-
-
-def _measure(size: int, dim: Dim) -> int:
-    return Size(size, dim) if size > 1 and any(atom.pin is None for atom in dim.units()) else size
 
 
 PLAIN = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, int, float, str, bytes)

@@ -23,6 +23,13 @@ from raafl.submodel.cost.ledger import Ledger
 LABELS = torch.zeros(2, dtype=torch.long)
 
 
+def test_products_with_experts_matrices_are_counted():
+    rows, matrices, ends = torch.ones(6, 16), torch.ones(2, 16, 8), torch.tensor([2, 6], dtype=torch.int32)
+    with Ledger() as ledger:
+        torch._grouped_mm(rows.bfloat16(), matrices.bfloat16(), offs=ends)
+    assert ledger.flops == 2 * 6 * 16 * 8
+
+
 def work_of(call):
     with Ledger() as ledger:
         call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -23,11 +24,16 @@ def test_an_extent_is_a_sum_of_products():
 
 
 def test_numbers_remember_where_they_come_from():
-    width, heads = Size(12, "width"), Size(3, "heads")
+    noted = []
+    width, heads = Size(12, "width", noted.append), Size(3, "heads", noted.append)
     assert (width // heads, width * 2, 2 + heads, 12 % heads, -heads) == (4, 24, 5, 0, -3)
     assert (width // heads).origin == ("floordiv", "width", "heads")
     assert (2 + heads).origin == ("add", 2, "heads") and (-heads).origin == ("sub", 0, "heads")
-    assert width / 2 == 6.0 and not isinstance(width / 2, Size) and not isinstance(width * 0.5, Size)
+    assert noted == [] and width**2 == 144
+    for number in (width / 2, 72 / width, width * 0.5, width**-1 * 72, math.sqrt(width * 3)):
+        assert number == pytest.approx(6.0) and not isinstance(number, Size)
+    assert [size.origin for size in noted] == ["width"] * 4 + [("mul", "width", 3)]
+    assert width / heads == 4.0 and noted[-2:] == [width, heads]
     assert type(pickle.loads(pickle.dumps(width))) is int and copy.deepcopy(width) is width
     assert torch.zeros(heads, 2).view(heads * 2).shape == (6,)
 

@@ -12,10 +12,12 @@ from tests.submodel.architectures import ARCHITECTURES
 SHARES = {
     "GPT-2": (4, 0.35), "Qwen3": (4, 0.42), "GPT-NeoX": (4, 0.36), "T5": (7, 0.28), "T5 gated": (7, 0.27), "BART": (10, 0.35),
     "ELECTRA": (5, 0.35), "BLOOM": (4, 0.30), "Gemma": (4, 0.38), "Phi": (4, 0.46), "Phi-3": (4, 0.46), "OPT": (4, 0.39),
-    "DeBERTa-v2": (6, 0.33), "Mixtral": (4, 0.36), "Mamba": (6, 0.29), "ViT-MAE": (6, 0.54), "DINOv2": (4, 0.48),
+    "DeBERTa-v2": (6, 0.33), "Falcon": (4, 0.33), "GPT-BigCode": (4, 0.39),
+    "Mixtral": (4, 0.36), "Mamba": (6, 0.29), "ViT-MAE": (6, 0.54), "DINOv2": (4, 0.48),
     "SegFormer": (4, 0.59), "Swin": (8, 0.34), "CLIP text": (4, 0.39), "HuBERT": (6, 0.36), "Whisper": (6, 0.33),
     "torchvision swin": (8, 0.34), "torchvision convnext": (2, 0.51), "torchvision densenet": (10, 0.10),
-    "nanoGPT": (4, 0.36), "sizes in the code": (4, 0.36), "functional weights": (2, 0.15), "cells by hand": (3, 0.12),
+    "nanoGPT": (4, 0.36), "sizes in the code": (4, 0.36), "rotary, experts": (10, 0.32), "autoencoder": (5, 0.07),
+    "functional weights": (2, 0.15), "cells by hand": (3, 0.12),
     "UNet": (4, 0.08), "MLP-Mixer": (2, 0.72), "nn.TransformerEncoder": (4, 0.36),
 }  # fmt: skip
 """Number of axes, and share of the parameters with a quarter of each, the residual width whole."""
@@ -23,7 +25,9 @@ SHARES = {
 
 @pytest.mark.parametrize("name", SHARES)
 def test_every_axis_is_proven(name):
-    if not name.startswith(("torchvision", "nn.", "nano", "sizes", "functional", "cells", "UNet", "MLP")):
+    if not name.startswith(
+        ("torchvision", "nn.", "nano", "sizes", "rotary", "auto", "functional", "cells", "UNet", "MLP")
+    ):
         pytest.importorskip("transformers")
     torch.manual_seed(0)
     architecture = ARCHITECTURES[name]

@@ -62,6 +62,9 @@ def pinned(dim):
         (lambda a, b: a.squeeze(1)[:, None].unsqueeze(-1)[..., 0] + b, [(3, 1), (3, 1)], [("a0", "b0")]),
         (lambda a, b: a.sum(0) + b, [(3, 4), (4,)], [("a1", "b0")]),
         (lambda a, b: a.expand(2, 3) + b, [(3,), (2, 3)], [("a0", "b1")]),
+        (lambda a, b: a[::2] * b, [(6,), (3,)], [("b0", "r0")]),
+        (lambda a, b: torch.view_as_real(torch.view_as_complex(a) * 2).sum(-1) + b, [(3, 2), (3,)], [("a0", "b0")]),
+        (lambda a, b: F.conv1d(a, b), [(2, 3, 5), (4, 3, 1)], [("a1", "b1"), ("a2", "r2"), ("b0", "r1")]),
     ],
 )  # fmt: skip
 def test_what_goes_together(function, shapes, same):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from raafl.submodel import Spec, Submodels
 from raafl.submodel.find.candidates import Candidates
 from raafl.submodel.find.discover import discover_axes
 from raafl.submodel.find.trace import trace
+from raafl.submodel.prove.proof import refuted
 from tests.submodel.architectures import Step
 
 
@@ -162,6 +165,82 @@ def test_sizes_follow_from_the_counts(counts):
     assert extent({first: counts[0], second: counts[1]}) == sum(counts)
     assert [spot.starts for spot in candidates.axes[first].spots] == [(0,), (0,), (5,)]
     assert [spot.starts for spot in candidates.axes[second].spots] == [(4,), (4,), (0,)]
+
+
+class Scored(nn.Module):
+    """A head whose scores are divided by the root of its size."""
+
+    def __init__(self, root) -> None:
+        super().__init__()
+        self.size, self.root = 6, root
+        self.q, self.k, self.v, self.out = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        q, k = self.q(x).view(-1, self.size), self.k(x)
+        return self.out(((q @ k.t()) / self.root(self, k)).softmax(-1) @ self.v(x))
+
+
+def test_a_size_that_is_used_as_a_number_stays_whole_or_stays_as_it_is():
+    batch = (torch.randn(3, 4), torch.tensor([0, 1, 0]))
+    found = find_axes(Step(Scored(lambda own, k: k.shape[-1] ** 0.5)), batch)
+    assert list(members(found)) == ["model.v"]
+    assert str(found.whole["model.q.weight", 0]).startswith("its size is used as a number (test_trace.py:")
+    module = Step(
+        Scored(lambda own, k: math.sqrt(own.size))
+    )  # what the module holds need not change: the view is corrected
+    submodels = Submodels(module, batch)
+    assert [axis.size for axis in submodels.axes.values()] == [6, 5] and refuted(submodels, module, batch) == {}
+    small = submodels.shrink(Spec.keep({"model.q": [0, 3]})).module
+    assert small.model.size == 6 and "forward" in small.model.__dict__
+
+
+def test_an_expert_that_is_given_nothing_costs_nothing_and_counts_as_not_called():
+    class Sent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.idle, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            chosen = x[: int(x.sum() > 1e9)]
+            return self.down(torch.cat([self.up(x), self.idle(chosen)]).relu())
+
+    seen = trace(Step(Sent()), (torch.randn(2, 4), torch.tensor([0, 1])))
+    assert seen.problem is None and seen.untouched == {"model.idle.weight", "model.idle.bias"}
+    assert [atom.pin for atom in seen.dims["model.up.weight"][0].units()] == [None]
+
+
+def test_what_code_does_where_a_mask_is_not_all_ones_is_seen_too():
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.groups, self.up, self.gate, self.down = 6, nn.Linear(4, 6), nn.Linear(4, 1), nn.Linear(6, 2)
+
+        def forward(self, x):
+            gate = self.gate(x)
+            if not (x < 1e9).all():
+                gate = gate.expand(-1, self.groups)
+            return self.down(self.up(x) * gate)
+
+    module, batch = Step(Repeated()), (torch.randn(2, 4), torch.tensor([0, 1]))
+    small = Submodels(module, batch).shrink(Spec.keep({"model.up": [0, 3]})).module
+    assert small.model.groups == 2
+
+
+def test_a_size_of_the_batch_is_never_taken_for_one_of_the_model():
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.up, self.down = 3, nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            count = torch.linspace(0, 1, len(x))[:, None]  # made by code, and as long as the batch
+            y = self.up(x + count).view(len(x) * self.heads, 2).relu()
+            return self.down(y.view(len(x), -1))
+
+    seen = trace(Step(Folded()), (torch.randn(2, 4), torch.tensor([0, 1])))
+    candidates = Candidates(seen, Step(Folded()), residual_width=False)
+    folded = [asked.dim for asked in seen.watch.asked if asked.dim.size == 6 and asked.where == (1,)]
+    assert folded and all(candidates.extent(dim) is None for dim in folded)
 
 
 def test_a_large_model_is_followed_without_values_though_it_asks_for_a_condition(monkeypatch):

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
@@ -201,3 +202,19 @@ def made(name):
     free = dict(zip(model.loss.__code__.co_freevars, model.loss.__closure__, strict=True))
     batch = [x.float() if x.is_floating_point() else x for x in free["batch"].cell_contents]
     return model.make().float(), batch
+
+
+def test_a_module_whose_output_an_axis_crosses_is_not_refuted_for_it():
+    class Coder(LightningModule):
+        """The step itself calls both halves: what the first gives is cut with the second."""
+
+        def __init__(self):
+            super().__init__()
+            self.encode = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+            self.decode = nn.Linear(5, 3)
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.decode(self.encode(batch[0])), batch[1])
+
+    submodels = Submodels(Coder(), BATCH)
+    assert [axis.size for axis in submodels.axes.values()] == [8, 5] and refuted(submodels, Coder(), BATCH) == {}

@@ -11,7 +11,7 @@ from tests.submodel.architectures import ARCHITECTURES
 
 SHARES = {
     "GPT-2": (4, 0.35), "Qwen3": (4, 0.42), "GPT-NeoX": (4, 0.36), "T5": (7, 0.28), "T5 gated": (7, 0.27), "BART": (10, 0.35),
-    "ELECTRA": (5, 0.35), "BLOOM": (4, 0.30), "Gemma": (4, 0.38), "Phi": (4, 0.46), "Phi-3": (4, 0.46), "OPT": (4, 0.39),
+    "ELECTRA": (5, 0.35), "BLOOM": (4, 0.30), "Gemma": (4, 0.38), "Phi": (4, 0.46), "Phi-3": (4, 0.42), "OPT": (4, 0.39),
     "DeBERTa-v2": (6, 0.33), "Falcon": (4, 0.33), "GPT-BigCode": (4, 0.39),
     "Mixtral": (4, 0.36), "Mamba": (6, 0.29), "ViT-MAE": (6, 0.54), "DINOv2": (4, 0.48),
     "SegFormer": (4, 0.59), "Swin": (8, 0.34), "CLIP text": (4, 0.39), "HuBERT": (6, 0.36), "Whisper": (6, 0.33),

@@ -35,7 +35,7 @@ SMALLER = {"fed_buff": fed_buff(buffer_size=2)}
 def test_a_run_on_two_emulated_gpus_that_is_resumed_gives_the_cpus_model(tmp_path, monkeypatch, request, name):
     """The emulation computes on the CPU and seeds its generators alike, so that any difference is raafl's."""
     algorithm = SMALLER.get(name, name)
-    with remembered.costs():
+    with remembered.findings():
         plain = finish(experiment(tmp_path / "cpu", algorithm, max_updates=4, **SHORT))
         emulated = request.getfixturevalue("emulated_cuda")
         made = experiment(tmp_path / "gpu", algorithm, max_updates=4, checkpoint_every=1, **SHORT, **ON_GPUS)
@@ -87,7 +87,7 @@ MORE = {
 def test_a_run_with_more_on_two_emulated_gpus_gives_the_cpus_model(tmp_path, request, name):
     algorithm, more = MORE[name]
     more = {**SHORT, "max_updates": 6, **more}
-    with remembered.costs():
+    with remembered.findings():
         plain = finish(experiment(tmp_path / "cpu", algorithm, **more))
         request.getfixturevalue("emulated_cuda")
         found = finish(experiment(tmp_path / "gpu", algorithm, **more, **ON_GPUS))

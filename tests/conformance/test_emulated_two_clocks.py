@@ -28,7 +28,7 @@ VARIANTS = {
 def test_ranks_on_emulated_gpus_give_the_cpus_model(tmp_path, request, name):
     algorithm, more = VARIANTS[name]
     more = {"clients": 2, "max_updates": 4, "train": Training(num_epochs=None, num_steps=1), "emulate": False, **more}
-    with remembered.costs():
+    with remembered.findings():
         plain = finish(experiment(tmp_path / "cpu", algorithm, **more))
         emulated = request.getfixturevalue("emulated_cuda")
         on_gpus = {"server_device": "cuda:1", "fabric": FabricOptions(accelerator="cuda")}

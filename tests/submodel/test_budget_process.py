@@ -26,6 +26,7 @@ TIGHT_RESERVE = 64 * MIB
 CLIENTS = """
 import json, os, resource, sys
 import torch
+import torch._dynamo  # the first optimiser does: here it is done for all clients
 from torch.utils.data import TensorDataset
 from model_zoo import BERT, CNN, MLP, ViT
 from raafl.lean_import import import_lightning

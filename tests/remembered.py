@@ -21,13 +21,11 @@ _PREDICT, _REFUTED, _DISCOVER = cost.predict, experiment.refuted, discover.disco
 
 
 def remember() -> None:
-    """From now on read the digits, make a command's parser, and look for entry points of installed packages, once."""
+    """From now on read the digits, and look for entry points of installed packages, once."""
     from lightning.fabric.utilities import registry
 
-    from raafl.config import parse
     from raafl.data import readers
 
-    parse.make_parser = cache(parse.make_parser)
     registry.entry_points = cache(registry.entry_points)
     digits = cache(readers.read_digits)
     readers.read_digits = lambda: tuple(tensor.clone() for tensor in digits())

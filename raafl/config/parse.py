@@ -195,9 +195,8 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         namespace = parser.parse_args(argv)
         if not all(hasattr(namespace[name], "as_dict") for name in SECTIONS):  # as in `train: 5`
             raise ValueError("a single value stands where fields belong")
-        text = str(
-            parser.dump(namespace, skip_unset=False, skip_validation=True)
-        )  # nulls included; it has just been checked
+        # nulls included; it has just been checked
+        text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(explain(f"the config is refused: {error}", parser, argv, hidden)) from error
     try:

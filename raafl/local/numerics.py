@@ -30,9 +30,16 @@ def set_numerics(threads: int, options: FabricOptions) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
 
 
+def device_type(options: FabricOptions) -> str:
+    """Name the type of device that Fabric takes: what is asked for, or what `auto` finds."""
+    if options.accelerator != "auto":
+        return options.accelerator
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def precision_of(options: FabricOptions) -> str:
     """Name the precision that a process computes in: where `auto` finds nothing but a CPU, Lightning takes bf16 for 16-mixed."""
-    on_cpu = options.accelerator == "auto" and not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    on_cpu = options.accelerator == "auto" and device_type(options) == "cpu"
     return "bf16-mixed" if on_cpu and options.precision == "16-mixed" else options.precision
 
 

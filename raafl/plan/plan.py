@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, nearest
+from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.local.train import configure
 from raafl.plan.axes import RATES, facts
@@ -96,10 +95,8 @@ def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
     """Return why clients of a simulated run are trained one after the other, as far as it is known before any is trained."""
     if experiment.workers > 1:
         return f"workers is {experiment.workers}, who train a client each"
-    local, device = experiment.algorithm.local, experiment.fabric.accelerator
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    reason = refusal_of(local, local.payload(submodels), experiment.fabric, device)
+    local = experiment.algorithm.local
+    reason = refusal_of(local, local.payload(submodels), experiment.fabric, device_type(experiment.fabric))
     if reason is not None:
         return reason
     try:

@@ -35,7 +35,7 @@ from raafl.local.spanning import ClientProcesses
 from raafl.local.train import Stopped
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.gloo import GlooPair, cloned
-from raafl.runtime.transport.nccl import identity, new_group, opened
+from raafl.runtime.transport.nccl import checked_group, identity, opened
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 
@@ -298,16 +298,14 @@ class _Group:
 
     def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
         """Make NCCL's group, and a first sum, which joins all."""
-        group = new_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s)
-        try:
+
+        def check(group: Any) -> None:
             one = torch.ones(1, device=self._device)
             group.allreduce([one], dist.AllreduceOptions()).wait()
             if one.item() != size:
                 raise RuntimeError("NCCL does not add what it is given")
-        except BaseException:
-            group.abort()
-            raise
-        return group
+
+        return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
 
     def _agreed(self, group: Any, problem: str) -> Any:
         """Keep NCCL's group where all processes have one; else none does."""

@@ -145,20 +145,30 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
+    """Make a group, which ``check`` then uses for the first time, and so joins; one for which it raises is aborted."""
+    group = new_group(store, rank, size, timeout_s)
+    try:
+        check(group)
+    except BaseException:
+        group.abort()
+        raise
+    return group
+
+
 def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
     """Make a group of two and send a word each way; raises `RuntimeError` or `PeerTimeout` where that does not come."""
-    words, group = torch.tensor([rank, -1], device=device), new_group(store, rank, 2, timeout_s)
-    try:
+    words = torch.tensor([rank, -1], device=device)
+
+    def check(group: Any) -> None:
         for sender in (0, 1):
             work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
             work.wait()
         _synchronize(device, timeout_s)
         if int(words[1]) != 1 - rank:
             raise RuntimeError("NCCL does not bring what was sent")
-    except BaseException:
-        group.abort()
-        raise
-    return group
+
+    return checked_group(store, rank, 2, timeout_s, check)
 
 
 def _sum(piece: Tensor) -> int:

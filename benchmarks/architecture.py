@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from benchmarks.pictures import BLUE, BROWN, FAINT, GREEN, INK, WIDTH, Picture
+from benchmarks.drawing import BLUE, BROWN, FAINT, GREEN, INK, WIDTH, Picture
 
 LANES: Final = (
     ("decides", "raafl.core, raafl.parts", GREEN),

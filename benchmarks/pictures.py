@@ -13,80 +13,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import architecture
+from benchmarks.drawing import BLUE, BROWN, FAINT, GREEN, INK, WIDTH, Picture
 from raafl.commands.cli import main as raafl
 from raafl.report.timeline import timeline
 from raafl.runfolder.reading import RecordedRun, read
 
 ROOT = Path(__file__).resolve().parents[1]
-INK, FAINT = "#767c85", "#8a9099"
 ALGORITHMS = {"fed_raa": ("Fed-RAA", "#2f7fd6"), "fed_avg": ("FedAvg", "#d5702a")}
 WAITS = {"fed_raa": "each answer is merged when it arrives", "fed_avg": "each round waits for its slowest client"}
 METRIC, TARGET, LEAST = "accuracy", 0.95, 0.6
-WIDTH = 900.0
-GREEN, BROWN, BLUE = "#00897b", "#c0642a", "#4a74d6"
 Floats = npt.NDArray[np.float64]
-
-
-class Picture:
-    """An SVG that grows; lengths in pixels, y downwards."""
-
-    def __init__(self, height: float, title: str) -> None:
-        """Begin with nothing but the title, which is what is read out."""
-        self.height = height
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" font-family="system-ui, sans-serif" '
-            'role="img" aria-labelledby="title">',
-            f'<title id="title">{escape(title)}</title>',
-        ]
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        *,
-        size: float = 14,
-        anchor: str = "start",
-        fill: str = INK,
-        bold: bool = False,
-    ) -> None:
-        """Write one line whose baseline is at y."""
-        weight = ' font-weight="600"' if bold else ""
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(text)}</text>'
-        )
-
-    def rect(
-        self, x: float, y: float, width: float, height: float, fill: str, *, radius: float = 2, more: str = ""
-    ) -> None:
-        """Draw a filled rectangle."""
-        self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="{fill}"{more}/>'
-        )
-
-    def line(self, points: Iterable[tuple[float, float]], stroke: str, *, width: float = 1, more: str = "") -> None:
-        """Draw a line through points."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width:g}" stroke-linejoin="round"{more}/>'
-        )
-
-    def arrow(self, x: float, from_y: float, to_y: float, stroke: str) -> None:
-        """Draw an upright arrow."""
-        back = 9.0 if to_y < from_y else -9.0
-        self.line([(x, from_y), (x, to_y + back)], stroke, width=2)
-        self.parts.append(f'<path d="M{x:g} {to_y:g}l-5.5 {back:g}h11z" fill="{stroke}"/>')
-
-    def svg(self) -> str:
-        """Return the whole file's text."""
-        return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
 class Scale:
@@ -309,8 +252,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds of each run")
     options = parser.parse_args(argv)
-    from benchmarks import architecture  # it draws with what is here
-
     runs = simulated(options.runs, options.seeds, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     pictures = {

@@ -11,13 +11,12 @@ from torch import nn
 
 from raafl.config import experiment
 from raafl.submodel.aside import tensors_in
-from raafl.submodel.cost import predicted as cost
 from raafl.submodel.find import discover
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels
 
 _OF_THE_ZOO: dict[Any, Any] = {}
-_PREDICT, _REFUTED, _DISCOVER = cost.predict, experiment.refuted, discover.discover_axes
+_COST, _REFUTED, _DISCOVER = Submodels._cost, experiment.refuted, discover.discover_axes
 
 
 def remember() -> None:
@@ -38,7 +37,7 @@ def findings() -> Iterator[None]:
     For the zoo's own models once for all tests: all that such a model is is in its arguments and parameters. How they are found
     has tests of its own, in tests/submodel.
     """
-    if cost.predict is not _PREDICT:  # within another
+    if Submodels._cost is not _COST:  # within another
         yield
         return
     own: dict[Any, Any] = {}
@@ -55,9 +54,9 @@ def findings() -> Iterator[None]:
     def of(submodels: Submodels) -> tuple[Any, ...]:
         return type(submodels), submodels.base is None, submodels.batch_norm, tuple(submodels.axes)
 
-    def predict(submodels: Submodels, spec: Spec, *sizes: int) -> Any:
-        key = ("cost", *of(submodels), spec, sizes)
-        return once(key, submodels.module, submodels.example_batch, lambda: _PREDICT(submodels, spec, *sizes))
+    def predicted(submodels: Submodels, spec: Spec, batch_size: int) -> Any:
+        key = ("cost", *of(submodels), spec, batch_size)
+        return once(key, submodels.module, submodels.example_batch, lambda: _COST(submodels, spec, batch_size))
 
     def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> Any:
         return once(("refuted", *of(submodels)), module, batch, lambda: _REFUTED(submodels, module, batch))
@@ -65,8 +64,8 @@ def findings() -> Iterator[None]:
     def discover_axes(module: nn.Module, batch: Any, *more: Any, **options: Any) -> Any:
         return once(("axes", *options.items()), module, batch, lambda: _DISCOVER(module, batch, *more, **options))
 
-    cost.predict, experiment.refuted, discover.discover_axes = predict, refuted, discover_axes
+    Submodels._cost, experiment.refuted, discover.discover_axes = predicted, refuted, discover_axes
     try:
         yield
     finally:
-        cost.predict, experiment.refuted, discover.discover_axes = _PREDICT, _REFUTED, _DISCOVER
+        Submodels._cost, experiment.refuted, discover.discover_axes = _COST, _REFUTED, _DISCOVER

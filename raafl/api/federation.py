@@ -35,7 +35,8 @@ from raafl.api.settings import (
     to_yaml,
     without_addresses,
 )
-from raafl.api.watch import CallbackWatcher, current
+from raafl.api.views import current
+from raafl.api.watch import CallbackWatcher
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed

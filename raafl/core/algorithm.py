@@ -24,60 +24,20 @@ from typing import Any, ClassVar, Literal
 from raafl.core.local import Hook, Local, Task
 from raafl.core.payload import Bundles, Wire
 from raafl.core.state import GlobalState
+from raafl.core.training import OwnTests, Training
 from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work
 from raafl.devices.profiles import TaskTime
+from raafl.devices.times import time_on
 from raafl.errors import BadInput
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Spec
 
 __all__ = [
-    "Algorithm", "Fleet", "Hook", "Local", "Merge", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
+    "Algorithm", "Fleet", "Hook", "Local", "Merge", "OwnTests", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
 ]  # fmt: skip
 
 Restart = Literal["arrival", "merge"]
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How much every client trains unless its assignment says otherwise: the run's own setting.
-
-    Attributes:
-        num_epochs: local epochs E over the client's data.
-        num_steps: local steps T instead of epochs.
-        batch_size: None = the datamodule's.
-    """
-
-    num_epochs: int | None = 1
-    num_steps: int | None = None
-    batch_size: int | None = None
-
-    def samples(self, work: Work, num_samples: int, batch_size: int) -> int:
-        """Count the samples that ``work`` processes on a client with ``num_samples``."""
-        steps = work.num_steps if work.num_steps is not None else self.num_steps
-        if steps is not None and work.num_epochs is None:
-            return steps * min(batch_size, num_samples)
-        epochs = work.num_epochs if work.num_epochs is not None else self.num_epochs
-        return (epochs or 1) * num_samples
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTests:
-    """On how many samples clients measure what they have trained.
-
-    Attributes:
-        sizes: of the test part of client i's share of the run's data; none where it is not named.
-        share: of the test part of data that only a client has, whose size it does not say.
-    """
-
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    share: float = 0.0
-
-    def of(self, client: ClientInfo) -> float:
-        """Return the number of samples, of a client's own data as many as go with those that it trains on."""
-        if client.own_data:
-            return client.num_samples * self.share / (1.0 - self.share)
-        return float(self.sizes.get(client.id, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +82,11 @@ class Fleet:
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute (its own test part included) and upload."""
         samples = self.training.samples(work, client.num_samples, self.batch_size)
-        return self.cost(work.spec, work.extra).time_on(client.profile, samples, self.tested(client, work.extra))
+        return time_on(client.profile, self.cost(work.spec, work.extra), samples, self.tested(client, work.extra))
+
+    def terms(self, client: ClientInfo) -> dict[str, Any]:
+        """Return the part of `Work.extra` that all tasks of ``client`` share: see `Local.terms`."""
+        return self.local.terms(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
 
     def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
         """Return on how many samples ``client`` measures what it has trained in a task; ``extra`` is the work's."""

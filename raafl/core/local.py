@@ -18,8 +18,8 @@ from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
-    from raafl.core.algorithm import Fleet
     from raafl.core.exchange import ClientLink, Exchange
+    from raafl.core.training import Training
     from raafl.core.types import Assignment, ClientInfo
     from raafl.submodel.submodels import Submodels
 
@@ -175,7 +175,9 @@ class Local:
         """Predict the cost of a task of ``spec`` that a client trains this way, at a batch size."""
         return submodels.cost(spec, batch_size)
 
-    def terms(self, client: ClientInfo, fleet: Fleet) -> dict[str, Any]:
+    def terms(
+        self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
+    ) -> dict[str, Any]:
         """Return the part of `Work.extra` that all tasks of ``client`` share; their cost is predicted with it."""
         return {}
 

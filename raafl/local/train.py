@@ -194,7 +194,7 @@ class LocalTrainer:
         )
         self._strategy = self.fabric.strategy
         self.payload = local.payload(submodels)
-        self._pooling = Pooling.of(submodels) if pools else None
+        self._pooling = Pooling.of(submodels.module, submodels.batch_norm) if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
         self._built: OrderedDict[Spec, Built] = OrderedDict()
         self._max_built = max_built

@@ -157,4 +157,4 @@ def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
 
 def _cost_s(fleet: Fleet, client: ClientInfo, spec: Spec = FULL) -> float:
     """Return the seconds of a task of ``spec``, with what the method has a client do in the middle of it."""
-    return fleet.cost_s(client, Work(spec, extra=fleet.local.terms(client, fleet)))
+    return fleet.cost_s(client, Work(spec, extra=fleet.terms(client)))

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raafl.submodel.flat import FlatTensors
-
-if TYPE_CHECKING:
-    from raafl.submodel.submodels import Submodels
 
 BatchNorm = Literal["merged", "static"]
 
@@ -81,9 +78,9 @@ class Pooling:
         self.pairs = statistics_of(module)
 
     @classmethod
-    def of(cls, submodels: Submodels) -> Pooling | None:
+    def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
         """Return the pooling for a model; None where no running statistics are merged."""
-        pooling = cls(submodels.module) if submodels.batch_norm == "merged" else None
+        pooling = cls(module) if batch_norm == "merged" else None
         return pooling if pooling is not None and pooling.pairs else None
 
     def to_moments_(self, tensors: FlatTensors) -> FlatTensors:

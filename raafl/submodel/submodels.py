@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,11 @@ class Submodels:
                 server, to be collected at the end (see `collect_statistics`); None = as the module's attribute
                 ``submodel_batch_norm`` says, or else merged.
         """
-        if residual_width is None:
-            residual_width = bool(getattr(module, "submodel_residual_width", False))
-        self.residual_width = residual_width
-        self.batch_norm = batch_norm or getattr(module, "submodel_batch_norm", "merged")
-        if self.batch_norm not in ("merged", "static"):
+        asked = getattr(module, "submodel_residual_width", False) if residual_width is None else residual_width
+        self.residual_width = bool(asked)
+        chosen: Any = batch_norm or getattr(module, "submodel_batch_norm", "merged")
+        self.batch_norm: BatchNorm = chosen
+        if self.batch_norm not in get_args(BatchNorm):
             raise BadInput(f"batch_norm is '{self.batch_norm}': give merged or static")
         self.module = module = without_values(module)
         self.example_batch, self._caches = example_batch, Caches()
@@ -388,7 +388,11 @@ class Submodels:
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
         from raafl.submodel.cost.predicted import predict
 
-        return predict(self, spec, batch_size)
+        layouts = {part: self.layout(spec, part) for part in get_args(Part)}
+        return predict(
+            lambda spec: self.shrink(spec, device="meta").module, spec, self.example_batch, batch_size, layouts,
+            self.parameter_names, self.idle_bytes(spec),
+        )  # fmt: skip
 
 
 def _is_float(tensor: Tensor) -> bool:

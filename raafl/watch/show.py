@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from raafl.watch.snapshot import ClientProgress, ProgressState
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from raafl.watch.progress import ClientProgress, ProgressState
 
 MAX_ROWS = 16
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))

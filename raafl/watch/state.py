@@ -13,7 +13,7 @@ from typing import Any
 from raafl.foreign import foreign
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
 from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
-from raafl.watch.progress import ClientProgress, ProgressState
+from raafl.watch.snapshot import ClientProgress, ProgressState
 
 MAX_CLIENTS = 16
 """Clients that a view has room for."""

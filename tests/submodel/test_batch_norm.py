@@ -17,6 +17,10 @@ def model():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
+def pooling_of(submodels):
+    return Pooling.of(submodels.module, submodels.batch_norm)
+
+
 def test_floating_statistics_come_back_and_counts_do_not():
     submodels = Submodels(model())
     names = [entry.name for entry in submodels.layout(FULL, "trained").entries]
@@ -80,7 +84,7 @@ def test_merged_variances_are_those_of_all_samples_together():
 def test_two_clients_with_other_means_by_hand():
     """Means 0 and 4, variances 1 and 3, shares 1/4 and 3/4: mean 3, variance 1/4 (1 + 9) + 3/4 (3 + 1) = 5.5."""
     submodels = Submodels(model())
-    pooling = Pooling.of(submodels)
+    pooling = pooling_of(submodels)
     state, one, other = (submodels.state(model()) for _ in range(3))
     for tensors, mean, variance in ((one, 0.0, 1.0), (other, 4.0, 3.0)):
         tensors["1.running_mean"].fill_(mean)
@@ -94,15 +98,15 @@ def test_two_clients_with_other_means_by_hand():
 
 
 def test_there_is_pooling_only_where_statistics_are_merged():
-    assert Pooling.of(Submodels(nn.Linear(3, 2))) is None
-    assert Pooling.of(Submodels(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)))) is None
-    assert Pooling.of(Submodels(model(), batch_norm="static")) is None
-    assert Pooling.of(Submodels(model())).pairs == [("1.running_mean", "1.running_var")]
+    assert pooling_of(Submodels(nn.Linear(3, 2))) is None
+    assert pooling_of(Submodels(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)))) is None
+    assert pooling_of(Submodels(model(), batch_norm="static")) is None
+    assert pooling_of(Submodels(model())).pairs == [("1.running_mean", "1.running_var")]
 
 
 def test_what_is_to_be_left_alone_is():
     submodels = Submodels(model())
-    values, pooling = submodels.state(model()), Pooling.of(submodels)
+    values, pooling = submodels.state(model()), pooling_of(submodels)
     with pooling.untouched(values):
         values.buffers[torch.float32].fill_(7.0)
     assert values["0.weight"].eq(7).all() and values["1.weight"].eq(7).all()

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from raafl.watch.progress import ClientProgress, Progress, ProgressState
+from raafl.watch.progress import Progress
 from raafl.watch.show import sentence
+from raafl.watch.snapshot import ClientProgress, ProgressState
 
 
 class Clock:
@@ -189,7 +190,7 @@ def test_rich_is_imported_only_for_the_live_table():
     import subprocess
 
     code = (
-        "import sys; from raafl.watch.progress import Progress, ProgressState\n"
+        "import sys; from raafl.watch.progress import Progress; from raafl.watch.snapshot import ProgressState\n"
         "p = Progress('plain', sys.stderr); p.start('t')\n"
         "p.update(ProgressState(1, 1, 1.0), evaluated=True); p.stop()\n"
         "sys.exit('rich' in sys.modules)"

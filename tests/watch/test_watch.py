@@ -25,8 +25,8 @@ from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.submodel.spec import Spec
 from raafl.watch.feed import Watched
 from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
-from raafl.watch.progress import ClientProgress, ProgressState
 from raafl.watch.show import briefly, plain, sentence, table
+from raafl.watch.snapshot import ClientProgress, ProgressState
 from raafl.watch.state import RunState, spec_in_words
 from tests.federation import experiment
 

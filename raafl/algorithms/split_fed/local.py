@@ -13,7 +13,7 @@ from raafl.algorithms.split_fed.cut import Cut, cuts_of
 from raafl.algorithms.split_fed.half import Half
 from raafl.algorithms.split_fed.hooks import BothHook, LowerHook, UpperHook
 from raafl.algorithms.split_fed.questions import KEY, Halves, halves
-from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
+from raafl.core.algorithm import Fleet, Hook, Local, Select, Task, Training
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, positive
 from raafl.submodel import FULL, Cost, Spec, Submodels
@@ -123,14 +123,16 @@ class Split(Local):
             num_exchanges=terms.get("batches", 0),
         )
 
-    def terms(self, client: ClientInfo, fleet: Fleet) -> dict[str, Any]:
+    def terms(
+        self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
+    ) -> dict[str, Any]:
         """Return where the model is cut, and which batches of how many samples come over the wire in one task."""
-        cut = self.place(fleet.state.submodels)
+        cut = self.place(submodels)
         if cut is None:
             return {}
-        num_samples, batch_size, training = client.num_samples, fleet.batch_size, fleet.training
+        num_samples = client.num_samples
         per_epoch = math.ceil(num_samples / batch_size)
-        if fleet.drop_last:
+        if drop_last:
             per_epoch = max(num_samples // batch_size, 1)
         batches = per_epoch * (training.num_epochs or 1) if training.num_steps is None else training.num_steps
         epochs, rest = divmod(batches, per_epoch)
@@ -190,7 +192,7 @@ class Halved(Select):
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the whole model and the run's own work, with where to cut it."""
-        extra, training = _split(fleet).terms(client, fleet), fleet.training
+        extra, training = fleet.terms(client), fleet.training
         if not extra:
             return Work()
         extra[KEY]["sends"] = self.sends

@@ -14,7 +14,7 @@ from raafl.submodel.batch_norm import Pooling
 
 def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
     """Return ``algorithm`` with running statistics merged exactly; as it is where the model has none to merge."""
-    pooling = Pooling.of(submodels)
+    pooling = Pooling.of(submodels.module, submodels.batch_norm)
     return algorithm if pooling is None else replace(algorithm, merge=Pooled(algorithm.merge, pooling))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raafl.devices.profiles import Profile
+from raafl.devices.times import time_on
 from raafl.errors import BadInput, positive
 from raafl.parts.select.units import Axes, size_of
 from raafl.submodel import Cost, Spec
@@ -48,7 +49,7 @@ class Budget:
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
             "wire_bytes": cost.down_bytes + cost.up_bytes,
-            "seconds": cost.time_on(self.profile, self.samples, self.tested).total_s,
+            "seconds": time_on(self.profile, cost, self.samples, self.tested).total_s,
             "params": cost.params,
         }
 

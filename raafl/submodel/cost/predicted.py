@@ -13,10 +13,10 @@ from raafl.submodel.aside import call, loss_of, meta_batch, settle, tensors_in
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
-    from raafl.devices.profiles import Profile, TaskTime
     from raafl.submodel.cost.ledger import Ledger
-    from raafl.submodel.submodels import Submodels
+    from raafl.submodel.flat import Layout
 
+Make = Callable[[Spec], Any]
 
 _SLOTS = 2
 """Values that an optimiser is taken to keep for each trained one, as Adam does, where its step cannot run on the meta device."""
@@ -54,18 +54,6 @@ class Cost:
     num_exchanges: int = 0
     kernels_per_sample: float = 0.0
 
-    def time_on(self, profile: Profile, samples: float, tested: float = 0.0) -> TaskTime:
-        """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
-
-        A forward pass counts for a third of a training step; each of ``num_exchanges`` for the link's latency, twice.
-        """
-        passes = samples + tested / 3
-        return profile.task_time(
-            self.flops_per_sample * passes, self.down_bytes, self.up_bytes,
-            self.moved_bytes_per_sample * passes, self.padding_flops_per_sample * passes, self.num_exchanges,
-            self.kernels_per_sample * passes,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -86,59 +74,72 @@ class Step:
     num_kernels: int = 0
 
 
-def predict(submodels: Submodels, spec: Spec, batch_size: int) -> Cost:
+def predict(
+    make: Make, spec: Spec, example_batch: Any, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
+    idle_bytes: int,
+) -> Cost:  # fmt: skip
     """Predict the cost of training ``spec``, without allocating it.
 
     One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
     tensors have a size and no values; what is alive is followed from operation to operation. Where the step cannot run (it
     reads values, or there is none), a forward pass counts three times and all gradients are taken to be there with all
     activations; without an example batch 6 FLOPs count for each parameter that trains, and no activations.
+
+    Args:
+        make: makes the small module of a spec on the meta device.
+        spec: the submodel.
+        example_batch: any batch, or None.
+        batch_size: the client's.
+        layouts: of what is ``present``, ``sent`` and ``trained``.
+        names: of the parameters among them.
+        idle_bytes: that a client holds of a frozen base for other submodels.
+
+    Raises:
+        SpecError: the step runs with the whole model and not with ``spec``.
     """
-    present, trained = submodels.layout(spec), submodels.layout(spec, "trained")
-    names = submodels.parameter_names
-    params = sum(entry.numel for entry in present.entries if entry.name in names)
-    batch = None if submodels.example_batch is None else meta_batch(submodels.example_batch, batch_size)
-    step, held_bytes = _step(submodels, spec, batch)
+    trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
+    params = sum(entry.numel for entry in layouts["present"].entries if entry.name in names)
+    batch = None if example_batch is None else meta_batch(example_batch, batch_size)
+    step, held_bytes = _step(make, spec, batch)
     flops = step.flops
     if flops is None:
         flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
     samples = max(batch_size, 1)
-    down_bytes = submodels.layout(spec, "sent").num_bytes
-    peak = down_bytes + submodels.idle_bytes(spec) + held_bytes + step.peak_bytes
+    peak = down_bytes + idle_bytes + held_bytes + step.peak_bytes
     return Cost(
         params, flops / samples, peak, down_bytes, trained.num_bytes, step.moved_bytes / samples,
         step.padding_flops / samples, kernels_per_sample=step.num_kernels / samples,
     )  # fmt: skip
 
 
-def _step(submodels: Submodels, spec: Spec, batch: Any) -> tuple[Step, int]:
+def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
     """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
-    run, failure = _Run(submodels, spec, batch), None
+    run, failure = _Run(make(spec), batch), None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu") if batch is not None else ():
         try:
             with torch.device(default):
                 return run.step(), run.held_bytes
         except Exception as error:
-            run, failure = _Run(submodels, spec, batch), error
-    if failure is not None and spec != FULL and _runs_whole(submodels, batch):
+            run, failure = _Run(make(spec), batch), error
+    if failure is not None and spec != FULL and _runs_whole(make, batch):
         raise SpecError(
-            f"{type(submodels.module).__name__}.training_step runs with the whole model, but not with {spec}: "
+            f"{type(run.module).__name__}.training_step runs with the whole model, but not with {spec}: "
             f"{' '.join(str(failure).split())}: say in `submodel_axes` which dimensions go together"
         ) from failure
     if batch is not None:
         try:
             return run.forward(), run.held_bytes
         except Exception:
-            run = _Run(submodels, spec, batch)
+            run = _Run(make(spec), batch)
     return run.update(), run.held_bytes
 
 
-def _runs_whole(submodels: Submodels, batch: Any) -> bool:
+def _runs_whole(make: Make, batch: Any) -> bool:
     for default in ("meta", "cpu"):
         try:
             with torch.device(default):
-                _Run(submodels, FULL, batch).step()
+                _Run(make(FULL), batch).step()
             return True
         except Exception:
             continue
@@ -148,11 +149,10 @@ def _runs_whole(submodels: Submodels, batch: Any) -> bool:
 class _Run:
     """One step of the small module on the meta device."""
 
-    def __init__(self, submodels: Submodels, spec: Spec, batch: Any) -> None:
+    def __init__(self, module: Any, batch: Any) -> None:
         from raafl.submodel.cost.ledger import FusedAttention, Ledger, storage_key
 
-        self.module: Any = submodels.shrink(spec, device="meta").module
-        self.batch = batch
+        self.module, self.batch = module, batch
         settle(self.module)
         held = [*self.module.parameters(), *self.module.buffers(), *tensors_in(batch)]
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())

@@ -46,7 +46,7 @@ def state_of(mean=0.0, variance=1.0):
 
 
 def around(state, inner):
-    return Pooled(inner, Pooling.of(state.submodels))
+    return Pooled(inner, Pooling.of(state.submodels.module, state.submodels.batch_norm))
 
 
 def give(state, merge, updates, apply=True):

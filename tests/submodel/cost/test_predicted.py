@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.devices.profiles import Profile
+from raafl.devices.times import time_on
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel.aside import meta_batch, tensors_in
 from raafl.submodel.cost import predicted as cost_module
@@ -148,7 +149,7 @@ def test_operations_of_a_step_by_hand():
     assert 5 <= adam <= 9
     cost = Submodels(Slopes(), batch).cost(FULL, 8)
     slow = Profile(flops_per_s=1e30, launch_s=0.5)
-    assert cost.time_on(slow, 16).compute_s == pytest.approx(2 * 12 * 0.5)
+    assert time_on(slow, cost, 16).compute_s == pytest.approx(2 * 12 * 0.5)
 
 
 def test_of_a_table_only_the_rows_looked_up_move():

@@ -1,0 +1,19 @@
+"""How long a task takes a device, from what it costs."""
+
+from __future__ import annotations
+
+from raafl.devices.profiles import Profile, TaskTime
+from raafl.submodel.cost import Cost
+
+
+def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
+    """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
+
+    A forward pass counts for a third of a training step; each of ``num_exchanges`` for the link's latency, twice.
+    """
+    passes = samples + tested / 3
+    return profile.task_time(
+        cost.flops_per_sample * passes, cost.down_bytes, cost.up_bytes,
+        cost.moved_bytes_per_sample * passes, cost.padding_flops_per_sample * passes, cost.num_exchanges,
+        cost.kernels_per_sample * passes,
+    )  # fmt: skip

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from raafl._version import __version__
+
 if TYPE_CHECKING:
     from raafl.algorithms import *
     from raafl.api.callbacks import Callback, EarlyStopping, LambdaCallback, Printing
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from raafl.commands.run import simulate
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Algorithm": "raafl.core.algorithm",

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import raafl
 from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.config.experiment import Experiment
 from raafl.errors import BadInput, RunFailed
+from raafl.runtime import client as client_side
 from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport.handshake import Secret
@@ -80,7 +80,7 @@ def _be_client(
         os._exit(9)
     sys.stderr = said.open("w", buffering=1)
     own = options.pop("own", None)
-    raafl.__version__ = options.pop("raafl", raafl.__version__)
+    client_side.__version__ = options.pop("raafl", client_side.__version__)
     if "key_of" in options:  # another client's key, claimed to be this one's
         secret = Secret(secret.for_client(options.pop("key_of")).key, client)
     config_yaml = options.pop("config_yaml", "")

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if argv else 2
     if argv[0] == "--version":
-        from raafl import __version__
+        from raafl._version import __version__
 
         print(f"raafl {__version__}")
         return 0

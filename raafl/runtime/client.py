@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import raafl
+from raafl._version import __version__
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
@@ -142,7 +142,7 @@ class Client:
 
     def _hello(self) -> dict[str, Any]:
         return {
-            "raafl": raafl.__version__,
+            "raafl": __version__,
             "model": self._submodels.layout().fingerprint,
             "base": self._submodels.base.digest if self._submodels.base is not None else None,
             "config": None if self._config is None else dict(self._config),

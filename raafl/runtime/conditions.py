@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import raafl
+from raafl._version import __version__
 from raafl.config.experiment import Experiment
 from raafl.local.numerics import precision_of, tf32
 
@@ -17,7 +17,7 @@ def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]
     """Collect the conditions of a run in this process, once its parts are built; whether it ``trains``, or clients do."""
     fabric = experiment.fabric
     found = {
-        "raafl": raafl.__version__,
+        "raafl": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import raafl
+from raafl._version import __version__
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
@@ -180,7 +180,7 @@ class Session(threading.Thread):
             pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
             hello = pair.recv(_nothing, self._waits.join_s)
         base = self._submodels.base
-        expected = {"raafl": raafl.__version__, "model": self._submodels.layout().fingerprint}
+        expected = {"raafl": __version__, "model": self._submodels.layout().fingerprint}
         problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
         for field, value in expected.items():
             if problem is None and hello.meta.get(field) != value:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch import distributed as _distributed
 
-import raafl
+from raafl._version import __version__
 from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
 from raafl.errors import BadInput, RunFailed
 from raafl.local.failure import attempt
@@ -363,7 +363,7 @@ def _hello(site: ClientSetup) -> dict[str, Any]:
     """Describe the setup that processes of one client must share, and this one's memory."""
     base, memory_bytes = site.submodels.base, site.info.profile.memory_bytes
     return {
-        "raafl": raafl.__version__,
+        "raafl": __version__,
         "model": site.submodels.layout().fingerprint,
         "frozen parameters": base.digest if base is not None else None,
         "config": dict(site.sections),

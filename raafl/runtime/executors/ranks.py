@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import raafl
+from raafl._version import __version__
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_from_json, assignment_to_json
 from raafl.data.federated import ClientData
 from raafl.errors import GpuLost, TaskFailed
@@ -313,7 +313,7 @@ def _receive(pair: Pair, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -
 def _hello(submodels: Submodels) -> dict[str, str]:
     base = submodels.base
     frozen = "" if base is None else base.digest
-    return {"raafl": raafl.__version__, "model": submodels.layout().fingerprint, "frozen parameters": frozen}
+    return {"raafl": __version__, "model": submodels.layout().fingerprint, "frozen parameters": frozen}
 
 
 def _nothing(kind: Kind, number: int, meta: dict[str, Any]) -> None:

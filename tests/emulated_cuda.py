@@ -2,15 +2,15 @@
 
 Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
 mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
-draw from a generator of its own, and counts copies and what the CPU must wait for a device for. What it does not have:
-autocast, streams, NCCL, generators to pass to an operation, fused optimisers, the bits of a GPU's kernels.
+draw from a generator of its own, counts copies and what the CPU must wait for a device for, and refuses what is done out of the
+order of its streams (`tests/emulated_streams.py`). What it does not have: NCCL, generators to pass to an operation, fused
+optimisers, the bits of a GPU's kernels; autocast is the CPU's.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.emulated_streams import Counts, Event, Stream, Streams
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -127,14 +129,15 @@ class Emulated(TorchDispatchMode):
         counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
         num_bytes: of these copies.
         generators: of each device.
+        streams: of all devices.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.num_bytes: Counter[str] = Counter()
+        self.counts, self.num_bytes = Counts(), Counts()
         self._of_thread = threading.local()
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
+        self.streams = Streams(self.counts, NUM_DEVICES)
 
     @property
     def current(self) -> int:
@@ -170,7 +173,13 @@ class Emulated(TorchDispatchMode):
             raise RuntimeError(
                 f"Expected a '{place.type}' device type for generator but found '{generator.device.type}'"
             )
-        self._count(func, args, kwargs, tensors, place)
+        devices = dict.fromkeys((place, *(tensor.device for tensor in tensors)))
+        gpus = [device.index for device in devices if device.type == "cuda"]
+        late = self.streams.begin(func, args, kwargs, tensors, gpus)
+        if self._counted(func, args, kwargs, tensors, place) and gpus:
+            self.streams.known(self.streams.current(gpus[0]).mark())
+        if late:
+            return args[0]
         with self._drawing(func, place), torch._C._DisableTorchDispatch():
             answer = func(*args, **kwargs)
         known = {id(tensor) for tensor in tensors}
@@ -180,23 +189,29 @@ class Emulated(TorchDispatchMode):
                 return item
             stays = func.overloadpacket is aten._pack_padded_sequence and item is answer[1]
             if place.type == "cuda" and not stays:
-                return on(item, place.index)
+                made = on(item, place.index)
+                if not func.is_view:
+                    self.streams.made(made)
+                return made
             return torch.Tensor._make_subclass(Tensor, item) if isinstance(item, OnDevice) else item
 
         return tree_map(mark, answer)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> None:
+    def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> bool:
+        """Count an operation; return whether the CPU waits for it."""
         packet = func.overloadpacket
         masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if packet in INDEXING else []
         waits = place.type == "cuda" and (packet in WAITS or bool(masks))  # rows are counted before they are taken
         source = tensors[-1].device if packet in COPIES and tensors else place
         if source != place and "meta" not in (source.type, place.type):
             to = {"cuda": "to device", "cpu": "to host"}[place.type] if CPU in (source, place) else "between"
-            self.counts[to] += 1
-            self.num_bytes[to] += tensors[-1].numel() * tensors[-1].itemsize
+            self.counts.add(to)
+            self.num_bytes.add(to, tensors[-1].nbytes)
             is_late = kwargs.get("non_blocking") or (packet is not aten._to_copy and args[2:3] == (True,))
             waits = to != "between" and not is_late  # in both directions, as `memcpy_and_sync` of ATen's Copy.cu
-        self.counts["waits"] += waits
+        if waits:
+            self.counts.add("waits")
+        return waits
 
     @contextmanager
     def _drawing(self, func: Any, place: torch.device) -> Iterator[None]:
@@ -335,6 +350,9 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     def index(device: Any = None) -> int:
         return made.full("cuda" if device is None else device).index
 
+    def current_stream(device: Any = None) -> Stream:
+        return made.streams.current(index(device))
+
     def set_device(device: Any) -> None:
         made.current = index(device)
 
@@ -363,9 +381,11 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         "max_memory_allocated": lambda device=None: 2**20,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
-        "synchronize": lambda device=None: made.counts.update(waits=1),
-        "current_stream": lambda device=None: None,
-        "Event": lambda **_: SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=lambda: None),
+        "synchronize": lambda device=None: made.streams.synchronize(index(device)),
+        "current_stream": current_stream,
+        "stream": made.streams.on,
+        "Stream": lambda device=None: Stream(made.streams, index(device)),
+        "Event": lambda **_: Event(made.streams),
     }
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)

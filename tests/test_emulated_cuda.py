@@ -191,6 +191,76 @@ def test_the_emulated_gpu_counts_copies_and_waits(emulated_cuda: Emulated):
     assert emulated_cuda.num_bytes == {"to device": 24, "to host": 24, "between": 12}
     there.copy_(here, non_blocking=True)
     there.to("cpu", non_blocking=True)
-    assert emulated_cuda.counts == {"to device": 3, "to host": 3, "waits": 5, "between": 1}
+    assert emulated_cuda.counts == {"to device": 3, "to host": 3, "waits": 5, "between": 1, "late": 1}
     there[there > 0.5]
     assert emulated_cuda.counts["waits"] == 6
+
+
+class OnStreams:
+    """A GPU's tensor and memory of the host, and a stream beside the GPU's first."""
+
+    def __init__(self):
+        self.there, self.here = torch.ones(4, device="cuda:0"), torch.zeros(4)
+        self.stream, self.copied = torch.cuda.Stream("cuda:0"), torch.cuda.Event()
+
+    def copy(self, to, source):
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+        self.copied.record(self.stream)
+
+    def copy_here(self):
+        self.stream.wait_stream(torch.cuda.current_stream("cuda:0"))
+        self.copy(self.here, self.there)
+
+    def copy_there(self):
+        self.stream.wait_stream(torch.cuda.current_stream("cuda:0"))
+        self.copy(self.there, self.here)
+
+
+def test_a_copy_on_an_emulated_stream_is_late_until_its_event_is_waited_for(emulated_cuda: Emulated):
+    one = OnStreams()
+    one.copy_here()
+    assert one.here.numpy().tolist() == [0.0] * 4  # through the memory itself, past what is checked
+    with pytest.raises(RuntimeError, match="the CPU touches what a copy on another stream is at work on"):
+        one.here.sum()
+    one.copied.synchronize()
+    assert one.here.tolist() == [1.0] * 4 and emulated_cuda.counts["events"] == 1
+
+
+def test_emulated_work_that_does_not_wait_for_a_copy_on_another_stream_is_refused(emulated_cuda: Emulated):
+    one = OnStreams()
+    one.copy_there()
+    with pytest.raises(RuntimeError, match="a stream of cuda:0 touches what a copy on another stream is at work on"):
+        one.there.sum()
+    with pytest.raises(RuntimeError, match="the CPU touches"):
+        one.here.fill_(2.0)
+    assert one.here.sum() == 0.0  # which a copy reads as well
+    torch.cuda.current_stream("cuda:0").wait_event(one.copied)
+    assert one.there.tolist() == [0.0] * 4
+
+
+def test_an_emulated_copy_that_does_not_wait_for_what_makes_its_values_is_refused(emulated_cuda: Emulated):
+    one = OnStreams()
+    with pytest.raises(RuntimeError, match="touches what another is at work on"):
+        one.copy(one.here, one.there)
+    one = OnStreams()
+    one.copy_here()
+    one.copied.synchronize()
+    one.there.sum()  # is read: that may go on beside another copy from it, not beside one to it
+    one.copy(one.here, one.there)
+    one.copied.synchronize()
+    with pytest.raises(RuntimeError, match="touches what another is at work on"):
+        one.copy(one.there, one.here)
+    torch.cuda.synchronize()
+    one.copy(one.there, one.here)
+
+
+def test_emulated_work_on_a_stream_of_its_own_is_waited_for_as_well(emulated_cuda: Emulated):
+    one = OnStreams()
+    one.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(one.stream):
+        doubled = one.there * 2
+    with pytest.raises(RuntimeError, match="touches what another is at work on"):
+        doubled + 1
+    torch.cuda.current_stream().wait_stream(one.stream)
+    assert (doubled + 1).tolist() == [3.0] * 4

@@ -16,8 +16,7 @@ from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.submodel import FlatTensors
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from raafl.submodel.flat import sum_of_bits
 
 
 class ClientProcesses:
@@ -94,9 +93,9 @@ class ClientProcesses:
         """
         if not self._stepped:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
-        words = sum(_sum_of_bits(p) for p in module.parameters() if p.requires_grad) & (2**62 - 1)
+        words = sum((sum_of_bits(p) for p in module.parameters() if p.requires_grad), torch.tensor(0))
         digests, mean = torch.zeros(self.size, dtype=torch.int64), torch.tensor(loss, dtype=torch.float64)
-        digests[self.rank] = words
+        digests[self.rank] = int(words) & (2**62 - 1)
         self._total(digests)
         self._total(mean)
         if len(set(digests.tolist())) > 1:
@@ -129,11 +128,6 @@ class Share(ClientData):
         mine = rows[self._rank :: self._num_shares]
         self.weight = len(mine) * self._num_shares / len(rows)
         return self._rows_of(mine if len(mine) else rows[:1])
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()])
-    return int(words.to(torch.int64).sum())
 
 
 def _own_way(what: str) -> str:

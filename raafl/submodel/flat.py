@@ -29,6 +29,7 @@ DTYPES: dict[str, torch.dtype] = {
 """Every dtype that flat storage and the wire know, by name."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +317,11 @@ class FlatTensors:
     def __repr__(self) -> str:
         """Return tensors and bytes in words."""
         return f"FlatTensors({len(self)} tensors, {self.num_bytes} bytes, {self.device})"
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return the wrap-around sum of all elements' bits, taken as integers, as an int64 scalar on the tensor's device."""
+    return tensor.detach().contiguous().flatten().view(_WORDS[min(tensor.element_size(), 8)]).sum(dtype=torch.int64)
 
 
 def _same_layout(one: Layout, other: Layout) -> None:

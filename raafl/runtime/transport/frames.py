@@ -39,16 +39,16 @@ class Frames:
         before = self._stream.num_written
         parts: list[memoryview | bytes] = [head]
         if tensors is not None and codec.declared(tensors):
-            staging = self.staging.ring("send", tensors)
             checksum, waiting = Checksum(), len(head)
-            for host in _pieces(tensors) if staging is None else staging.outgoing(_pieces(tensors)):
-                view = codec.memory(host)
-                checksum.update(view)
-                parts.append(view)
-                waiting += len(view)
-                if waiting >= PIECE_BYTES or staging is not None:  # a slot of the staging buffer is soon used again
-                    self._stream.write(parts)
-                    parts, waiting = [], 0
+            with self.staging.ring("send", tensors) as staging:
+                for host in _pieces(tensors) if staging is None else staging.outgoing(_pieces(tensors)):
+                    view = codec.memory(host)
+                    checksum.update(view)
+                    parts.append(view)
+                    waiting += len(view)
+                    if waiting >= PIECE_BYTES or staging is not None:  # a slot of the staging buffer is soon used again
+                        self._stream.write(parts)
+                        parts, waiting = [], 0
             parts.append(checksum.footer())
         self._stream.write(parts)
         return self._stream.num_written - before
@@ -76,17 +76,16 @@ class Frames:
 
     def _receive_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
         """Receive the payload into ``target`` and return what is wrong with it, if anything."""
-        staging, checksum, problem = self.staging.ring("recv", target), Checksum(), None
-        for piece in _pieces(target):
-            host = piece if staging is None else staging.take(piece)
-            view = codec.memory(host)
-            self._stream.read_into(view)
-            if staging is not None:
-                staging.land(host, piece)  # first, so that the copy runs beside what looks at the values
-            checksum.update(view)
-            problem = problem or problem_of(host, finite)
-        if staging is not None:
-            staging.landed()
+        checksum, problem = Checksum(), None
+        with self.staging.ring("recv", target) as staging:
+            for piece in _pieces(target):
+                host = piece if staging is None else staging.take(piece)
+                view = codec.memory(host)
+                self._stream.read_into(view)
+                if staging is not None:
+                    staging.land(host, piece)  # first, so that the copy runs beside what looks at the values
+                checksum.update(view)
+                problem = problem or problem_of(host, finite)
         footer = bytearray(FOOTER_BYTES)
         self._stream.read_into(memoryview(footer))
         return problem if footer == checksum.footer() else ("bad-checksum", "payload")

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -200,13 +200,13 @@ class GlooPair(Pair):
         self._wait(self._start("send", self._out[:length], _FIRST), timeout_s)
 
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
-        staging, limit = self._stage("send", tensors)
         checksum, in_flight = Checksum(), deque[tuple[Any, Tensor]]()
-        for host in chunks(tensors) if staging is None else staging.outgoing(chunks(tensors)):
-            in_flight.append((self._start("send", codec.byte_view(host), _REST), host))
-            checksum.update(codec.memory(host))
-            if len(in_flight) >= limit:
-                self._wait(in_flight.popleft()[0], timeout_s)
+        with self.staging.ring("send", tensors) as staging:
+            for host in chunks(tensors) if staging is None else staging.outgoing(chunks(tensors)):
+                in_flight.append((self._start("send", codec.byte_view(host), _REST), host))
+                checksum.update(codec.memory(host))
+                if len(in_flight) >= _num_in_flight(staging):
+                    self._wait(in_flight.popleft()[0], timeout_s)
         footer = torch.frombuffer(bytearray(checksum.footer()), dtype=torch.uint8)
         in_flight.append((self._start("send", footer, _REST), footer))
         for work, _ in in_flight:
@@ -244,31 +244,29 @@ class GlooPair(Pair):
 
     def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
         """Receive the payload into ``target`` and return what is wrong with it, if anything."""
-        staging, limit = self._stage("recv", target)
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
+        checksum, problem = Checksum(), None
         todo = itertools.chain(chunks(target), [footer])
         in_flight = deque[tuple[Any, Tensor, Tensor]]()
+        with self.staging.ring("recv", target) as staging:
 
-        def post() -> None:
-            chunk = next(todo, None)
-            if chunk is not None:
-                host = chunk if staging is None or chunk is footer else staging.take(chunk)
-                in_flight.append((self._start("recv", codec.byte_view(host), _REST), host, chunk))
+            def post() -> None:
+                chunk = next(todo, None)
+                if chunk is not None:
+                    host = chunk if staging is None or chunk is footer else staging.take(chunk)
+                    in_flight.append((self._start("recv", codec.byte_view(host), _REST), host, chunk))
 
-        for _ in range(limit):
-            post()
-        checksum, problem = Checksum(), None
-        while in_flight:
-            work, host, chunk = in_flight.popleft()
-            self._wait(work, self.timeout_s)
-            if staging is not None and chunk is not footer:
-                staging.land(host, chunk)  # first, so that the copy runs beside what looks at the values
-            if chunk is not footer:
-                checksum.update(codec.memory(host))
-                problem = problem or problem_of(host, finite)
-            post()
-        if staging is not None:
-            staging.landed()
+            for _ in range(_num_in_flight(staging)):
+                post()
+            while in_flight:
+                work, host, chunk = in_flight.popleft()
+                self._wait(work, self.timeout_s)
+                if chunk is not footer:
+                    if staging is not None:
+                        staging.land(host, chunk)  # first, so that the copy runs beside what looks at the values
+                    checksum.update(codec.memory(host))
+                    problem = problem or problem_of(host, finite)
+                post()
         return problem if bytes(codec.memory(footer)) == checksum.footer() else ("bad-checksum", "payload")
 
     def _drain(self, header: Header, body: Body | None) -> None:
@@ -282,10 +280,9 @@ class GlooPair(Pair):
             self._wait(self._start("recv", self._scratch[:length], _REST), self.timeout_s)
         self._wait(self._start("recv", self._scratch[:FOOTER_BYTES], _REST), self.timeout_s)
 
-    def _stage(self, way: Literal["send", "recv"], tensors: FlatTensors) -> tuple[Staging | None, int]:
-        """Return the staging buffer these tensors need, if any, and how many pieces may be in flight."""
-        ring = self.staging.ring(way, tensors)
-        return ring, NUM_POSTED if ring is None else NUM_STAGED - NUM_AHEAD
+
+def _num_in_flight(staging: Staging | None) -> int:
+    return NUM_POSTED if staging is None else NUM_STAGED - NUM_AHEAD
 
 
 def cloned(store: Store) -> Store:

@@ -27,11 +27,14 @@ from raafl.runtime.transport import codec
 from raafl.runtime.transport.codec import FOOTER_BYTES, Body, Header
 from raafl.runtime.transport.gloo import _REST, GlooPair, cloned, dist
 from raafl.runtime.transport.pair import Pair, PeerLost, PeerTimeout
-from raafl.runtime.transport.payload import CHUNK_BYTES, chunks, piece_bytes, problem_of
-from raafl.submodel.flat import FlatTensors
+from raafl.runtime.transport.payload import problem_of
+from raafl.submodel.flat import FlatTensors, sum_of_bits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+MIN_BYTES_PER_S = 1e8
+"""A slower link is none of NCCL's: by it the time for a payload is longer than for a word."""
 
 _POLL_S = 0.0005
 
@@ -158,37 +161,48 @@ def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: C
 
 def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
     """Make a group of two and send a word each way; raises `RuntimeError` or `PeerTimeout` where that does not come."""
-    words = torch.tensor([rank, -1], device=device)
+    cuda: Any = torch.cuda
 
     def check(group: Any) -> None:
-        for sender in (0, 1):
-            work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
-            work.wait()
-        _synchronize(device, timeout_s)
-        if int(words[1]) != 1 - rank:
-            raise RuntimeError("NCCL does not bring what was sent")
+        with cuda.stream(cuda.Stream(device)):  # as a pair's payloads: the GPU's other work waits for no peer
+            words = torch.tensor([rank, -1], device=device)
+            for sender in (0, 1):
+                work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
+                work.wait()
+            _synchronize(device, timeout_s)
+            if int(words[1]) != 1 - rank:
+                raise RuntimeError("NCCL does not bring what was sent")
 
     return checked_group(store, rank, 2, timeout_s, check)
 
 
-def _sum(piece: Tensor) -> int:
-    """Return the wrap-around sum of 8-byte words, and of the bytes after the last: a GPU does it at memory speed."""
-    data = codec.byte_view(piece)
-    whole = data.numel() // 8 * 8
-    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum())
+def _buffers(tensors: FlatTensors) -> list[Tensor]:
+    """List what is sent, a message each: a payload's values of one dtype."""
+    return [tensors.buffers[dtype].detach() for dtype, _ in codec.declared(tensors)]
+
+
+def _sum(buffers: list[Tensor]) -> int:
+    """Return the wrap-around sum of the buffers' words, each weighted by its place among them; waits for the GPU once."""
+    total = sum((place * sum_of_bits(buffer) for place, buffer in enumerate(buffers, 1)), torch.tensor(0))
+    return int(total) % 2**64
 
 
 class NcclPair(GlooPair):
     """Messages over Gloo, long payloads over NCCL, by way of the GPU if the tensors lie elsewhere.
 
-    The checksum is a sum of words, weighted by piece: it finds lost and altered words, not a swap inside a piece. A
-    sender whose peer dies inside a payload may learn of it only at its deadline.
+    The checksum is a sum of words, weighted by dtype: it finds lost and altered words, not a swap of two. A sender whose peer
+    dies inside a payload may learn of it only at its deadline, which allows for `MIN_BYTES_PER_S`.
+
+    NCCL's `wait` holds up the stream that is the current one, until the peer has done its part. So each pair has a stream of
+    its own: on the GPU's first, where all sessions' merges are, a client that stands still would hold all of them up.
     """
 
     def __init__(self, control: GlooPair, group: Any, device: torch.device) -> None:
         """Take over ``control``, which must not be used any more, and a two-rank ProcessGroupNCCL on ``device``."""
         self.__dict__.update(control.__dict__)
         self._device, self._nccl = device, group
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device)
 
     def close(self) -> None:
         """End the session; see `Pair.close`."""
@@ -207,52 +221,56 @@ class NcclPair(GlooPair):
             except RuntimeError as error:
                 raise PeerLost("connection-broken", str(error).partition("\n")[0]) from None
 
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Work on the pair's stream, after all that the GPU was given before."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
-        total, held = 0, []
-        for index, chunk in enumerate(chunks(tensors)):
-            held.append(chunk.to(self._device))
-            self._nccl.send([codec.byte_view(held[-1])], self._peer, 0).wait()
-            total += (index + 1) * _sum(held[-1])
-        footer = torch.frombuffer(bytearray(struct.pack("<Q", total % 2**64)), dtype=torch.uint8)
-        self._wait(self._start("send", footer, _REST), timeout_s)
-        _synchronize(self._device, timeout_s)
+        with self._apart():
+            held = [buffer.to(self._device) for buffer in _buffers(tensors)]
+            # first: behind what is sent, it would wait for the peer, and without a deadline
+            footer = torch.frombuffer(bytearray(struct.pack("<Q", _sum(held))), dtype=torch.uint8)
+            for buffer in held:
+                self._nccl.send([codec.byte_view(buffer)], self._peer, 0).wait()
+            timeout_s += tensors.num_bytes / MIN_BYTES_PER_S
+            self._wait(self._start("send", footer, _REST), timeout_s)
+            _synchronize(self._device, timeout_s)
 
     def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
-        pieces = [(chunk, self._on_device(chunk)) for chunk in chunks(target)]
-        for _, there in pieces:
-            self._nccl.recv([codec.byte_view(there)], self._peer, 0).wait()
-        expected = (
-            self._footer()
-        )  # all pieces are there only now: NCCL's `wait` puts the wait into the stream, not here
-        total, problem = 0, None
-        for index, (chunk, there) in enumerate(pieces):
-            total += (index + 1) * _sum(there)
-            problem = problem or problem_of(there, finite)
-            if there is not chunk:
-                chunk.copy_(there)
-        return problem if total % 2**64 == expected else ("bad-checksum", "payload")
+        buffers = _buffers(target)
+        with self._apart():
+            there = [b if b.device == self._device else torch.empty_like(b, device=self._device) for b in buffers]
+            expected = self._received(there)
+            is_whole = _sum(there) == expected
+            problem = next(filter(None, (problem_of(buffer, finite) for buffer in there)), None)
+            for buffer, received in zip(buffers, there, strict=True):
+                if received is not buffer:
+                    buffer.copy_(received)
+        return problem if is_whole else ("bad-checksum", "payload")
 
     def _drain(self, header: Header, body: Body | None) -> None:
         if body is None or header.payload_bytes > self.drain_bytes:
             self.close()
             return
-        scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._device)
-        for length in piece_bytes(body.buffers):
-            self._nccl.recv([scratch[:length]], self._peer, 0).wait()
-        self._footer()
+        with self._apart():
+            self._received([torch.empty(numel, dtype=dtype, device=self._device) for dtype, numel in body.buffers])
 
-    def _on_device(self, chunk: Tensor) -> Tensor:
-        return chunk if chunk.device == self._device else torch.empty_like(chunk, device=self._device)
-
-    def _footer(self) -> int:
-        """Return the sender's sum once everything posted has come; Gloo tells at once of a peer that has died."""
+    def _received(self, buffers: list[Tensor]) -> int:
+        """Receive into buffers; return the sender's sum once all has come. Gloo tells at once of a peer that has died."""
+        for buffer in buffers:
+            self._nccl.recv([codec.byte_view(buffer)], self._peer, 0).wait()
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
-        self._wait(self._start("recv", footer, _REST), self.timeout_s)
-        _synchronize(self._device, self.timeout_s)
+        timeout_s = self.timeout_s + sum(buffer.nbytes for buffer in buffers) / MIN_BYTES_PER_S
+        self._wait(self._start("recv", footer, _REST), timeout_s)
+        _synchronize(self._device, timeout_s)
         return int(struct.unpack("<Q", codec.memory(footer))[0])
 
 
 def _synchronize(device: torch.device, timeout_s: float) -> None:
+    """Wait for this thread's stream, with a deadline."""
     event: Any = torch.cuda.Event
     done, deadline = event(), time.monotonic() + timeout_s
     done.record(torch.cuda.current_stream(device))

@@ -6,6 +6,7 @@ import cmath
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -64,16 +65,29 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
 class Staging:
     """A ring of pieces in pinned host memory that pieces on another device pass through; made once, used again.
 
-    To and from a GPU they are copied in the order of its work, with nobody waiting; an event says of each slot when its copy
-    is done. So the copies of the next pieces run while one is hashed, and on the wire.
+    A GPU copies them on a stream of the ring's own, beside its other work and other sessions' copies, with nobody waiting; an
+    event says of each slot when its copy is done. So the copies of the next pieces run while one is hashed, and on the wire.
     """
 
-    def __init__(self) -> None:
-        """Allocate the ring: `NUM_STAGED` times `CHUNK_BYTES`."""
-        memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    def __init__(self, device: torch.device) -> None:
+        """Allocate the ring, `NUM_STAGED` times `CHUNK_BYTES`, and a stream of ``device`` if that is a GPU."""
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
         self._slots = torch.split(memory, CHUNK_BYTES)
         self._copied: list[Any] = [None] * NUM_STAGED  # the event after the last copy from or to each
         self._next = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[Staging]:
+        """Copy within this context, after all that the GPU was given before; when it ends, so have all copies."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        try:
+            yield self
+        finally:  # after an error, too: whoever is given the memory next knows nothing of this stream
+            for index in range(NUM_STAGED):
+                self._wait(index)
 
     def take(self, like: Tensor) -> Tensor:
         """Return the next slot as a 1-D tensor of the length and dtype of ``like``, once nothing is copied from it any more."""
@@ -90,7 +104,7 @@ class Staging:
         ahead = deque[Tensor]()
         for piece in pieces:
             ahead.append(self.take(piece))
-            self._copy(ahead[-1], piece, ahead[-1], piece)
+            self._copy(ahead[-1], piece, ahead[-1])
             if len(ahead) > NUM_AHEAD:
                 yield self._filled(ahead.popleft())
         while ahead:
@@ -98,20 +112,19 @@ class Staging:
 
     def land(self, slot: Tensor, piece: Tensor) -> None:
         """Begin to copy a slot that was taken to its piece."""
-        self._copy(piece, slot, slot, piece)
+        self._copy(piece, slot, slot)
 
-    def landed(self) -> None:
-        """Wait until all pieces are there."""
-        for index in range(NUM_STAGED):
-            self._wait(index)
-
-    def _copy(self, target: Tensor, source: Tensor, slot: Tensor, piece: Tensor) -> None:
+    def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
         # as bytes: a copy of bools would mend what is none
-        byte_view(target).copy_(byte_view(source), non_blocking=piece.is_cuda)
-        if piece.is_cuda:
-            event: Any = torch.cuda.Event
-            self._copied[self._index(slot)] = copied = event(blocking=True)
-            copied.record(torch.cuda.current_stream(piece.device))
+        target, source, cuda = byte_view(target), byte_view(source), torch.cuda
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event: Any = cuda.Event
+        self._copied[self._index(slot)] = copied = event(blocking=True)
+        copied.record(self._stream)
 
     def _filled(self, slot: Tensor) -> Tensor:
         self._wait(self._index(slot))
@@ -131,15 +144,16 @@ class StagingRings:
     """The staging buffers of a pair, one for each way, made when first needed."""
 
     def __init__(self) -> None:
-        self._rings: dict[str, Staging] = {}
+        self._rings: dict[tuple[str, torch.device], Staging] = {}
 
-    def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> Staging | None:
-        """Find the staging memory that ``tensors`` pass through, or None where they are in host memory."""
+    def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
+        """Open the staging memory that ``tensors`` pass through, for one payload; None where they are in host memory."""
         if not self.are_needed(tensors):
-            return None
-        if way not in self._rings:
-            self._rings[way] = Staging()
-        return self._rings[way]
+            return nullcontext()
+        key = way, tensors.device
+        if key not in self._rings:
+            self._rings[key] = Staging(tensors.device)
+        return self._rings[key].in_use()
 
     def are_needed(self, tensors: FlatTensors) -> bool:
         """Check whether ``tensors`` are out of the transport's reach."""

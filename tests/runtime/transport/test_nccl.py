@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.runtime.transport import Kind, Message, PeerLost, Refused, nccl
+from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, nccl
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.submodel.flat import FlatTensors, Layout
+from tests.emulated_streams import Stream
 
 WAIT_S = 10.0
 
@@ -31,6 +32,7 @@ class StandIn:
     watchdog: dict[str, str | None]
     ends: dict[int, StandIn]
     sent: tuple[queue.Queue, queue.Queue]
+    streams: list[Stream]
 
     def __init__(self, store, rank, size, options):
         self.rank, self.aborted = rank, threading.Event()
@@ -46,12 +48,14 @@ class StandIn:
             raise RuntimeError(f"NCCL error: {says}")
 
     def send(self, tensors, peer, tag):
+        self.streams.append(torch.cuda.current_stream(tensors[0].device))
         self.fail("sends", "Duplicate GPU detected")
         self.sent[self.rank].put(tensors[0].cpu())
         return SimpleNamespace(wait=lambda: True)
 
     def recv(self, tensors, peer, tag):
         def wait():
+            self.streams.append(torch.cuda.current_stream(tensors[0].device))
             found = self.sent[peer].get(timeout=WAIT_S)
             if found is None:
                 raise RuntimeError("NCCL error: remote process exited")
@@ -76,7 +80,7 @@ def joined(monkeypatch, request):
         monkeypatch.setenv(name, "")  # so that it is as it was after the test
         monkeypatch.delenv(name)
     StandIn.fails, StandIn.hangs, StandIn.ends, StandIn.sent = None, None, {}, (queue.Queue(), queue.Queue())
-    StandIn.wakes = threading.Event()
+    StandIn.wakes, StandIn.streams = threading.Event(), []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -216,7 +220,40 @@ def test_emulated_ends_that_do_not_ask_for_nccl_or_share_a_gpu_have_gloo(joined)
     assert not StandIn.ends
 
 
-def test_the_word_sum_finds_lost_and_altered_words():
-    piece = torch.arange(1, 12, dtype=torch.int32)  # 44 bytes: five words of 8 and 4 bytes
-    by_hand = sum(low + (high << 32) for low, high in ((1, 2), (3, 4), (5, 6), (7, 8), (9, 10))) + 11
-    assert nccl._sum(piece) == by_hand
+def test_the_sum_of_words_finds_lost_and_altered_ones():
+    one, two = torch.arange(1, 12, dtype=torch.int32), torch.tensor([-1.0, 0.0])
+    bits = 0xBF800000 - 2**32  # of -1.0, as an int32
+    assert nccl._sum([one, two]) == (sum(range(1, 12)) + 2 * bits) % 2**64
+    assert nccl._sum([torch.tensor([-3], dtype=torch.int16)]) == 2**64 - 3
+
+
+@pytest.mark.parametrize("number", [1_000, 3_000_000])
+def test_emulated_nccl_is_waited_for_alone_and_as_often_whatever_the_payload(joined, emulated_cuda, number):
+    with joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
+        waited = StandIn.streams.copy()
+        layout = Layout.pack([("weight", (number + 20_000,), torch.float32), ("count", (3,), torch.int64)])
+        sent, into = FlatTensors.zeros(layout, "cuda:0"), FlatTensors.zeros(layout, "cuda:1")
+        emulated_cuda.counts.clear()
+        sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent))
+        client.recv(lambda *_: into, WAIT_S, finite=True)
+        sending.result()
+        # each end the sum, the receiver a sum of what is to be finite; the other four are the stand-in's copies
+        assert emulated_cuda.counts["waits"] == 3 + 4
+        own = StandIn.streams[len(waited) :]
+    first = emulated_cuda.streams.defaults
+    assert len(own) == 2 * 2 and len(set(own)) == 2  # a message for each dtype, on one stream at each end
+    assert not set(StandIn.streams) & set(first)
+    assert not any(set(stream.after) & set(StandIn.streams) for stream in first)  # where merges are
+
+
+def test_emulated_nccl_that_moves_nothing_more_is_given_up_at_the_deadline(joined, monkeypatch):
+    stuck = SimpleNamespace(record=lambda stream: None, query=lambda: False)
+    with joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(client.recv, lambda *_: payload(0.0, "cuda:1"), WAIT_S)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: stuck)
+        with pytest.raises(PeerTimeout, match="NCCL moved nothing more within "):
+            server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")), 0.2)
+        client.close()
+        with pytest.raises((PeerLost, PeerTimeout)):
+            receiving.result()
+        assert server.closed and StandIn.ends[0].aborted.is_set()

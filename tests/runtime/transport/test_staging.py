@@ -1,80 +1,39 @@
-"""Staging on an emulated GPU whose copies are made late, as those of a real one are: what waits for them, and how often."""
+"""Staging on an emulated GPU whose copies are made late, and on streams whose order is checked; and on a real one."""
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from raafl.runtime.transport import Kind, Message, payload
+from raafl.runtime.transport import Kind, Message, PeerLost, frames, payload
 from raafl.runtime.transport.payload import NUM_AHEAD, NUM_STAGED, Staging
 from raafl.runtime.transport.tcp import TcpPair
 from raafl.submodel.flat import FlatTensors, Layout
 
-aten = torch.ops.aten
-VIEWS = {aten.view, aten.split, aten.slice, aten.detach, aten.alias, aten.as_strided}
 PIECE_BYTES = 1 << 12
-HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-class Late:
-    """Makes a copy that does not block only when something that waits for it, or other work of the GPU, comes.
-
-    Attributes:
-        num_late: such copies.
-        num_events: times that an event was waited for.
-    """
-
-    def __init__(self, emulated):
-        self.emulated, self.inner = emulated, type(emulated).compute
-        self.queue, self.num_late, self.num_events, self.lock = deque(), 0, 0, threading.RLock()
-
-    def compute(self, func, args, kwargs):
-        packet = func.overloadpacket
-        with self.lock:
-            if packet is aten.copy_ and args[2:] == (True,):
-                self.num_late += 1
-                self.queue.append((self.num_late, func, args[:2]))
-                return args[0]
-            tensors = [
-                item for item in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)
-            ]
-            if packet not in VIEWS and any(tensor.device == GPU for tensor in tensors):
-                self.run(self.num_late)
-            return self.inner(self.emulated, func, args, kwargs)
-
-    def run(self, number):
-        waits = self.emulated.counts["waits"]
-        while self.queue and self.queue[0][0] <= number:
-            _, func, args = self.queue.popleft()
-            self.inner(self.emulated, func, args, {})
-        self.emulated.counts["waits"] = waits
-
-    def event(self, blocking):
-        event = SimpleNamespace(number=None)
-
-        def synchronize():
-            with self.lock:
-                self.num_events += 1
-                self.run(event.number)
-
-        event.record = lambda stream: setattr(event, "number", self.num_late)
-        event.synchronize = synchronize
-        return event
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def late(emulated_cuda, monkeypatch):
-    made = Late(emulated_cuda)
-    monkeypatch.setattr(emulated_cuda, "compute", made.compute, raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", made.event)
+def small(monkeypatch):
     monkeypatch.setattr(payload, "CHUNK_BYTES", PIECE_BYTES)
-    return made
+    monkeypatch.setattr(frames, "PIECE_BYTES", PIECE_BYTES)
+
+
+@pytest.fixture
+def late(emulated_cuda, small):
+    return emulated_cuda
+
+
+@pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request, small):
+    if request.param == "emulated":
+        request.getfixturevalue("emulated_cuda")
+    return GPU
 
 
 def pieces(number):
@@ -82,72 +41,108 @@ def pieces(number):
     return whole, list(torch.split(whole, PIECE_BYTES // 8))
 
 
-def test_the_emulated_copies_are_late(late):
-    """Or else the tests below would show nothing."""
-    source, slot = torch.ones(4, device="cuda:0"), torch.zeros(4)
-    slot.copy_(source, non_blocking=True)
-    assert slot.tolist() == [0.0] * 4
-    event = torch.cuda.Event(blocking=True)
-    event.record(None)
-    event.synchronize()
-    assert slot.tolist() == [1.0] * 4
+def flat(number, device, fill=None):
+    made = FlatTensors.zeros(Layout.pack([("weight", (number * PIECE_BYTES // 4,), torch.float32)]), device)
+    if fill is not None:
+        made.buffers[torch.float32].fill_(fill)
+    return made
 
 
-def test_emulated_pieces_are_good_for_as_long_as_they_may_be_in_flight(late):
+def passed(sent, into):
+    """Send tensors over a pair; return what came."""
+    ours, theirs = socket.socketpair()
+    with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(one.send, Message(Kind.ASSIGN, 1, 0, {}, sent))
+        found = two.recv(lambda *_: into, 20.0, finite=True)
+        sending.result()
+    return found.tensors
+
+
+def test_pieces_are_good_for_as_long_as_they_may_be_in_flight(gpu):
     whole, parts = pieces(20)
     expected, found, in_flight = whole.cpu(), [], deque()
-    for host in Staging().outgoing(parts):
-        in_flight.append(host)
-        if len(in_flight) == NUM_STAGED - NUM_AHEAD:  # the wire has taken the oldest only now
-            found.append(in_flight.popleft().clone())
+    with Staging(gpu).in_use() as staging:
+        for host in staging.outgoing(parts):
+            in_flight.append(host)
+            if len(in_flight) == NUM_STAGED - NUM_AHEAD:  # the wire has taken the oldest only now
+                found.append(in_flight.popleft().clone())
     found += [host.clone() for host in in_flight]
     assert torch.equal(torch.cat(found), expected)
 
 
-def test_emulated_pieces_land_whole_though_their_slots_are_used_again(late):
+def test_pieces_land_whole_though_their_slots_are_used_again(gpu):
     whole, parts = pieces(20)
-    expected, staging = whole.cpu(), Staging()
+    expected = whole.cpu()
     whole.zero_()
-    for part, values in zip(parts, torch.split(expected, PIECE_BYTES // 8), strict=True):
-        slot = staging.take(part)
-        slot.copy_(values)
-        staging.land(slot, part)
-    staging.landed()
-    assert not late.queue and torch.equal(whole.cpu(), expected)
+    with Staging(gpu).in_use() as staging:
+        for part, values in zip(parts, torch.split(expected, PIECE_BYTES // 8), strict=True):
+            slot = staging.take(part)
+            slot.copy_(values)
+            staging.land(slot, part)
+    assert torch.equal(whole.cpu(), expected)
 
 
-def test_the_emulated_gpu_is_waited_for_as_often_whatever_the_number_of_pieces(late, monkeypatch):
-    from raafl.runtime.transport import frames
+def test_a_payload_that_is_still_computed_is_sent_as_it_becomes_and_lands_where_it_may(gpu):
+    """The stream of the copies waits for what the GPU was given before: here a product that takes a while on a real one."""
+    factors = torch.eye(2048 if torch.cuda.get_device_name(0) != "Emulated GPU" else 4, device=gpu)
+    for _ in range(3):
+        sent, into = flat(30, gpu), flat(30, gpu)
+        for _ in range(20):
+            factors = factors @ factors
+        sent.buffers[torch.float32].add_(factors[0, 0])
+        into.buffers[torch.float32].mul_(factors[0, 0])
+        assert passed(sent, into).buffers[torch.float32].sum().item() == 30 * PIECE_BYTES / 4
 
-    monkeypatch.setattr(frames, "PIECE_BYTES", PIECE_BYTES)
-    waits, num_late = [], []
-    for number in (4, 40):
-        layout = Layout.pack([("weight", (number * PIECE_BYTES // 4,), torch.float32)])
-        sent, into = FlatTensors.zeros(layout, "cuda:0"), FlatTensors.zeros(layout, "cuda:0")
-        sent.buffers[torch.float32].normal_()
-        ours, theirs = socket.socketpair()
-        before, copied = late.emulated.counts["waits"], late.num_late
-        with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(one.send, Message(Kind.ASSIGN, 1, 0, {}, sent))
-            two.recv(lambda *_, into=into: into, 20.0, finite=True)
+
+def test_emulated_copies_have_a_stream_for_each_session_and_way(late):
+    ours, theirs = socket.socketpair()
+    before = len(late.streams.all)
+    with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
+        for sender, receiver in ((one, two), (two, one), (one, two)):
+            sending = pool.submit(sender.send, Message(Kind.ASSIGN, 1, 0, {}, flat(5, "cuda:0")))
+            receiver.recv(lambda *_: flat(5, "cuda:1"), 20.0)
             sending.result()
-        waits.append(late.emulated.counts["waits"] - before)
-        num_late.append(late.num_late - copied)
+    made = late.streams.all[before:]
+    assert sorted(str(stream.device) for stream in made) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert all(stream.number > 0 for stream in made)
+
+
+def test_the_emulated_gpu_is_waited_for_as_often_whatever_the_number_of_pieces(late):
+    for number in (4, 40):
+        sent, into = flat(number, "cuda:0", 3.0), flat(number, "cuda:0")
+        late.counts.clear()
+        passed(sent, into)
+        assert late.counts == {"to host": number, "to device": number, "late": 2 * number, "events": 2 * number}
         assert sent.fingerprint() == into.fingerprint()
-    assert num_late == [2 * 4, 2 * 40] and waits[0] == waits[1] == 0
 
 
 def test_an_emulated_pieces_copy_is_begun_before_its_values_are_looked_at(late, monkeypatch):
-    from raafl.runtime.transport import frames
-
     begun = []
-    monkeypatch.setattr(frames, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(frames, "problem_of", lambda host, finite: begun.append(late.num_late))
-    layout = Layout.pack([("weight", (5 * PIECE_BYTES // 4,), torch.float32)])
-    sent, into = FlatTensors.zeros(layout), FlatTensors.zeros(layout, "cuda:0")  # the sender's are not staged
+    monkeypatch.setattr(frames, "problem_of", lambda host, finite: begun.append(late.counts["late"]))
+    passed(flat(5, "cpu"), flat(5, "cuda:0"))  # the sender's are not staged
+    assert begun == [1, 2, 3, 4, 5]
+
+
+def test_emulated_pieces_are_copied_to_the_host_while_earlier_ones_are_on_the_wire(late):
+    _, parts = pieces(5)
+    with Staging(GPU).in_use() as staging:
+        begun = [late.counts["late"] for _ in staging.outgoing(parts)]
+    assert begun == [NUM_AHEAD + 1, NUM_AHEAD + 2, 5, 5, 5]
+
+
+def test_no_emulated_copy_goes_on_after_a_message_that_fails(late):
+    """Its memory may be anybody's by then."""
+    into = flat(40, "cuda:0")
     ours, theirs = socket.socketpair()
     with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(one.send, Message(Kind.ASSIGN, 1, 0, {}, sent))
-        two.recv(lambda *_: into, 20.0, finite=True)
-        sending.result()
-    assert begun == [1, 2, 3, 4, 5]
+
+        def cut():
+            head = frames.codec.encode_head(Message(Kind.ASSIGN, 1, 0, {}, flat(40, "cpu")))
+            ours.sendall(head + bytes(5 * PIECE_BYTES))
+            one.close()
+
+        cutting = pool.submit(cut)
+        with pytest.raises(PeerLost):
+            two.recv(lambda *_: into, 20.0)
+        cutting.result()
+    assert late.counts["late"] > 0 and not late.streams.pending

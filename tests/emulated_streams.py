@@ -1,0 +1,240 @@
+"""Streams and events of emulated GPUs, whose order is checked.
+
+A copy between host and GPU that blocks nobody is made as late as a real one may be: once the CPU waits for it, or work that
+comes after it begins. What a stream, or the CPU, does with memory that another stream is still at work on is refused unless it
+has waited for that, where a real GPU would give wrong values now and then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+Mark = dict["Stream", int]
+"""Of each stream, how much of its work."""
+
+
+class Stream:
+    """One queue of a GPU's work, done in its order.
+
+    Attributes:
+        number: of its last piece of work.
+        after: of the others', what it has waited for.
+    """
+
+    def __init__(self, of: Streams, index: int) -> None:
+        self.of, self.device, self.number = of, torch.device("cuda", index), 0
+        of.all.append(self)
+        self.after: Mark = {}
+        self.late = deque[tuple[int, Any, Any]]()
+        self._lock = threading.RLock()
+
+    def mark(self) -> Mark:
+        return {**self.after, self: self.number}
+
+    def wait_stream(self, other: Stream) -> None:
+        merge(self.after, other.mark())
+
+    def wait_event(self, event: Event) -> None:
+        merge(self.after, event.mark)
+
+    def synchronize(self) -> None:
+        self.of.counts.add("waits")
+        self.of.known(self.mark())
+
+    def run(self, number: int) -> None:
+        """Make the late copies up to this one."""
+        with self._lock:
+            while self.late and self.late[0][0] <= number:
+                for other, known in self.after.items():
+                    other.run(known)
+                _, func, args = self.late.popleft()
+                with torch._C._DisableTorchDispatch():
+                    func(*args)
+
+
+class Event:
+    """A place in a stream's work."""
+
+    def __init__(self, of: Streams) -> None:
+        self.of, self.mark = of, Mark()
+
+    def record(self, stream: Stream) -> None:
+        self.mark = stream.mark()
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
+    def synchronize(self) -> None:
+        self.of.counts.add("events")
+        self.of.known(self.mark)
+
+    def query(self) -> bool:
+        self.of.known(self.mark)
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """What a late copy does with a piece of memory."""
+
+    stream: Stream
+    number: int
+    start: int
+    end: int
+    writes: bool
+
+
+class Streams:
+    """All streams of the emulated GPUs, and who may touch what.
+
+    Attributes:
+        counts: counts ``late`` copies, the ``events`` that the CPU waited for, and its ``waits`` for all of a stream.
+        all: in the order in which they were made.
+        pending: what late copies do that the CPU has not waited for.
+        host: what the CPU knows to be done.
+    """
+
+    def __init__(self, counts: Counts, num_devices: int) -> None:
+        self.counts, self.host = counts, Mark()
+        self.all: list[Stream] = []
+        self.defaults = [Stream(self, index) for index in range(num_devices)]
+        self.pending: dict[Access, None] = {}
+        self._read: dict[int, tuple[Stream, int]] = {}
+        self._written: dict[int, tuple[Stream, int]] = {}
+        self._of_thread = threading.local()
+
+    def current(self, index: int) -> Stream:
+        """Return the stream that this thread gives a GPU's work to."""
+        chosen: dict[int, Stream] = getattr(self._of_thread, "chosen", {})
+        return chosen.get(index, self.defaults[index])
+
+    def synchronize(self, index: int) -> None:
+        """Have the CPU wait for all of a GPU."""
+        self.counts.add("waits")
+        for stream in [one for one in self.all if one.device.index == index]:
+            self.known(stream.mark())
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Make a stream this thread's."""
+        before: dict[int, Stream] = getattr(self._of_thread, "chosen", {})
+        self._of_thread.chosen = {**before, stream.device.index: stream}
+        try:
+            yield
+        finally:
+            self._of_thread.chosen = before
+
+    def known(self, mark: Mark) -> None:
+        """Have the CPU wait for so much."""
+        for stream, number in mark.items():
+            stream.run(number)
+        merge(self.host, mark)
+        for access in list(self.pending):
+            if self.host.get(access.stream, 0) >= access.number:
+                self.pending.pop(access, None)
+
+    def begin(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpus: list[int]) -> bool:
+        """Check what an operation touches, on GPUs or by the CPU; return whether it is a copy that is made later."""
+        if func.is_view:
+            return False
+        written = {id(leaf) for leaf in tree_leaves(writes(func, args, kwargs))}
+        if not gpus:
+            self._check(None, tensors, written)
+            return False
+        stream, *others = (self.current(index) for index in gpus)
+        for other in others:  # a copy from one to another is in the order of both, as in ATen's Copy.cu
+            stream.wait_stream(other)
+        self._check(stream, tensors, written)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                self._ordered(stream, self._written.get(key(tensor)))
+                if id(tensor) in written:
+                    self._ordered(stream, self._read.get(key(tensor)))
+        stream.number += 1
+        if func is aten.copy_.default and args[2:] == (True,) and args[0].device.type != args[1].device.type:
+            self.counts.add("late")
+            stream.late.append((stream.number, func, args[:2]))
+            for tensor in args[:2]:
+                start = tensor.data_ptr()
+                access = Access(stream, stream.number, start, start + tensor.nbytes, tensor is args[0])
+                self.pending[access] = None
+            return True
+        for other in others:
+            other.wait_stream(stream)
+        for one, number in stream.mark().items():
+            one.run(number)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                (self._written if id(tensor) in written else self._read)[key(tensor)] = stream, stream.number
+        return False
+
+    def made(self, tensor: Tensor) -> None:
+        """Note that a tensor is new; who had its memory before is of no concern."""
+        stream = self.current(tensor.get_device())
+        self._read.pop(key(tensor), None)
+        self._written[key(tensor)] = stream, stream.number
+
+    def _check(self, stream: Stream | None, tensors: list[Tensor], written: set[int]) -> None:
+        for access in list(self.pending):
+            after = self.host if stream is None else {**self.host, **stream.mark()}
+            if after.get(access.stream, 0) >= access.number:
+                continue
+            for tensor in tensors:
+                start = tensor.data_ptr()
+                overlaps = start < access.end and access.start < start + tensor.nbytes
+                if overlaps and (access.writes or id(tensor) in written):
+                    who = "the CPU" if stream is None else f"a stream of {stream.device}"
+                    raise RuntimeError(f"{who} touches what a copy on another stream is at work on: wait for its event")
+
+    def _ordered(self, stream: Stream, last: tuple[Stream, int] | None) -> None:
+        if last is None or last[0] is stream:
+            return
+        if max(stream.after.get(last[0], 0), self.host.get(last[0], 0)) < last[1]:
+            raise RuntimeError(f"a stream of {stream.device} touches what another is at work on: have it wait for that")
+
+
+def merge(into: Mark, mark: Mark) -> None:
+    """Know what both know."""
+    for stream, number in mark.items():
+        into[stream] = max(number, into.get(stream, 0))
+
+
+def key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    return [
+        args[place] if place < len(args) else kwargs.get(name)
+        for place, name in written_places(func)
+        if place < len(args) or name in kwargs
+    ]
+
+
+class Counts(Counter[str]):
+    """Counts from any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def add(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self[what] += number
+
+
+@cache
+def written_places(func: Any) -> list[tuple[int, str]]:
+    return [(place, of.name) for place, of in enumerate(func._schema.arguments) if of.is_write]

@@ -3,6 +3,7 @@
 `start` is called in a process of the test's own, before that has threads: `tests.forked.command(..., before=warm.start)`. It forks
 one process that does nothing but fork, so that threads and locks of whoever asks later do not come along. Its children are the
 asker's own, as those of `subprocess` are: whoever forked them leaves them, and Linux gives them to the asker, who takes orphans.
+For shell scripts, `stand_ins` writes a `raafl` and a `torchrun` that ask for such processes.
 That a command starts from nothing, too, is tested once for each: test_cli.py, test_torchrun.py, launch/test_scripts.py.
 """
 
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,76 @@ def start() -> None:
                                ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))  # fmt: skip
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+
+# What a shell runs as `raafl` or `torchrun`: another process does the work, with its files, folder and environment.
+_STAND_IN = """
+import json, os, signal, socket, sys
+
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.connect({address!r})
+    asked = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "passed": [], "session": False}}
+    socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
+    pid = int(server.recv(64))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    code = int(server.recv(64))
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+@contextmanager
+def stand_ins(folder: Path) -> Iterator[None]:
+    """Put a `raafl` and a `torchrun` for shell scripts into ``folder``; what they start is killed in the end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")  # a name that Linux chooses
+        listener.listen(16)
+        (folder / "stand_in.py").write_text(_STAND_IN.format(address=listener.getsockname()))
+        for name in ("raafl", "torchrun"):
+            (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} -SE {folder}/stand_in.py {name} "$@"\n')
+            (folder / name).chmod(0o755)
+        server = os.fork()
+        if server == 0:
+            _stand_in(listener)
+        try:
+            yield
+        finally:
+            os.kill(server, signal.SIGTERM)
+            os.waitpid(server, 0)
+
+
+def _stand_in(listener: socket.socket) -> None:
+    """Fork a process for each caller, which forks another to do the work and tells of its end, until SIGTERM comes."""
+    gc.freeze()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    attendants = []
+    try:
+        while True:
+            caller, _ = listener.accept()
+            attendant = os.fork()
+            if attendant == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                listener.close()
+                libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                data, fds, _, _ = socket.recv_fds(caller, _LARGEST, 3)
+                worker = os.fork()
+                if worker == 0:
+                    caller.close()
+                    _be(json.loads(data), fds, libc)
+                for fd in fds:
+                    os.close(fd)
+                caller.send(str(worker).encode())
+                caller.send(str(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])).encode())
+                os._exit(0)
+            attendants.append(attendant)
+            caller.close()
+    finally:
+        for attendant in attendants:
+            os.kill(attendant, signal.SIGKILL)
+            os.waitpid(attendant, 0)
+        os._exit(0)
 
 
 def script(argv: list[str]) -> int:
@@ -196,6 +268,9 @@ def _be(request: dict[str, Any], fds: list[int], libc: Any) -> None:
 def _run(argv: list[str]) -> int:
     if argv[0] == "raafl":
         return main(argv[1:])
+    if argv[0] == "torchrun":
+        start()
+        return torchrun(argv[1:])
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     runpy.run_path(argv[0], run_name="__main__")
     return 0

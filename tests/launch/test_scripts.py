@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from raafl.runtime.transport.handshake import load_secret
+from tests import warm
 from tests.launch.processes import ROOT, WAIT_S, started, until
 
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -53,6 +54,13 @@ def cluster(tmp_path):
         "OMP_NUM_THREADS": "1", "STAND_IN": str(tmp_path),
     }  # fmt: skip
     return here, environment
+
+
+@pytest.fixture
+def warm_cluster(cluster, tmp_path):
+    """The same, with a `raafl` and a `torchrun` that need not start from nothing."""
+    with warm.stand_ins(tmp_path / "tools"):
+        yield cluster
 
 
 def run(cluster, *command, **more):
@@ -100,14 +108,13 @@ def slurm(cluster, number):
     }  # fmt: skip
 
 
-@pytest.mark.slow("torchrun starts ranks from nothing on two nodes")
-def test_a_slurm_job_runs_on_all_its_nodes(cluster):
+def test_a_slurm_job_runs_on_all_its_nodes(warm_cluster):
     """Both nodes are this machine: the ranks of each meet over the store that the first one holds."""
     port = next(port for port in range(20100, 40000) if _is_free(port))
     script = ("bash", "launch/slurm.sbatch", "configs/quickstart.yaml", "--clients", "1", *SHORT)
-    code, _, err = run(cluster, *script, **slurm(cluster, port - 20000))
+    code, _, err = run(warm_cluster, *script, **slurm(warm_cluster, port - 20000))
     assert code == 0, err
-    assert merged_of(cluster[0] / f"runs/slurm-{port - 20000}") == {"1": 4}
+    assert merged_of(warm_cluster[0] / f"runs/slurm-{port - 20000}") == {"1": 4}
 
 
 def test_a_slurm_job_that_is_requeued_goes_on_from_its_checkpoint(cluster, tmp_path):
@@ -132,15 +139,14 @@ def _is_free(port):
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-@pytest.mark.slow("a server and two clients start from nothing, one twice")
-def test_ssh_starts_clients_with_keys_of_their_own_and_again_when_they_fail(cluster, tmp_path, free_port):
-    here, _ = cluster
+def test_ssh_starts_clients_with_keys_of_their_own_and_again_when_they_fail(warm_cluster, tmp_path, free_port):
+    here, _ = warm_cluster
     (here / "hosts").write_text("# the lab\nme@one ~/\n\ntwo  ~/some where\n")
     (tmp_path / "two" / "some where").mkdir(parents=True)
     (tmp_path / "broken").touch()  # the first connection fails
     options = ("configs/quickstart.yaml", "hosts", "--output", str(tmp_path / "run"), *SHORT)
     code, _, err = run(
-        cluster,
+        warm_cluster,
         "launch/ssh.sh",
         *options,
         ADDRESS=f"127.0.0.1:{free_port}",
@@ -161,7 +167,7 @@ def test_ssh_starts_clients_with_keys_of_their_own_and_again_when_they_fail(clus
 
 @pytest.mark.long
 def test_ctrl_c_ends_a_run_over_ssh_with_its_summary_and_the_clients_with_it(cluster, tmp_path, free_port):
-    """In a terminal the signal goes to the script and to all that is in its process group."""
+    """In a terminal the signal goes to the script and to all that is in its process group. All start from nothing."""
     here, environment = cluster
     (here / "hosts").write_text("one\n")
     options = (

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from raafl.commands.cli import main
+from tests import remembered
 
 DEADLINE_S = 100.0
 
@@ -94,9 +95,10 @@ def _run(
     os.environ.update(environment)
     code = 99
     try:
-        if before is not None:
-            before()
-        code = entry(argv) or 0
+        with remembered.findings():  # for whatever is forked from this one, too
+            if before is not None:
+                before()
+            code = entry(argv) or 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 98
         if isinstance(error.code, str):  # as Python does
@@ -126,6 +128,7 @@ def command(
     ``before`` is called in it first.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remembered.prepare()
     process = mp.get_context("fork").Process(target=_run, args=(entry, list(argv), folder, environment, before))
     process.start()
     try:

@@ -28,6 +28,7 @@ from raafl.errors import RunFailed
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import Transport
 from raafl.runtime.transport import ranks as transport
+from tests import remembered
 from tests.federation import Finished
 
 HOST = "127.0.0.1"
@@ -145,11 +146,12 @@ def ranks(
     experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False
 ) -> Iterator[Ranks]:
     """The experiment's clients (and rank 0, if asked for), killed at the end."""
-    started = Ranks(experiment, before, fork_server=fork_server)
-    try:
-        yield started
-    finally:
-        started.close()
+    with remembered.findings():
+        started = Ranks(experiment, before, fork_server=fork_server)
+        try:
+            yield started
+        finally:
+            started.close()
 
 
 class Watched(Inbox):

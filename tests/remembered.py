@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from raafl.config import experiment
+from raafl.config.parse import load_experiment, make_parser
 from raafl.submodel.aside import tensors_in
 from raafl.submodel.find import discover
 from raafl.submodel.spec import Spec
@@ -28,6 +31,22 @@ def remember() -> None:
     registry.entry_points = cache(registry.entry_points)
     digits = cache(readers.read_digits)
     readers.read_digits = lambda: tuple(tensor.clone() for tensor in digits())
+
+
+@cache
+def prepare() -> None:
+    """Do once what every `raafl` that is forked from this process would do anew: two thirds of a start.
+
+    The commands' parsers are made, and a task of the quick start is simulated.
+    """
+    from raafl.commands.run import simulate
+
+    for command in ("fit", "serve", "join"):
+        make_parser(command)
+    quickstart = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+    small = ("--train.num_epochs=null", "--train.num_steps=1", "--max_updates=1", "--progress=quiet")
+    with tempfile.TemporaryDirectory() as folder, findings():
+        simulate(load_experiment(quickstart, *small, f"--output={folder}/run"))
 
 
 @contextmanager

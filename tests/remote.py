@@ -23,7 +23,7 @@ from raafl.runtime import client as client_side
 from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport.handshake import Secret
-from tests import ranks
+from tests import ranks, remembered
 from tests.federation import Finished
 
 HOST = "127.0.0.1"
@@ -177,11 +177,12 @@ def remote(
     held_back: Sequence[int] = (), servers: Sequence[Experiment] = (), port: int | None = None,
 ) -> Iterator[Remote]:  # fmt: skip
     """Clients that join at once, but for some (by their place in the list) that wait for `Joiner.begin`; killed at the end."""
-    started = Remote(experiment, config_yaml, folder, clients, servers, port)
-    try:
-        for place, joiner in enumerate(started.joiners):
-            if place not in held_back:
-                joiner.begin()
-        yield started
-    finally:
-        started.close()
+    with remembered.findings():
+        started = Remote(experiment, config_yaml, folder, clients, servers, port)
+        try:
+            for place, joiner in enumerate(started.joiners):
+                if place not in held_back:
+                    joiner.begin()
+            yield started
+        finally:
+            started.close()

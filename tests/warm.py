@@ -37,6 +37,7 @@ import raafl.commands.replay
 import raafl.commands.run
 import raafl.commands.serve  # noqa: F401
 from raafl.commands.cli import main
+from tests import remembered
 
 STARTED = "RAAFL_TEST_STARTED"
 """Environment variable: a folder in which each process notes its command line."""
@@ -123,6 +124,7 @@ sys.exit(code if code >= 0 else 128 - code)
 @contextmanager
 def stand_ins(folder: Path) -> Iterator[None]:
     """Put a `raafl` and a `torchrun` for shell scripts into ``folder``; what they start is killed in the end."""
+    remembered.prepare()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # a name that Linux chooses
         listener.listen(16)
@@ -159,7 +161,8 @@ def _stand_in(listener: socket.socket) -> None:
                 worker = os.fork()
                 if worker == 0:
                     caller.close()
-                    _be(json.loads(data), fds, libc)
+                    with remembered.findings():
+                        _be(json.loads(data), fds, libc)
                 for fd in fds:
                     os.close(fd)
                 caller.send(str(worker).encode())

@@ -14,7 +14,7 @@ from raafl.errors import BadInput, CodeFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.local.trial import explained, try_training
-from raafl.loggers.loggers import Loggers, hyper_parameters
+from raafl.loggers.loggers import Loggers
 from raafl.parts.select.submodels import Full
 from raafl.plan.axes import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
 from raafl.runfolder.journal import default_run_folder
@@ -192,7 +192,7 @@ class Run:
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
-        self.loggers.start(hyper_parameters(self._config_yaml))
+        self.loggers.start(self._config_yaml)
         if self._resumed:
             return
         row: JournalRow = {

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -55,12 +55,12 @@ class Loggers(Hooks):
             make = maker(spec, folder, warn, note, ids.of(name), record.evaluated_version)
             self._workers.append(_Worker(spec, name, make, warn, ids))
 
-    def start(self, hyper_parameters: Mapping[str, Any]) -> None:
+    def start(self, config_yaml: str) -> None:
         """Build the loggers and let them log the run's config."""
         for worker in self._workers:
             worker.start()
             worker.put(prepare)
-            worker.put(lambda logger: logger.log_hyperparams(dict(hyper_parameters)))
+            worker.put(lambda logger: logger.log_hyperparams(hyper_parameters(config_yaml)))
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Note the end of a task, for the histograms of the next evaluation."""

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from raafl.commands.cli import main
+from tests import remembered
 from tests.commands.simulated import QUICKSTART
 
 
@@ -18,7 +19,9 @@ def run(tmp_path, capsys):
         numbered = len(list(tmp_path.glob("run*")))
         output = [] if "--output" in options else ["--output", str(tmp_path / f"run{numbered}")]
         limit = ["--max_updates", str(updates)] if updates else []
-        code = main(["simulate", "--config", str(config), "--progress", "quiet", *limit, *output, *map(str, options)])
+        argv = ["simulate", "--config", str(config), "--progress", "quiet", *limit, *output, *map(str, options)]
+        with remembered.findings():
+            code = main(argv)
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 

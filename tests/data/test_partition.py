@@ -205,10 +205,3 @@ def test_partitions_parse_by_class_name():
     parsed = parser.parse_args(["--partition", "Dirichlet", "--partition.alpha", "0.3"])
     init = getattr(parser, "instantiate", None) or parser.instantiate_classes
     assert init(parsed).partition == Dirichlet(0.3)
-
-
-def test_partition_module_imports_no_lightning():
-    modules = "raafl.data, raafl.data.partition, raafl.data.federated, raafl.devices, raafl.devices.measure"
-    code = f"import sys, {modules}; print('lightning' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert out.strip() == "False"

@@ -18,6 +18,7 @@ from raafl.config.argv import values, without
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
 from raafl.config.shipped import with_paths
+from tests import remembered
 from tests.habits.source import ROOT
 
 # Data or weights that are not at hand.
@@ -133,7 +134,8 @@ def is_far(argv: list[str]) -> bool:
 def exits_well(argv: list[str]) -> None:
     """Run raafl in this process; exit code 0."""
     try:
-        code = main(argv)
+        with remembered.findings():
+            code = main(argv)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
     assert code == 0, f"raafl {' '.join(argv)} ended with {code}"

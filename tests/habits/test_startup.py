@@ -92,6 +92,9 @@ with quick_imports():
     Submodels(model).shrink(Spec.keep({"0.heads": [0]})).module(torch.ones(2, 1, 6))
     note("torch's own transformer", "transformers", "torchvision")
 
+    import raafl.data.federated, raafl.data.partition, raafl.devices.measure
+    note("data and devices", "lightning")
+
     from raafl.data import SST2, Digits, Shakespeare
     Digits().setup("fit")
     optional = ("torchvision", "transformers", "tokenizers", "scipy", "datasets", "wandb", "pandas", "sklearn")
@@ -100,6 +103,12 @@ with quick_imports():
     from raafl.lean_import import import_lightning
     import_lightning()
     note("lean lightning", *optional)
+
+    from model_zoo import CNN, MLP, CharLM, FastText, KeywordSpotter, ResNet, VGG11
+    import model_zoo.huggingface, model_zoo.vit
+    with torch.device("meta"):
+        ResNet(), VGG11(), FastText(100), CharLM(), KeywordSpotter()
+    note("models without transformers", *optional)
 assert gc.isenabled() and gc.get_freeze_count() > 10_000
 print(json.dumps(found))
 """
@@ -110,7 +119,8 @@ def test_nothing_is_imported_before_it_is_needed():
     """Stage by stage in one process, which imports without garbage collection, and ends without a word."""
     done = subprocess.run([sys.executable, "-c", STAGES], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
-    stages = ("declared axes", "torch's own transformer", "digits", "lean lightning")
+    stages = ("declared axes", "torch's own transformer", "data and devices", "digits", "lean lightning")
+    stages += ("models without transformers",)
     assert json.loads(done.stdout) == {stage: [] for stage in stages}
 
 
@@ -135,7 +145,8 @@ def test_after_a_lean_import_everything_else_imports_as_usual():
     optional = ("torchvision", "transformers", "scipy.signal", "matplotlib.pyplot")
     present = [n for n in optional if importlib.util.find_spec(n.partition(".")[0])]
     code = f"""
-import sys, importlib, importlib.util, json
+import gc, sys, importlib, importlib.util, json
+gc.disable()
 finders, find_spec = list(sys.meta_path), importlib.util.find_spec
 from raafl.lean_import import import_lightning
 assert import_lightning() is import_lightning() is sys.modules["lightning"]

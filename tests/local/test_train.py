@@ -275,7 +275,10 @@ def test_a_client_with_a_data_set_of_its_own_draws_from_the_tasks_seed():
 @pytest.mark.timeout(120)
 def test_another_process_gives_the_same_bits():
     script = """
-        from tests.local.bench import Bench, Net, assignment
+        from raafl.lean_import import import_lightning, quick_imports
+        with quick_imports():
+            import_lightning()
+            from tests.local.bench import Bench, Net, assignment
         bench = Bench.of(type("Dropping", (Net,), {"dropout": 0.5}))
         print(bench.run(assignment(epochs=2))[1].fingerprint())
     """

@@ -177,7 +177,7 @@ def test_a_full_queue_drops_and_counts(monkeypatch, released):
     monkeypatch.setattr(loggers, "MAX_QUEUED", 4)
     warned = []
     many = loggers.Loggers(Hanging(), Path(), record=Counts(), warn=warned.append, note=print)
-    many.start({})
+    many.start("")
     for version in range(50):
         many.on_evaluate(version, 0.0, {})
     assert 45 <= many._workers[0]._failed <= 48  # of 52 calls four wait, and up to three were taken

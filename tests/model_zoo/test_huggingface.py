@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -225,15 +222,3 @@ def test_adamw_decays_matrices_alone_and_warms_up():
         warm["optimizer"].step()
         scheduler.step()
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1]) and warm["lr_scheduler"]["interval"] == "step"
-
-
-def test_models_without_transformers_do_not_import_it():
-    code = (
-        "import sys; from raafl.lean_import import import_lightning; import_lightning()\n"
-        "from model_zoo import CNN, MLP, CharLM, FastText, KeywordSpotter, ResNet, VGG11\n"
-        "import model_zoo.huggingface, model_zoo.vit\n"
-        "ResNet(), VGG11(), FastText(100), CharLM(), KeywordSpotter()\n"
-        "print({'transformers', 'torchvision', 'tokenizers', 'datasets'} & set(sys.modules))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout
-    assert out.strip() == "set()"

@@ -59,7 +59,7 @@ def test_events_are_readable_at_once_and_in_order(folder):
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
+    max_leaves=6,
 )
 
 

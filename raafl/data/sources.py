@@ -110,12 +110,22 @@ class _FromFolder(Classes):
 
     def __init__(
         self,
-        root: str | Path | None,
-        batch_size: int,
-        download: bool,
+        root: str | Path | None = None,
+        batch_size: int = 64,
+        download: bool = True,
         num_train: int | None = None,
         num_test: int | None = None,
     ) -> None:
+        """Remember where to look; nothing is read yet.
+
+        Args:
+            root: folder with the files, in torchvision's layout, or of CIFAR with the hub's parquet files
+                (`cifar10/*.parquet`, `cifar100/*.parquet`); by default the environment variable RAAFL_DATA, then ~/.cache/raafl.
+            batch_size: samples in a batch.
+            download: fetch it into `root` with torchvision when it is not there.
+            num_train: train on so many images, evenly spaced; null = all.
+            num_test: evaluate on so many images, evenly spaced; null = all.
+        """
         super().__init__(batch_size, num_train, num_test)
         self.root, self.download = readers.data_root(root), download
 
@@ -169,57 +179,23 @@ class _FromFolder(Classes):
 
 
 class MNIST(_FromFolder):
-    """MNIST: 60,000 + 10,000 images `(1, 28, 28)`, normalised, 10 classes.
-
-    Args:
-        root: folder with `torchvision/MNIST/raw` or `MNIST/raw`; by default the environment variable RAAFL_DATA,
-            then ~/.cache/raafl.
-        batch_size: samples in a batch.
-        download: fetch it into `root` with torchvision when it is not there.
-    """
+    """MNIST: 60,000 + 10,000 images `(1, 28, 28)`, normalised, 10 classes; `root` has `torchvision/MNIST/raw` or `MNIST/raw`."""
 
     num_classes: ClassVar[int] = 10
     files = readers.Mnist()
     mean, std = (0.1307,), (0.3081,)
 
-    def __init__(self, root: str | Path | None = None, batch_size: int = 64, download: bool = True) -> None:
-        super().__init__(root, batch_size, download)
 
-
-class _CIFAR(_FromFolder):
-    """One of the CIFAR sets. The images are decoded once per machine and kept as bytes beside the data (in `.raafl`)."""
-
-    def __init__(
-        self,
-        root: str | Path | None = None,
-        batch_size: int = 64,
-        download: bool = True,
-        num_train: int | None = None,
-        num_test: int | None = None,
-    ) -> None:
-        """Remember where to look; nothing is read yet.
-
-        Args:
-            root: folder with the parquet files of the hub (`cifar10/*.parquet`, `cifar100/*.parquet`) or torchvision's
-                layout; by default the environment variable RAAFL_DATA, then ~/.cache/raafl.
-            batch_size: samples in a batch.
-            download: fetch it into `root` with torchvision when it is not there.
-            num_train: train on so many images, evenly spaced; null = all.
-            num_test: evaluate on so many images, evenly spaced; null = all.
-        """
-        super().__init__(root, batch_size, download, num_train, num_test)
-
-
-class CIFAR10(_CIFAR):
-    """CIFAR-10: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 10 classes; 184 MB as bytes."""
+class CIFAR10(_FromFolder):
+    """CIFAR-10: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 10 classes; 184 MB, decoded once per machine."""
 
     num_classes: ClassVar[int] = 10
     files = readers.CIFAR10
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-class CIFAR100(_CIFAR):
-    """CIFAR-100: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 100 (fine) classes; 184 MB as bytes."""
+class CIFAR100(_FromFolder):
+    """CIFAR-100: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 100 (fine) classes; 184 MB, decoded once per machine."""
 
     num_classes: ClassVar[int] = 100
     files = readers.CIFAR100

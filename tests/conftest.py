@@ -41,8 +41,11 @@ PROCESSES = (
     *("benchmarks", "chaos", "conformance", "distributed", "launch", "loggers"),
     *(f"commands/test_{name}" for name in ("bad_options", "cli", "completion", "fit_local", "supervise")),
     *("docs/test_site", "report/test_browser", "test_ends", "test_federation_scripts", "test_wheel"),
-    *(f"runtime/test_{name}" for name in ("exchange", "interrupt", "executors", "saver", "session")),
-    *(f"runtime/transport/test_{name}" for name in ("listener", "hostile", "gloo", "nccl", "ranks", "tcp")),
+    *(f"runtime/test_{name}" for name in ("exchange", "interrupt", "executors", "saver", "session", "session_hello")),
+    *(
+        f"runtime/transport/test_{name}"
+        for name in ("callers", "listener", "hostile", "strangers", "gloo", "nccl", "ranks", "tcp")
+    ),
 )
 """Folders and files whose tests are marked ``processes``: they start some, and may run beside one other test."""
 NEEDS_GPU = "needs a GPU"
@@ -83,9 +86,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m alone...`` or ``-m long...``, import no file that has no such mark: most of that run would be imports."""
+    """With ``-m alone...``, ``long...`` or ``waits...`` import no file that has no such mark: most of that run would be imports."""
     wanted = config.option.markexpr.partition(" ")[0]
-    if wanted in ("alone", "long") and collection_path.suffix == ".py":
+    if wanted in ("alone", "long", "waits") and collection_path.suffix == ".py":
         return f"mark.{wanted}" not in collection_path.read_text(encoding="utf-8") or None
     return None
 

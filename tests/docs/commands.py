@@ -100,6 +100,8 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
             output = values(rest, "--output") or [f"run-{next(_numbers)}"]
             shutil.rmtree(output[-1], ignore_errors=True)
             limits = ["--max_updates", "3", "--max_time", "1h", "--progress", "quiet", "--output", output[-1]]
+            if not values(rest, "--data.num_test") and any("raafl.data.FineTuning" in text for text in _configs(rest)):
+                limits += ["--data.num_test", "16"]
             exits_well(["simulate", *without(rest, "--output", "--max_updates", "--max_time", "--target"), *limits])
     elif command == "key":
         for output in values(rest, "--output") if runs else []:  # a page may make one anew
@@ -125,10 +127,15 @@ def check_plan(rest: list[str], *, runs: bool) -> None:
 
 def is_far(argv: list[str]) -> bool:
     """Whether a config wants data or weights that a reader has to fetch first."""
-    texts = [re.sub(r"^#.*", "", Path(file).read_text(), flags=re.M) for file in values(argv, "--config")]
+    texts = _configs(argv)
     if not any("data" in yaml.safe_load(text) for text in texts) or any(FAR.search(text) for text in texts):
         return True
     return any(FAR.search(word) for word in argv)
+
+
+def _configs(argv: list[str]) -> list[str]:
+    """The configs that are named, without comments."""
+    return [re.sub(r"^#.*", "", Path(file).read_text(), flags=re.M) for file in values(argv, "--config")]
 
 
 def exits_well(argv: list[str]) -> None:

@@ -14,7 +14,7 @@ from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import raafl
 from raafl.api.handed import digest
@@ -22,33 +22,15 @@ from raafl.commands.cli import main
 from raafl.commands.run import simulate
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
-from tests.federation import digits, experiment, small_mlp, unequal
+from tests.federation import digits, experiment, small_mlp
+from tests.federations import federation, small_net
 from tests.habits.source import ROOT
-
-
-def federation(folder=None, algorithm="fed_avg", **settings):
-    settings = {"max_updates": 8, "num_steps": 3, "progress": "quiet", "output": folder, **settings}
-    return raafl.Federation(algorithm, **{"devices": unequal(), **settings})
-
-
-def small_net():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
 
 
 def seeded_net(seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return small_net()
-
-
-class Stream(IterableDataset):
-    """It has a length, and no samples by number."""
-
-    def __iter__(self):
-        yield from range(3)
-
-    def __len__(self):
-        return 3
 
 
 class Steps(LightningModule):
@@ -362,57 +344,3 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path):
 def test_a_setting_that_is_none_is_named(settings, message):
     with pytest.raises(BadInput, match=message):
         raafl.Federation(**settings)
-
-
-@pytest.mark.parametrize(
-    ("module", "data", "more", "message"),
-    [
-        (small_net(), digits(), {}, "module is a plain Sequential, and loss is missing"),
-        (small_net, digits(), {}, "makes a plain Sequential, and loss is missing"),
-        (3, digits(), {}, "module is 3: give a LightningModule"),
-        (lambda: 3, digits(), {}, "a function that makes int"),
-        (small_mlp(), digits(), {"loss": F.mse_loss}, "has steps of its own"),
-        (small_mlp, 3, {}, "data is 3: give a LightningDataModule"),
-        (small_mlp, (3, 4), {}, "train is int: give a data set"),
-        (small_mlp, type(digits()), {}, r"data is the class Digits: give an object of it, Digits\(...\)"),
-        (
-            small_mlp,
-            (Stream(), None),
-            {},
-            "train is Stream, which is iterated over, but samples are dealt out to clients by",
-        ),
-        (
-            small_mlp,
-            (DataLoader([1]), None),
-            {},
-            "train is a DataLoader: give its data set, and batch_size= and collate_fn=",
-        ),
-        (small_mlp, digits(), {"devices": "auto"}, "devices is auto: it says what the clients can do"),
-        (
-            nn.Module(),
-            digits(),
-            {"loss": F.mse_loss},
-            r"module is Module, which has no forward: define forward\(self, x\)",
-        ),
-        (small_net(), digits(), {"loss": nn.MSELoss}, r"loss is the class MSELoss: give an object of it, MSELoss\(\)"),
-        (
-            small_net(),
-            digits(),
-            {"loss": F.mse_loss, "optimizer": 3},
-            "optimizer is 3: give a function that makes one of a list",
-        ),
-        (small_mlp, digits(), {"batch_size": 3}, "batch_size is given, but is not for Digits"),
-        (small_mlp, digits(), {"devices": 3}, "their number is `clients`"),
-    ],
-)
-def test_what_cannot_be_trained_is_said_before_anything_runs(tmp_path, module, data, more, message):
-    with pytest.raises(BadInput, match=message):
-        federation(tmp_path / "run").simulate(module, data, **more)
-    assert not (tmp_path / "run").exists()
-
-
-def test_fit_without_ranks_says_how_to_get_them(tmp_path):
-    with pytest.raises(BadInput, match=r"start the script with `torchrun .*local=4.*simulate"):
-        federation().fit(small_mlp, digits())
-    with pytest.raises(BadInput, match="no run is under way"):
-        federation().stop()

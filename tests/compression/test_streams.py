@@ -3,68 +3,22 @@
 from __future__ import annotations
 
 import math
-import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-import raafl
-from model_zoo import MLP
-from raafl.algorithms import fed_avg, fed_buff
-from raafl.commands.replay import replay
-from raafl.compression.compressors import Compress, TopK, Unsound
+from raafl.algorithms import fed_avg
+from raafl.compression.compressors import Compress, Unsound
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import COPY, LIVES, RESIDUAL, CompressedSnapshots, Down, Up
-from raafl.config.options import Waits
 from raafl.core import saving
 from raafl.core.local import Local
-from raafl.core.types import Assignment, ClientInfo, Joined, Update, client_to_json
-from raafl.errors import BadInput
+from raafl.core.types import Assignment, Update
 from raafl.parts.merge.mean import Deltas, Mean
-from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
-from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, Message
-from raafl.runtime.transport.tcp import TcpPair
-from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.crashed import crashed, simulated
-from tests.federation import SPEEDS, experiment, finish, unequal
+from raafl.submodel import FULL, FlatTensors, Submodels
+from tests.compression.ends import cut, drawn, model, plan_of, task
 from tests.tools import coordinator_for
-
-CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-
-
-def model() -> Submodels:
-    return Submodels(MLP(3, (4,), 2))
-
-
-def plan_of(down="none", up="none", top_k=0.25, merge=None) -> CompressionPlan:
-    made = CompressionPlan.of(model(), Compress(down, up, top_k), (merge or Mean()).sends, Local())
-    assert made is not None
-    return made
-
-
-def task(number=1, spec=FULL, client=1, incarnation=0) -> Assignment:
-    return Assignment(number, client, incarnation, number, 0, spec, 0, None, None, 100 + number, 0.0)
-
-
-def drawn(layout, seed) -> FlatTensors:
-    flat = FlatTensors.empty(layout)
-    for buffer in flat.buffers.values():
-        buffer.copy_(torch.randn(len(buffer), generator=torch.Generator().manual_seed(seed)))
-    return flat
-
-
-def axis() -> str:
-    return next(iter(model().axes))
-
-
-def cut() -> Spec:
-    """Hidden units 1 and 3 of the four."""
-    return Spec(((axis(), (1, 3)),))
 
 
 def whole_of(spec, flat, submodels) -> dict[str, torch.Tensor]:
@@ -288,131 +242,3 @@ def test_statistics_travel_as_they_are():
     update = Up(made).unpack(FULL, Up(made).pack(task(), values, received), received)
     for name in ("1.running_mean", "1.running_var"):
         assert torch.equal(update[name], values[name])
-
-
-# ---- a session ----
-
-
-def test_a_session_refuses_places_that_cannot_be_and_goes_on():
-    made = plan_of(up="top_k", merge=Deltas())
-    submodels, inbox = made.submodels, Inbox()
-    ours, theirs = socket.socketpair()
-    times = Waits(join_s=5.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
-    session = Session(4, 0, lambda: TcpPair(ours, 20.0), submodels, inbox, times, lambda d, u: None, plan=made)
-    session.start()
-    pair = TcpPair(theirs, 20.0)
-    try:
-        info = ClientInfo(4, 17)
-        hello = {"raafl": raafl.__version__, "model": submodels.layout().fingerprint, **client_to_json(info)}
-        pair.send(Message(Kind.HELLO, 0, 0, hello, None))
-        pair.recv(lambda *_: None, 20.0)
-        assert inbox.get(20.0) == Joined(info)
-        values = drawn(submodels.layout(FULL, "sent"), seed=1)
-        for number, swap, refusal in [(1, True, "bad-indices"), (2, False, None)]:
-            session.assign(task(number, client=4), values)
-            message = pair.recv(lambda *_: FlatTensors.empty(submodels.layout(FULL, "sent")), 20.0)
-            assert message.tensors.fingerprint() == values.fingerprint()
-            change = drawn(submodels.layout(FULL, "trained"), seed=number)
-            wire = Up(made).pack(task(number, client=4), change, values)
-            if swap:
-                wire["torch.float32 places"].copy_(wire["torch.float32 places"].flip(0))
-            meta = {"num_samples": 17, "num_steps": 2, "metrics": {}}
-            pair.send(Message(Kind.UPDATE, number, 0, meta, wire))
-            update = inbox.get(20.0).update
-            assert update.refusal == refusal
-            kept = int((update.tensors.buffers[torch.float32] != 0).sum())
-            assert kept == (0 if swap else TopK(share=0.25).count(26))
-    finally:
-        pair.close()
-        session.stop("over")
-        session.join(timeout=8)
-    assert not session.is_alive()
-
-
-# ---- whole runs ----
-
-
-def test_none_is_no_section(tmp_path):
-    plain = finish(experiment(tmp_path / "plain", fed_avg()))
-    none = finish(experiment(tmp_path / "none", fed_avg(), compress=Compress()))
-    assert none.digest == plain.digest and none.journal() == plain.journal()
-
-
-def test_all_of_top_k_is_none(tmp_path):
-    """Bit for bit where differences are merged; but for rounding where the server adds them to what it had sent."""
-    for name, make, exactly in [("buff", fed_buff, True), ("avg", fed_avg, False)]:
-        devices = unequal(SPEEDS, up_bytes_per_s=1e12)  # more bytes travel, in no time: the order stays
-        plain = finish(experiment(tmp_path / f"{name} plain", make(), devices=devices))
-        whole = finish(
-            experiment(tmp_path / f"{name} all", make(), devices=devices, compress=Compress(up="top_k", top_k=1.0))
-        )
-        assert (whole.digest == plain.digest) or not exactly
-        assert whole.summary["final"]["loss"] == pytest.approx(plain.summary["final"]["loss"], rel=1e-5)
-
-
-def test_what_each_side_of_a_slow_run_was_charged(tmp_path):
-    """Bytes and seconds of a first task of top_k down, which travels whole, and of a second, by hand."""
-    link = {"down_bytes_per_s": 1000.0, "latency_s": 0.0}
-    run = finish(
-        experiment(
-            tmp_path / "run", fed_avg(), clients=1, devices=unequal([1e12], **link), max_updates=2,
-            compress=Compress("top_k", "none", 0.1),
-        )
-    )  # fmt: skip
-    rows, params = run.rows(), 64 * 24 + 24 + 24 * 10 + 10
-    count = round(0.1 * params)
-    assert [int(row["bytes_down"]) for row in rows] == [4 * params, 8 * count]
-    assert run.summary["bytes_down"] == 4 * params + 8 * count
-    up_s = 4 * params / 5e5
-    spent = [float(row["train_s"]) - up_s for row in rows]
-    assert spent == pytest.approx([4 * params / 1000, 8 * count / 1000], rel=1e-3)
-
-
-FLAKY = (
-    '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
-    ' "availability": [[0.0, 0.3]], "period_s": 0.5}]'
-)
-BOTH = ["--compress.down=top_k", "--compress.up=top_k", "--compress.top_k=0.2", f"--devices={FLAKY}"]
-
-
-@pytest.mark.parametrize("options", [BOTH, ["--compress.down=bf16", "--compress.up=int8"]], ids=["top_k", "bf16, int8"])
-def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, options):
-    options = ["--config", CONFIG, *options, "--max_updates=24", "--checkpoint_every=4"]
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    crashed(monkeypatch, 14, *options, f"--output={tmp_path / 'cut'}")
-    resumed = simulated("--resume", str(tmp_path / "cut"))
-    same = set(whole) - {"wall_s"}
-    assert {key: resumed[key] for key in same} == {key: whole[key] for key in same}
-    result = replay(tmp_path / "cut")
-    assert result["equal"] is True and result["parted_at"] is None
-    assert (whole["updates_lost"] > 0) is ("flaky" in str(options))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guard": Guard(clip_norm=0.05)},
-        {"guard": Guard(combine="median")},
-        {"privacy": Privacy(clip_norm=0.1, noise_multiplier=0.0)},
-    ],
-    ids=["clipped", "median", "private"],
-)
-def test_protected_merges_go_by_what_was_received(tmp_path, fields):
-    compress = Compress("bf16", "top_k", 0.2)
-    run = finish(experiment(tmp_path / "run", fed_avg(), compress=compress, **fields))
-    bare = finish(experiment(tmp_path / "bare", fed_avg(), compress=compress))
-    assert run.summary["updates_merged"] == 12 and run.summary["bytes_up"] == bare.summary["bytes_up"]
-    assert run.digest != bare.digest
-
-
-def test_what_is_wrong_is_found_before_the_run(tmp_path):
-    class Masks(Local):
-        up_as = "bits"
-
-    masks = replace(fed_avg(), local=Masks())
-    with pytest.raises(BadInput, match=r"compress\.up is 'int8', but this algorithm's updates travel as bits"):
-        experiment(tmp_path / "run", masks, compress=Compress(up="int8")).check()
-    with pytest.raises(BadInput, match=r"compress\.down"):
-        simulated("--config", CONFIG, "--compress.down=int4", f"--output={tmp_path / 'run'}")
-    made = CompressionPlan.of(model(), Compress(), "values", Masks())
-    assert made is not None and not made.adds_back and made.layout(FULL, "trained").num_bytes == 2 + 1 + 1 + 1

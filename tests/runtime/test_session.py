@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,83 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import raafl
 from raafl.config.options import Waits
-from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
-from raafl.devices.profiles import Profile
+from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session, Terms
-from raafl.runtime.transport import Kind, Message, PeerLost, codec
+from raafl.runtime.session import Session
+from raafl.runtime.transport import Kind, PeerLost, codec
 from raafl.runtime.transport.gloo import GlooPair
-from raafl.runtime.transport.tcp import TcpPair
-from raafl.submodel import FULL, FlatTensors
+from raafl.submodel import FlatTensors
+from tests.runtime.sessions import INFO, WAIT_S, Table
 from tests.tools import filled, line_state
 
 pytestmark = pytest.mark.timeout(120)
 HOST = "127.0.0.1"
-WAIT_S = 60.0  # for what comes at once on an idle machine, and before a sign of life that the test does not expect
-INFO = ClientInfo(4, 17, Profile(name="phone", flops_per_s=1e8))
-
-
-def task(number=1, **fields):
-    values = {"id": number, "client": 4, "incarnation": 0, "task": 0, "version": 0, "spec": FULL, "region": 0}
-    return Assignment(**{**values, "num_epochs": 1, "num_steps": None, "seed": 5, "assigned_s": 0.0, **fields})
-
-
-class Table:
-    """A session and the other end of its pair, which the test plays."""
-
-    def __init__(self, terms=None, share=None, **waits):
-        self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
-        ours, theirs = socket.socketpair()
-        times = Waits(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
-        self.session = Session(
-            4, 0, lambda: TcpPair(ours, 20.0), self.state.submodels, self.inbox, times,
-            lambda down, up: self.moved.append((down, up)), terms=terms, share=share,
-        )  # fmt: skip
-        self.session.start()
-        self.pair = TcpPair(theirs, 20.0)
-
-    def hello(self, **changes):
-        meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
-        return self.say(Kind.HELLO, meta={**meta, **changes})
-
-    def greet(self):
-        self.hello()
-        assert self.hear().kind is Kind.WELCOME
-        return self.event()
-
-    def say(self, kind, number=0, meta=None, tensors=None, incarnation=0):
-        return self.pair.send(Message(kind, number, incarnation, meta or {}, tensors))
-
-    def update(self, number=1, tensors=None, meta=None, incarnation=0):
-        tensors = filled(self.state, 3.0) if tensors is None else tensors
-        counts = {"num_samples": 17, "num_steps": 2, "metrics": {"loss": 0.5}}
-        return self.say(Kind.UPDATE, number, {**counts, **(meta or {})}, tensors, incarnation)
-
-    def hear(self, into=None):
-        return self.pair.recv(lambda kind, number, meta: into, WAIT_S)
-
-    def assign(self, number=1):
-        self.session.assign(task(number), self.state.values.clone())
-        into = FlatTensors.empty(self.state.submodels.layout())
-        return self.hear(into)
-
-    def event(self, timeout_s=WAIT_S):
-        return self.inbox.get(timeout_s)
-
-    def close(self):
-        self.pair.close()
-        self.session.stop("over")
-        self.session.join(timeout=WAIT_S)
-        assert not self.session.is_alive()
-
-
-@pytest.fixture
-def table():
-    table = Table()
-    yield table
-    table.close()
 
 
 def test_a_client_is_greeted_given_work_and_let_go(table):
@@ -110,49 +44,6 @@ def test_a_client_is_greeted_given_work_and_let_go(table):
     assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
     table.session.join(timeout=WAIT_S)
     assert table.event(0.0) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"raafl": "0.0.0"}, "different raafl: the server has"), ({"model": "0" * 32}, "different model: the server has")],
-)
-def test_a_client_with_another_version_or_model_is_told_so_and_lost(table, changes, named):
-    table.hello(**changes)
-    message = table.hear()
-    assert message.kind is Kind.STOP
-    assert message.meta["reason"].startswith("refused: ") and named in message.meta["reason"]
-    event = table.event()
-    assert (event.client, event.incarnation) == (4, 0)
-    assert named in event.reason
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_samples": -1}, {"num_samples": 0},
-        {"num_samples": "many"}, {"num_samples": True}, {"num_samples": 10**30}, {"profile": None},
-        {"profile": 3}, {"profile": {"flops_per_s": -1.0}}, {"profile": {"flops_per_s": "fast"}},
-        {"profile": {"unheard_of": 1}}, {"profile": {"flops_per_s": 10**400}},
-    ],
-)  # fmt: skip
-def test_a_hello_that_makes_no_sense_loses_the_client_and_never_hangs(table, changes):
-    table.hello(**changes)
-    event = table.event()
-    assert isinstance(event, Lost), event
-    assert event.client == 4
-
-
-def test_a_client_that_does_not_say_hello_is_lost(table):
-    table.update()
-    event = table.event()
-    assert isinstance(event, Lost)
-    assert "wrong-layout: declared float32[13], expected no tensors" in event.reason  # a hello has none
-
-
-def test_a_client_that_begins_with_something_else_is_lost(table):
-    table.say(Kind.KEEPALIVE)
-    assert "expected HELLO, got KEEPALIVE" in table.hear().meta["reason"]
-    assert "expected HELLO, got KEEPALIVE" in table.event().reason
 
 
 # what a client may answer, and why it is refused; the session must be usable afterwards
@@ -321,80 +212,6 @@ def test_a_stop_reaches_a_client_whose_task_is_just_being_sent(table):
     table.pair.close()
     table.session.join(timeout=WAIT_S)
     assert table.event(0.0) is None
-
-
-def test_the_config_is_given_to_a_client_that_asks_and_compared_with_one_that_has_its_own():
-    table = Table(terms=Terms("name: x\n", {"model": "aa", "data": "bb"}))
-    try:
-        table.say(Kind.CONFIG)
-        assert table.hear().meta == {"config_yaml": "name: x\n"}
-        table.hello(config={"model": "aa", "data": "cc"})
-        reason = table.hear().meta["reason"]
-        assert reason == "refused: different config: 'data' is not as in the server's config.yaml"
-        assert "different config" in table.event().reason
-    finally:
-        table.close()
-
-
-@pytest.mark.parametrize("data", ["bb", "own"])
-def test_a_client_may_have_data_of_its_own(data):
-    table = Table(terms=Terms("name: x\n", {"model": "aa", "data": "bb"}))
-    try:
-        table.hello(config={"model": "aa", "data": data}, own_data=data == "own")
-        assert table.hear().kind is Kind.WELCOME
-        assert table.event().client.own_data is (data == "own")
-    finally:
-        table.close()
-
-
-def test_a_client_has_no_more_samples_than_it_was_dealt():
-    table = Table(share=16)
-    try:
-        table.hello()
-        reason = table.hear().meta["reason"]
-        assert reason.startswith("refused: client 4 says that it has 17 samples, but its share of the run's data is 16")
-        assert table.event().reason.startswith("disconnected: too-many-samples: ")
-    finally:
-        table.close()
-
-
-@pytest.mark.parametrize("fields", [{"own_data": True}, {"num_samples": 16}, {"num_samples": 3}])
-def test_a_client_with_data_of_its_own_or_fewer_than_its_share_may_come(fields):
-    table = Table(share=16)
-    try:
-        table.hello(**fields)
-        assert table.hear().kind is Kind.WELCOME
-    finally:
-        table.close()
-
-
-HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 18) + "\nnews"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"raafl": HOSTILE}, {"model": [HOSTILE]}, {"config": {HOSTILE: 1}}, {"num_samples": HOSTILE},
-     {"profile": {"name": HOSTILE, "flops_per_s": -1.0}}, {"profile": {HOSTILE: 1}}],
-)  # fmt: skip
-def test_what_a_client_says_of_itself_reaches_no_log_raw(changes):
-    table = Table(terms=Terms("", {"model": "aa"}))
-    try:
-        table.hello(**{"config": {"model": "aa"}, **changes})
-        event = table.event()
-        assert isinstance(event, Lost) and event.reason.isprintable() and len(event.reason) < 600
-    finally:
-        table.close()
-
-
-def test_names_that_a_client_gives_are_cleaned_where_they_come_in(table):
-    table.hello(profile={**client_to_json(INFO)["profile"], "name": HOSTILE})
-    assert table.hear().kind is Kind.WELCOME
-    name = table.event().client.profile.name
-    assert name.isprintable() and len(name) == 200 and name.startswith(r"\x1b[2J\u202e")
-    table.assign()
-    table.update(meta={"metrics": {HOSTILE: 1.0, "loss": 0.5}})
-    metrics = table.event().update.metrics
-    assert sorted(map(len, metrics)) == [4, 200] and all(name.isprintable() for name in metrics)
 
 
 def test_a_connection_on_which_three_answers_in_a_row_were_damaged_is_given_up(table, monkeypatch):

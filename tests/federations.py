@@ -1,0 +1,17 @@
+"""Small federations on the digits, for the tests of `raafl.Federation`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+import raafl
+from tests.federation import unequal
+
+
+def federation(folder=None, algorithm="fed_avg", **settings):
+    settings = {"max_updates": 8, "num_steps": 3, "progress": "quiet", "output": folder, **settings}
+    return raafl.Federation(algorithm, **{"devices": unequal(), **settings})
+
+
+def small_net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))

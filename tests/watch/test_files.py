@@ -22,8 +22,8 @@ from raafl.errors import BadInput
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.watch.feed import Watched
-from raafl.watch.progress import ProgressState
 from raafl.watch.show import plain, sentence
+from raafl.watch.snapshot import ProgressState
 from tests.federation import experiment
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from raafl.submodel.spec import Spec
 from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
-from raafl.watch.progress import ClientProgress
 from raafl.watch.show import briefly, plain, sentence, table
+from raafl.watch.snapshot import ClientProgress
 from raafl.watch.state import RunState, spec_in_words
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
 

@@ -3,8 +3,8 @@
 Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
 mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
 draw from a generator of its own, counts copies and what the CPU must wait for a device for, and refuses what is done out of the
-order of its streams (`tests/emulated_streams.py`). What it does not have: NCCL, generators to pass to an operation, fused
-optimisers, the bits of a GPU's kernels; autocast is the CPU's.
+order of its streams (`tests/emulated_streams.py`). What it does not have: NCCL, fused optimisers, the bits of a GPU's kernels;
+autocast is the CPU's.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Emulated(TorchDispatchMode):
         counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
         num_bytes: of these copies.
         generators: of each device.
+        made_for: the devices of generators that were made while it is in use, by their addresses.
         streams: of all devices.
     """
 
@@ -137,6 +138,7 @@ class Emulated(TorchDispatchMode):
         self.counts, self.num_bytes = Counts(), Counts()
         self._of_thread = threading.local()
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
+        self.made_for: dict[int, torch.device] = {}
         self.streams = Streams(self.counts, NUM_DEVICES)
 
     @property
@@ -163,16 +165,18 @@ class Emulated(TorchDispatchMode):
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         place = where(func, args, kwargs, tensors)
+        casts = func is aten._to_copy.default and kwargs.get("dtype") not in (None, tensors[0].dtype)
+        if casts and place.type == "cuda" and torch._C._current_autograd_node() is not None:
+            kwargs = {**kwargs, "device": None}  # of a cast C++ has noted that its input was in the CPU's memory
         if kwargs.get("device") is not None:
             place = self.full(kwargs["device"])
             kwargs = {**kwargs, "device": CPU if place.type == "cuda" else place}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         generator = kwargs.get("generator")
-        if generator is not None and generator.device.type != place.type:
-            raise RuntimeError(
-                f"Expected a '{place.type}' device type for generator but found '{generator.device.type}'"
-            )
+        of = CPU if generator is None else self.made_for.get(generator._cdata, CPU)
+        if generator is not None and of.type != place.type:
+            raise RuntimeError(f"Expected a '{place.type}' device type for generator but found '{of.type}'")
         devices = dict.fromkeys((place, *(tensor.device for tensor in tensors)))
         gpus = [device.index for device in devices if device.type == "cuda"]
         late = self.streams.begin(func, args, kwargs, tensors, gpus)
@@ -293,6 +297,26 @@ def _mixed(devices: list[torch.device]) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {names}!")
 
 
+def generators(of: Emulated) -> type:
+    """Return what takes the place of `torch.Generator`: draws on the CPU, and knows the device that it is for."""
+    plain: Any = torch.Generator
+    kind: Any = type(plain)
+
+    class Kind(kind):
+        def __instancecheck__(cls, item: Any) -> bool:
+            return isinstance(item, plain)
+
+    class Generator(plain, metaclass=Kind):
+        def __new__(cls, device: Any = CPU) -> Any:
+            made = super().__new__(cls)
+            of.made_for[made._cdata] = of.full(device)
+            return made
+
+        device = property(lambda self: of.made_for[self._cdata])
+
+    return Generator
+
+
 @pytest.fixture
 def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Two GPUs of 1 GiB, in every thread and forked process that the test starts."""
@@ -307,6 +331,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     _device_constructors()
     made = Emulated()
     start, tensor, as_tensor, plain_to = threading.Thread.start, torch.tensor, torch.as_tensor, torch.Tensor.to
+    autocast = torch.autocast.__init__
 
     def start_inside(thread: threading.Thread) -> None:
         run = thread.run
@@ -337,6 +362,11 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
 
     def cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
         return to(tensor, made.full("cuda" if device is None else device), non_blocking=non_blocking)
+
+    def autocasts(context: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if torch.device(device_type).type == "cuda":  # its tensors are the CPU's, and are cast where those are
+            device_type, dtype = "cpu", dtype or torch.float16
+        autocast(context, device_type, dtype, *args, **kwargs)
 
     def properties(device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
@@ -374,6 +404,8 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in made.generators],
         "get_rng_state": lambda device="cuda": made.generators[index(device)].get_state(),
         "set_rng_state": lambda state, device="cuda": made.generators[index(device)].set_state(state),
+        "get_rng_state_all": lambda: [generator.get_state() for generator in made.generators],
+        "set_rng_state_all": lambda states: [g.set_state(s) for g, s in zip(made.generators, states, strict=True)],
         "get_device_properties": properties,
         "get_device_name": lambda device=None: "Emulated GPU",
         "get_device_capability": lambda device=None: (9, 0),
@@ -393,6 +425,8 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     stream = SimpleNamespace(is_capturing=lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(threading.Thread, "start", start_inside)
+    monkeypatch.setattr(torch.autocast, "__init__", autocasts)
+    monkeypatch.setattr(torch, "Generator", generators(made))
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "cuda", cuda)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)

@@ -25,6 +25,12 @@ def with_gradient(device):
     return [weight]
 
 
+def through_a_cast(device):
+    weight = torch.nn.Parameter(t(device, 3))
+    weight.double().square().sum().backward()
+    return weight.grad
+
+
 ALLOWED = {
     "a scalar of the CPU": lambda c, g: t(g, 3) + t(c),
     "a scalar of the CPU first": lambda c, g: t(c) * t(g, 3),
@@ -58,6 +64,9 @@ ALLOWED = {
     "pinned memory": lambda c, g: t(c, 3).pin_memory().to(g, non_blocking=True),
     "lengths of the CPU": lambda c, g: torch.nn.GRU(1, 2).to(g)(pack(t(g, 3, 2, 1), t(c, 2, dtype=INT))),
     "a norm, and clipping": lambda c, g: torch.nn.utils.clip_grad_norm_(with_gradient(g), 1.0),
+    "the gradient of a cast": lambda c, g: through_a_cast(g) + t(g, 3),
+    "a generator of the GPU": lambda c, g: torch.rand(3, device=g, generator=torch.Generator(g)) + t(g, 3),
+    "noise by a generator of the GPU": lambda c, g: t(g, 3).normal_(generator=torch.Generator(g).manual_seed(1)),
     "like, on the other": lambda c, g: torch.zeros_like(t(g, 3), device=c) + t(c, 3),
 }
 REFUSED = {
@@ -107,6 +116,8 @@ REFUSED = {
     "a generator of the CPU": lambda c, g: torch.rand(3, device=g, generator=torch.Generator()),
     "noise by a generator of the CPU": lambda c, g: t(g, 3).normal_(generator=torch.Generator()),
     "rows drawn by a generator of the CPU": lambda c, g: torch.multinomial(t(g, 3), 1, generator=torch.Generator()),
+    "a generator of the GPU, on the CPU": lambda c, g: torch.rand(3, generator=torch.Generator(g)),
+    "the gradient of a cast, on the CPU": lambda c, g: through_a_cast(g) + t(c, 3),
     "pinned": lambda c, g: t(g, 3).pin_memory(),
     "as an array": lambda c, g: numpy.asarray(t(g, 3)),
     "from the other GPU": lambda c, g: t(g, 3) + t("cuda:1", 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,25 @@ def test_a_run_on_two_emulated_gpus_replays(tmp_path, emulated_cuda: Emulated):
     result = replay(tmp_path / "run")
     assert result["equal"] is True and result["differences"] == [] and result["model_digest"] == summary["model_digest"]
     assert 0 < copies < emulated_cuda.counts["between"]
+
+
+@pytest.mark.parametrize("name", ["fed_buff", "split_fed"])
+def test_forked_workers_use_no_emulated_gpu_though_the_server_is_on_one(tmp_path, monkeypatch, request, name):
+    """A real one takes no call from a process that was forked after its parent's first."""
+    options = {**SHORT, "max_updates": 4, "workers": 2}
+    with remembered.findings():
+        plain = finish(experiment(tmp_path / "cpu", SMALLER.get(name, name), **options))
+        emulated = request.getfixturevalue("emulated_cuda")
+        first, begin = os.getpid(), emulated.streams.begin
+
+        def begin_here(func, args, kwargs, tensors, gpus):
+            if gpus and os.getpid() != first:
+                raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+            return begin(func, args, kwargs, tensors, gpus)
+
+        monkeypatch.setattr(emulated.streams, "begin", begin_here)
+        found = finish(experiment(tmp_path / "gpu", SMALLER.get(name, name), **options, server_device="cuda:1"))
+    assert found.digest == plain.digest and emulated.counts["to host"] > 0
 
 
 def test_an_optimiser_with_state_trains_on_an_emulated_gpu(tmp_path, emulated_cuda: Emulated):

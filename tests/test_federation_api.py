@@ -314,6 +314,15 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path):
     assert torch.get_num_threads() == threads
 
 
+def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, emulated_cuda):
+    torch.cuda.manual_seed_all(5)
+    expected = [torch.rand(1, device=f"cuda:{index}").item() for index in range(2)]
+    torch.cuda.manual_seed_all(5)
+    short = {"max_updates": 2, "num_steps": 1, "eval_every": 100}
+    federation(tmp_path / "run", accelerator="cuda", **short).simulate(small_mlp, digits())
+    assert [torch.rand(1, device=f"cuda:{index}").item() for index in range(2)] == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -337,6 +337,9 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
 def _left_as_it_was() -> Iterator[None]:
     """Leave the process's random numbers, and how torch computes, as they were: a run sets its own."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda: Any = torch.cuda
+    # where nothing has used a GPU yet, asking would start what forked processes cannot have
+    on_gpus = cuda.get_rng_state_all() if cuda.is_initialized() else []
     try:
         with numerics_left():
             yield
@@ -344,3 +347,4 @@ def _left_as_it_was() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        cuda.set_rng_state_all(on_gpus)

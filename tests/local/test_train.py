@@ -406,6 +406,32 @@ def test_what_a_step_makes_on_an_emulated_gpu_lies_on_the_tasks_own(emulated_cud
     assert made == [1] and torch.cuda.current_device() == 0
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_on_an_emulated_gpu_casts_layers_and_returns_the_layouts_dtype(emulated_cuda, precision):
+    """The casts are a CPU's, so bf16 is its bits; 16-mixed, which scales by 2^16, is within what half precision rounds."""
+
+    class Seen(Net):
+        def forward(self, x):
+            found = super().forward(x)
+            dtypes.add(found.dtype)
+            return found
+
+    dtypes: set[torch.dtype] = set()
+    bench = Bench.of(Seen, accelerator="cuda", precision=precision, gradient_clip_val=0.05)
+    reference = Bench.of(
+        Net, precision="bf16-mixed" if precision == "bf16-mixed" else "32-true", gradient_clip_val=0.05
+    )
+    task = assignment(epochs=2)
+    found, expected = bench.run(task)[1], reference.run(task)[1]
+    assert dtypes == {torch.bfloat16 if precision == "bf16-mixed" else torch.float16}
+    assert found.device.type == "cuda" and found.layout.fingerprint == expected.layout.fingerprint
+    if precision == "bf16-mixed":
+        assert found.fingerprint() == expected.fingerprint()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].cpu(), tensor, rtol=2e-3, atol=1e-4)
+    assert bench.run(task)[1].fingerprint() == found.fingerprint()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sends", ["values", "delta"])
 def test_steps_on_a_gpu_give_nearly_the_same(sends):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,14 +23,16 @@ import torch._dynamo  # noqa: F401  the first optimiser does: here it is done fo
 import torch.distributed as dist
 
 from raafl.commands.fit import host, take_part
+from raafl.commands.over_ranks import train
+from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.transport import Transport
+from raafl.runtime.transport import Admit, Transport
 from raafl.runtime.transport import ranks as transport
 from tests import remembered
-from tests.federation import Finished
+from tests.federation import Finished, finish
 
 HOST = "127.0.0.1"
 PY_SPY = os.path.join(os.path.dirname(sys.executable), "py-spy")
@@ -38,15 +41,35 @@ RANK = 0
 """The client that this process is; 0 in the test's own."""
 
 
-def _transport(experiment: Experiment, rank: int, store: Any) -> Transport:
-    return transport.Ranks(
-        rank, experiment.clients, dist.PrefixStore("test", store), experiment.waits.join_s, local=True
-    )
+class _AllThere(transport.Ranks):
+    """Listens until all ranks have come."""
+
+    def listen(self, admit: Admit, *more: Any) -> None:
+        here = threading.Semaphore(0)
+
+        def admitted(client: int, peer: str, connect: Callable[[], Any]) -> None:
+            def connected() -> Any:
+                pair = connect()
+                here.release()
+                return pair
+
+            admit(client, peer, connected)
+
+        super().listen(admitted, *more)
+        for _ in range(self._num_clients):
+            assert here.acquire(timeout=READY_S)
+
+
+def _transport(experiment: Experiment, rank: int, store: Any, simulating: int = 0) -> Transport:
+    kind = _AllThere if simulating else transport.Ranks
+    wait_s, shared = experiment.waits.join_s, dist.PrefixStore("test", store)
+    return kind(rank, simulating or experiment.clients, shared, wait_s, local=True)
 
 
 def _rank(
-    experiment: Experiment, rank: int, told: Connection, ready: Connection, before: Callable[[int], None] | None
-) -> None:
+    experiment: Experiment, rank: int, told: Connection, ready: Connection, before: Callable[[int], None] | None,
+    simulating: int,
+) -> None:  # fmt: skip
     global RANK
     RANK = rank
     gc.freeze()  # what came from the parent is not looked through for garbage again: half of what a small rank costs
@@ -61,7 +84,9 @@ def _rank(
     if before is not None:
         before(rank)
     try:
-        if rank == 0:
+        if simulating:
+            train(experiment, _transport(experiment, rank, store, simulating))
+        elif rank == 0:
             host(experiment, "", _transport(experiment, 0, store))
         else:
             take_part(experiment, _transport(experiment, rank, store))
@@ -75,18 +100,23 @@ class Ranks:
     """An experiment's clients, and the store they meet at."""
 
     def __init__(
-        self, experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False
-    ) -> None:
+        self, experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False,
+        simulating: int = 0,
+    ) -> None:  # fmt: skip
         """Fork the clients, and with ``fork_server`` rank 0; each calls ``before(rank)`` first.
+
+        With ``simulating`` they are so many ranks, beside this process, that train what it simulates.
 
         They are all forked before there is a store: its thread looks up names, and a process forked while it does waits
         for ever for the resolver's lock. One that does all the same, for the sake of another thread of this process, does
         not get as far as the store, and another takes its place.
         """
-        self.experiment, self._before = experiment, before
+        self.experiment, self._before, self._simulating = experiment, before, simulating
         self.processes: dict[int, Any] = {}
         gc.collect()  # stores of earlier tests go, with their threads
-        pipes = {rank: self._fork(rank) for rank in range(0 if fork_server else 1, experiment.clients + 1)}
+        pipes = {
+            rank: self._fork(rank) for rank in range(0 if fork_server else 1, (simulating or experiment.clients) + 1)
+        }
         self.store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
         for telling, _ in pipes.values():
             telling.send(self.store.port)
@@ -104,7 +134,7 @@ class Ranks:
         context = mp.get_context("fork")
         told, telling = context.Pipe(duplex=False)
         ready, getting_ready = context.Pipe(duplex=False)
-        args = (self.experiment, rank, told, getting_ready, self._before)
+        args = (self.experiment, rank, told, getting_ready, self._before, self._simulating)
         self.processes[rank] = process = context.Process(target=_rank, args=args, daemon=True)
         process.start()
         told.close()
@@ -114,6 +144,11 @@ class Ranks:
     def serve(self, inbox: Inbox | None = None) -> Finished:
         """Coordinate them to the end of the run."""
         return Finished(*host(self.experiment, "", _transport(self.experiment, 0, self.store), inbox=inbox))
+
+    def simulate(self) -> Finished:
+        """Simulate the run to its end, on these ranks and in this process."""
+        with _transport(self.experiment, 0, self.store, self._simulating) as there:
+            return finish(self.experiment, partial(simulate, transport=there))
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a client."""
@@ -143,11 +178,15 @@ class Ranks:
 
 @contextmanager
 def ranks(
-    experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False
+    experiment: Experiment,
+    before: Callable[[int], None] | None = None,
+    *,
+    fork_server: bool = False,
+    simulating: int = 0,
 ) -> Iterator[Ranks]:
-    """The experiment's clients (and rank 0, if asked for), killed at the end."""
+    """The experiment's clients (and rank 0, if asked for), or ranks that train what is simulated, killed at the end."""
     with remembered.findings():
-        started = Ranks(experiment, before, fork_server=fork_server)
+        started = Ranks(experiment, before, fork_server=fork_server, simulating=simulating)
         try:
             yield started
         finally:

@@ -12,6 +12,7 @@ from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, GpuLost, RunFailed
+from raafl.local.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
 from raafl.runtime.executors import work
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data
@@ -35,21 +36,22 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
     if transport.client == 0:
         with transport:
             return simulate(experiment, config_yaml, transport=transport)
-    _train(experiment, transport)
+    train(experiment, transport)
     return None
 
 
-def _train(experiment: Experiment, transport: Transport) -> None:
+def train(experiment: Experiment, transport: Transport) -> None:
     """Train what rank 0 sends, until the run has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get them; rank 0 sees to the run's end, and this one's
         signal.signal(number, signal.SIG_IGN)
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
     options, num_built = experiment.fabric.at(Place.here(None)), min(MAX_BUILT, 2 * experiment.clients)
-    _, trainer = client_parts(experiment, data, options, num_built)
+    submodels, trainer = client_parts(experiment, data, options, num_built)
+    device = trainer.fabric.device
     try:
-        with transport.connect(trainer.fabric.device) as pair:
-            work(pair, trainer, data.client)
+        with transport.connect(device) as pair:
+            work(pair, trainer, data.client, lambda: Evaluator(submodels, data.test_batches, device))
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
         Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:

@@ -193,6 +193,10 @@ class Trigger(ABC):
         """Return when to ask again even if nothing happens, or None."""
         return None
 
+    def needed(self, num_more: int, num_waiting: int) -> int | None:
+        """Count the updates that have to arrive until ``num_more`` more are merged, where some wait; None = not known."""
+        return None
+
     def staleness(self, num_at_work: int) -> float:
         """Return the mean staleness of updates where so many clients are always at work; 0 where it is bounded."""
         return 0.0

@@ -277,8 +277,12 @@ class FederatedData:
         """Rows of the training set as one batch."""
         return self._fetch(rows)
 
-    def test_batches(self, batch_size: int | None = None) -> Iterator[Any]:
+    def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Any]:
         """The test set (without one, the validation set, or some of the training set) in order; the last batch may be smaller.
+
+        Args:
+            batch_size: samples in a batch; None = the loader's own.
+            first: number of the batch to begin with.
 
         Raises:
             BadInput: a loader is not of the kind that is asked for in training.
@@ -288,7 +292,7 @@ class FederatedData:
         size = self._test.batch_size if batch_size is None else batch_size
         if size is None or size < 1:
             raise BadInput(f"batch_size is {size}: give at least 1")
-        return self._test.batches(size)
+        return self._test.batches(size, first)
 
     def _read_test(self) -> _InOrder:
         dataset, collate, batch_size = self._test_set() or self._some_of_training()
@@ -343,11 +347,12 @@ class _InOrder:
     batch_size: int | None
     tensors: list[torch.Tensor] | None
 
-    def batches(self, batch_size: int) -> Iterator[Any]:
+    def batches(self, batch_size: int, first: int) -> Iterator[Any]:
         if self.tensors is not None:
-            yield from map(list, zip(*(torch.split(tensor, batch_size) for tensor in self.tensors), strict=True))
+            columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)
+            yield from map(list, zip(*columns, strict=True))
             return
-        for rows in torch.split(torch.arange(self.num_samples), batch_size):
+        for rows in torch.split(torch.arange(self.num_samples), batch_size)[first:]:
             yield self.fetch(rows)
 
 

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
 
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.metrics import measure, overrides
+from raafl.local.draws import generators, same_generators
+from raafl.local.metrics import begin, end, overrides, step
+from raafl.local.noted import Noting, Unshared, add
 from raafl.local.record import Recorder
+from raafl.local.stacked.attributes import Attributes
 from raafl.submodel import FULL, FlatTensors, Submodels
 
 
 class Evaluator:
-    """Runs the module's own ``validation_step`` over the test batches with given values."""
+    """Runs the module's own ``validation_step`` over the test batches with given values.
+
+    The batches may be shared out among processes: of those that another has measured (`noted`), what it noted is added up here
+    (`add`) in the batches' order, between `begin` and `end`.
+
+    Attributes:
+        num_batches: in the test set, once all were measured; until then 0.
+    """
 
     def __init__(
         self,
         submodels: Submodels,
-        batches: Callable[[], Iterable[Any]],
+        batches: Callable[..., Iterable[Any]],
         device: torch.device | str = "cpu",
         prepare: Callable[[FlatTensors], None] = lambda values: None,
     ) -> None:
         """Build the full module once.
 
-        ``batches`` is called for each evaluation, ``prepare`` before it, on the evaluator's own copy of the values,
-        which it may change.
+        ``batches`` is called for each evaluation, with ``first`` where it is to begin later, ``prepare`` before it, on the
+        evaluator's own copy of the values, which it may change.
 
         Raises:
             BadInput: the module has no ``validation_step``.
@@ -35,7 +46,8 @@ class Evaluator:
         shrunk = submodels.shrink(FULL, device=device)
         self.module, self._present = shrunk.module, shrunk.present
         self._buffers = Buffers(self.module, self._present)
-        self._batches, self._device, self._prepare = batches, torch.device(device), prepare
+        self._batches, self.device, self._prepare = batches, torch.device(device), prepare
+        self.num_batches = 0
         self._recorder = Recorder()
         self._recorder.attach(self.module)
         if not overrides(self.module, "validation_step"):
@@ -52,7 +64,58 @@ class Evaluator:
 
     def __call__(self, values: FlatTensors) -> dict[str, float]:
         """Return the metrics that ``validation_step`` logs or returns, over all samples; see `raafl.local.metrics.measure`."""
+        self.begin(values)
+        self.num_batches = self.measure(0, None)
+        return self.end()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may measure some of the batches: the module does nothing before the first or after the last."""
+        return not any(overrides(self.module, f"on_validation_epoch_{end}") for end in ("start", "end"))
+
+    def begin(self, values: FlatTensors) -> FlatTensors:
+        """Begin to measure a model; return its values as they are measured, good until the next."""
         self.fill(values)
         with torch.no_grad():
             self._prepare(self._present)
-        return measure(self.module, self._recorder, self._batches(), self._device)
+        begin(self.module, self._recorder)
+        return self._present
+
+    def measure(self, start: int, stop: int | None) -> int:
+        """Measure on the batches from ``start`` to before ``stop``; return how many there were."""
+        return step(self.module, self._recorder, self._numbered(start, stop), self.device)
+
+    def add(self, noted: dict[str, Any]) -> None:
+        """Take in what another process has noted of the batches that are next."""
+        add(self._recorder, noted)
+
+    def end(self) -> dict[str, float]:
+        """Return the metrics over all samples."""
+        return end(self.module, self._recorder)
+
+    def noted(self, start: int, stop: int) -> dict[str, Any]:
+        """Measure on some batches with the values at hand, for another process; return what it is to `add`, as plain data.
+
+        Raises:
+            Unshared: what a batch gives may depend on those before it; or `Unstackable`, for what the module keeps.
+        """
+        recorder, drawn = Noting(), generators()
+        recorder.attach(self.module)
+        attributes = Attributes(self.module, but=_computes)
+        begin(self.module, recorder)
+        try:
+            step(self.module, recorder, self._numbered(start, stop), self.device)
+            if not same_generators(drawn, generators()):
+                raise Unshared("validation_step draws random numbers")
+            attributes.check()
+            return recorder.taken()
+        finally:
+            recorder.clear()
+
+    def _numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Any]]:
+        batches = self._batches(first=start) if start else self._batches()
+        return enumerate(islice(batches, None if stop is None else stop - start), start)
+
+
+def _computes(part: Any) -> bool:
+    return callable(getattr(part, "compute", None))

@@ -57,10 +57,27 @@ def measure(
 
     ``recorder`` is attached to ``module``; ``context`` goes around each step, such as the precision of the run.
     """
+    begin(module, recorder)
+    step(module, recorder, enumerate(batches), device, context)
+    return end(module, recorder)
+
+
+def begin(module: nn.Module, recorder: Recorder) -> None:
+    """Begin to measure."""
     recorder.clear()
     module.eval()
     _call(module, "on_validation_epoch_start")
-    for index, batch in enumerate(batches):
+
+
+@torch.no_grad()
+def step(
+    module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Any]], device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> int:  # fmt: skip
+    """Measure on numbered batches; return how many there were."""
+    num = 0
+    for index, batch in batches:
+        num += 1
         recorder.weight = float(batch_length(batch))
         with context():
             answer = module.validation_step(to_device(batch, device), index)  # type: ignore[operator]
@@ -69,6 +86,11 @@ def measure(
             recorder.log_dict(
                 {_RETURNED + name: value for name, value in numbers.items()}, batch_size=batch_length(batch)
             )
+    return num
+
+
+def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
+    """Return what all batches have come to."""
     _call(module, "on_validation_epoch_end")
     found, recorder.weight = recorder.means(), 1.0  # all at once: what is both logged and returned is reset after it
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}

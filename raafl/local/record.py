@@ -61,6 +61,11 @@ class Recorder:
         else:
             raise BadInput(f"self.log of '{name}' has reduce_fx '{how}': use mean, sum, min or max, or log a Metric")
 
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Metrics that were logged, by name."""
+        return self._metrics
+
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Add several values."""
         for name, value in values.items():

@@ -18,6 +18,10 @@ class EachArrival(Trigger):
         """Return True: whatever waits is merged."""
         return True
 
+    def needed(self, num_more: int, num_waiting: int) -> int:
+        """Count each, once."""
+        return num_more - num_waiting
+
     def staleness(self, num_at_work: int) -> float:
         """Return one less than are at work: every merge makes the others' tasks, and no more, one version older."""
         return max(num_at_work - 1, 0)
@@ -43,6 +47,10 @@ class Buffered(Trigger):
     def due(self, waiting: Waiting) -> bool:
         """Check whether K updates wait."""
         return len(waiting.arrived_s) >= self.size
+
+    def needed(self, num_more: int, num_waiting: int) -> int:
+        """Count those that fill the last buffer, too."""
+        return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:
         return f"{self.size} in the buffer"

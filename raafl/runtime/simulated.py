@@ -133,6 +133,10 @@ class Simulation(Driver):
 
     def _turn(self) -> None:
         """See to the next that is due."""
+        coordinator, most = self.coordinator, self.coordinator.limits.max_updates
+        if most is not None:
+            trigger, num_waiting = coordinator.algorithm.trigger, len(coordinator.waiting)
+            self.executor.needed = trigger.needed(most - coordinator.merged, num_waiting)
         entry = heapq.heappop(self._heap)
         self._now, _, _, item = entry
         try:
@@ -225,7 +229,7 @@ class Simulation(Driver):
         assert self.evaluator is not None
         try:
             with measuring(version):
-                measured = self.evaluator(self.coordinator.state.values)
+                measured = self.executor.evaluate(self.evaluator, self.coordinator.state.values)
         except CodeFailed as failed:
             self.error = failed
             return

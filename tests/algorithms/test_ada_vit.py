@@ -270,13 +270,9 @@ def test_a_model_with_nothing_to_decide_on_is_averaged_and_a_note_says_so():
 
 
 @pytest.mark.parametrize("model", [vit, mlp], ids=["vit", "mlp"])
-def test_it_learns_and_two_workers_change_nothing(tmp_path, model):
-    def run(name, **more):
-        return finish(experiment(tmp_path / name, ada_vit(), model=model, max_updates=8, **more))
-
-    one, two = run("one"), run("two", workers=2)
-    assert one.digest == two.digest
-    losses = [float(row["loss"]) for row in one.rows("metrics.csv")]
+def test_it_learns(tmp_path, model):
+    run = finish(experiment(tmp_path / "run", ada_vit(), model=model, max_updates=8))
+    losses = [float(row["loss"]) for row in run.rows("metrics.csv")]
     assert losses[-1] < losses[0]
 
 

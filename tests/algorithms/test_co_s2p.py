@@ -302,15 +302,11 @@ def eyes():
     return Small("micro", image_size=8, patch_size=4, in_channels=1, lr=3e-3)
 
 
-@pytest.mark.slow("a transformer learns, twice")
-def test_a_transformer_learns_and_repeats_bit_for_bit_with_any_number_of_workers(tmp_path):
+@pytest.mark.slow("a transformer learns")
+def test_a_transformer_learns(tmp_path):
     pytest.importorskip("transformers")
     algorithm = co_s2p(rates=[1.0, 0.25, 0.0625, 0.25], mask_rounds=1, mask_steps=2)
-    one, other = (
-        finish(experiment(tmp_path / f"{n}", algorithm, model=eyes, max_updates=14, workers=n)) for n in (1, 2)
-    )
-    assert one.digest == other.digest
-    assert one.text("clients.csv") == other.text("clients.csv")
+    one = finish(experiment(tmp_path / "run", algorithm, model=eyes, max_updates=14))
     merged = [row for row in one.rows() if row["outcome"] == "merged"]
     assert any("trains nothing" in row["spec"] and int(row["bytes_up"]) < 2000 for row in merged)
     assert one.summary["staleness"]["max"] >= 1

@@ -222,14 +222,12 @@ def test_with_32_bits_it_is_fed_avg_to_the_last_bit(tmp_path, model):
     assert one.digest == finish(experiment(tmp_path / "other", fed_avg(), **more)).digest
 
 
-def test_it_learns_and_two_workers_and_submodels_change_nothing(tmp_path):
+def test_it_learns_also_in_submodels(tmp_path):
     def run(name, **more):
         algorithm = q_vit(bits=3, submodel=more.pop("submodel", None))
         return finish(experiment(tmp_path / name, algorithm, model=deep_mlp, max_updates=8, **more))
 
-    one, two = run("one"), run("two", workers=2)
-    assert one.digest == two.digest
-    losses = [float(row["loss"]) for row in one.rows("metrics.csv")]
+    losses = [float(row["loss"]) for row in run("one").rows("metrics.csv")]
     assert losses[-1] < losses[0]
     assert run("cut", submodel=Rated(rates=[1.0, 0.5])).summary["updates_merged"] == 8
 

@@ -48,13 +48,6 @@ def test_real_ranks_leave_the_simulated_runs_model(tmp_path, compress):
     assert_replays(made(tmp_path / "real", compress), real)
 
 
-def test_two_workers_give_the_bits_of_one(tmp_path):
-    compress = Compress("top_k", "top_k", 0.3)
-    one = finish(made(tmp_path / "one", compress))
-    two = finish(made(tmp_path / "two", compress, workers=2))
-    assert one.digest == two.digest and one.rows() == two.rows()
-
-
 def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_path, monkeypatch):
     """Assignment 6 is refused in its second batch, 7 and 9 when all has come."""
     update, layout = Session._update, Batches._expect

@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
-import random
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,41 +18,23 @@ import torch
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg
 from raafl.core.hooks import Hooks
-from raafl.core.types import derive_seed
-from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
 from raafl.local import failure
-from raafl.runtime.executors import Executor, Inline, OverRanks, Pool, work
+from raafl.runtime.executors import Pool
 from raafl.runtime.executors import ranks as ranks_module
-from raafl.runtime.transport import PeerLost
-from raafl.runtime.transport.tcp import TcpPair
-from raafl.submodel import Spec
+from tests.conformance.executors import WAIT_S, Dropping, Slow, clients, one_by_one, ranks, tasks_of, told
 from tests.federation import experiment, finish
 from tests.forked import command, wait_for
-from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
+from tests.local.bench import Bench, Net
 
 HERE = os.getpid()
-WAIT_S = 60.0
 pytestmark = pytest.mark.timeout(120)
-
-
-class Dropping(Net):
-    dropout = 0.3
 
 
 class Wide(Net):
     def __init__(self):
         super().__init__()
         self.more = torch.nn.Linear(3, 3)
-
-
-class Slow(Net):
-    """Takes its time in workers only, so that the order in which tasks end is not the one in which they were given."""
-
-    def training_step(self, batch, index):
-        if os.getpid() != HERE:
-            time.sleep(0.002)
-        return super().training_step(batch, index)
 
 
 class Killed(MLP):
@@ -88,26 +66,6 @@ def open_files():
     return psutil.Process().num_fds()
 
 
-def tasks_of(bench, count):
-    """Tasks of three submodels from three clients, with what each starts from."""
-    axis = next(iter(bench.submodels.axes))
-    specs = [Spec(), Spec.keep({axis: range(0, 3)}), Spec.keep({axis: (1, 4, 6, 7)})]
-    generator = torch.Generator().manual_seed(9)
-    tasks = []
-    for number in range(1, count + 1):
-        task = assignment(specs[number % 3], seed=derive_seed(number), epochs=1)
-        task = type(task)(**{**{f: getattr(task, f) for f in task.__slots__}, "id": number, "client": number % 3})
-        values = bench.submodels.plan(task.spec, "present").gather(bench.values)
-        for buffer in values.buffers.values():
-            buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
-        tasks.append((task, values))
-    return tasks
-
-
-def clients():
-    return [ClientData(samples(seed), torch.arange(4 + 6 * seed), BATCH_SIZE) for seed in range(3)]
-
-
 class Failing(Net):
     """Fails everywhere but in the test's own process."""
 
@@ -115,91 +73,6 @@ class Failing(Net):
         if os.getpid() != HERE:
             raise ZeroDivisionError("in the user's code")
         return super().training_step(batch, index)
-
-
-@contextmanager
-def pool(bench: Bench, data: list[ClientData], num_processes: int) -> Iterator[Pool]:
-    with closing(Pool(bench.trainer, data.__getitem__, num_processes)) as executor:
-        yield executor
-
-
-@contextmanager
-def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Bench | None = None) -> Iterator[OverRanks]:
-    """An executor over forked processes that stand for ranks; its ``processes`` and ``warnings`` are for the test."""
-    pairs = [socket.socketpair() for _ in range(num_processes - 1)]  # all forks before any thread
-    processes = [
-        mp.get_context("fork").Process(target=_rank, args=(end, theirs or bench, data), daemon=True) for _, end in pairs
-    ]
-    for process, (_, end) in zip(processes, pairs, strict=True):
-        process.start()
-        end.close()
-    executor, warnings = OverRanks(bench.trainer, data.__getitem__), []
-    executor.processes, executor.warnings = processes, warnings
-    for number, (end, _) in enumerate(pairs, start=1):
-        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, WAIT_S), warnings.append)
-    try:
-        yield executor
-    finally:
-        executor.close()
-        executor.close()
-        for process in processes:
-            process.join(WAIT_S)
-        executor.codes = [process.exitcode for process in processes]  # None where it has not ended
-        for process in processes:
-            process.close()
-
-
-def _rank(end: socket.socket, bench: Bench, data: list[ClientData]) -> None:
-    code = 1
-    try:
-        with TcpPair(end, WAIT_S) as pair, suppress(PeerLost):
-            work(pair, bench.trainer, data.__getitem__)
-            code = 0
-    finally:
-        os._exit(code)
-
-
-def told(update):
-    return update.tensors.fingerprint(), update.num_samples, update.num_steps, update.metrics
-
-
-def one_by_one(bench: Bench, data: list[ClientData], todo) -> dict[int, tuple]:
-    inline, expected = Inline(bench.trainer, data.__getitem__), {}
-    for task, values in todo:
-        inline.submit(task, values, 0.0)
-        expected[task.id] = told(inline.result(task.id))
-    return expected
-
-
-@pytest.mark.parametrize("num_processes", [2, 4])
-@pytest.mark.parametrize("make", [Dropping, Slow])
-@pytest.mark.parametrize("made", [pool, ranks])
-def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(made, make, num_processes):
-    data = clients()
-    bench = Bench.of(make, max_built=2)
-    todo = tasks_of(bench, 90)  # more than there is shared memory for
-    expected, draw = one_by_one(bench, data, todo), random.Random(2)
-    with made(bench, data, num_processes) as executor:
-        found = in_any_order(executor, todo, draw)
-    assert 40 < len(found) < 80
-    assert found == {number: expected[number] for number in found}
-
-
-def in_any_order(executor: Executor, todo, draw: random.Random) -> dict[int, tuple]:
-    """Hand in all tasks, drop some, and ask for the others."""
-    for task, values in todo:
-        executor.submit(task, values, draw.random())
-    order = [task for task, _ in todo]
-    draw.shuffle(order)
-    found = {}
-    for task in order:
-        if draw.random() < 0.3:
-            executor.cancel(task.id)
-            continue
-        update = executor.result(task.id)
-        assert (update.assignment, update.client) == (task.id, task.client)
-        found[task.id] = told(update)
-    return found
 
 
 @pytest.mark.parametrize("num_killed", [1, 2])

@@ -5,21 +5,16 @@ import json
 import signal
 import time
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.watch.feed import Watched
 from tests import warm
-from tests.crashed import crash, crashed, simulated
-from tests.federation import COMING_AND_GOING, equal_replay, experiment, finish
+from tests.crashed import crashed, simulated
 from tests.forked import command, wait_for
 
 pytestmark = pytest.mark.timeout(400)
@@ -56,31 +51,6 @@ def metric_rows(folder: Path) -> list[list[str]]:
     return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
 
 
-IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
-"""Algorithms whose rounds are not alike: what they keep from one to another is also saved further on."""
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_simulated_run_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch, name):
-    """Clients come and go; what crashes trains in three processes, what goes on and what replays in one."""
-    more = {"devices": COMING_AND_GOING, "max_updates": 30, "eval_every": 10, "checkpoint_every": 1}
-    whole = finish(experiment(tmp_path / "whole", name, **more))
-    assert whole.summary["updates_merged"] >= 30 and whole.summary["updates_lost"] > 0
-    for at in (13, 27) if name in IN_CYCLES else (13,):
-        made = experiment(tmp_path / f"cut-{at}", name, workers=3, **more)
-        with crash(monkeypatch, at):
-            simulate(made)
-        assert not (Path(made.output) / "summary.json").exists()
-        run = finish(replace(made, output=None, resume=made.output, workers=1))
-        assert run.digest == whole.digest
-        assert run.text("clients.csv") == whole.text("clients.csv")
-        assert metric_rows(run.folder) == metric_rows(whole.folder)
-        assert {**run.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
-        before = list(takewhile(lambda event: event["event"] != "resumed", run.journal()))
-        assert before == whole.journal()[: len(before)] and len(before) > at
-        assert equal_replay(made, run)
-
-
 @pytest.mark.parametrize("cut", [13, 30])
 def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch, cut):
     targets = '["accuracy=0.15", "accuracy=0.5", "accuracy=2"]'
@@ -94,14 +64,6 @@ def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch
         cells = [row[header.index(f"time_to/{target}")] for row in table]
         assert resumed["time_to"][target] == at_s and set(cells) == ({""} if at_s is None else {"", str(at_s)})
     assert [at_s is None for at_s in whole["time_to"].values()] == [False, False, True]
-
-
-def test_clients_that_come_and_go_and_two_workers(tmp_path, monkeypatch):
-    options = ["--config", CONFIG, f"--devices={DEVICES}", "--max_updates=60", "--checkpoint_every=7"]
-    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
-    crashed(monkeypatch, 41, *options, "--workers=2", f"--output={tmp_path / 'cut'}")
-    resumed = simulated("--resume", str(tmp_path / "cut"), "--workers=2")
-    assert resumed["model_digest"] == whole["model_digest"] and resumed["updates_lost"] == whole["updates_lost"] > 0
 
 
 def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):

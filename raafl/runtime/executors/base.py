@@ -12,6 +12,7 @@ from typing import Any
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
+from raafl.local.evaluate import Evaluator
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors
@@ -22,9 +23,11 @@ class Executor(ABC):
 
     Attributes:
         note: told what a user should know of how tasks are trained.
+        needed: results that will be asked for from now on, if none is refused; what is trained beyond is in vain. None = not known.
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
+    needed: int | None = None
 
     @property
     def num_processes(self) -> int:
@@ -46,6 +49,10 @@ class Executor(ABC):
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
         """Drop a task whose result will not be asked for."""
+
+    def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
+        """Measure the global model, in as many processes as can help, to the bits of one; see `Evaluator`."""
+        return evaluator(values)
 
     def report(self) -> dict[str, Any]:
         """Return what there is to say of how tasks were trained so far; of each in turn nothing."""

@@ -175,7 +175,8 @@ class Cohorts(Executor):
         standing = self._standing.setdefault(kind, _Standing())
         if kind == _ALONE or standing.reason is not None:
             return
-        members = self._due(kind, self._cap(kind[0]))
+        most = self._cap(kind[0])
+        members = self._due(kind, most if self.needed is None else min(most, self.needed))
         trial = standing.trials < len(_TRIALS) or self._is_worth_another(standing, len(members))
         if trial:
             members = members[: _TRIALS[min(standing.trials, 1)]]

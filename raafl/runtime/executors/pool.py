@@ -231,8 +231,8 @@ class Pool(Executor):
     # ---- how tasks move ----
 
     def _supply(self) -> None:
-        """Queue the most urgent tasks, as long as there are slots and the queue is short."""
-        while self._free and self._waiting and self._queued < self._room:
+        """Queue the most urgent tasks, as long as there are slots, the queue is short, and they are needed."""
+        while self._free and self._waiting and self._queued < self._room and not self._has_enough():
             task = self._tasks.get(heapq.heappop(self._waiting)[1])
             if task is None:
                 continue
@@ -241,6 +241,12 @@ class Pool(Executor):
             self._queued += 1
             message = {"slot": task.slot, "assignment": assignment_to_json(task.assignment)}
             self._queue.put(json.dumps(message).encode())
+
+    def _has_enough(self) -> bool:
+        """Check whether all results that are needed are there or under way."""
+        if self.needed is None or self.needed >= len(self._tasks):
+            return False
+        return sum(task.slot >= 0 and not task.cancelled for task in self._tasks.values()) >= self.needed
 
     def _collect(self, *, block: bool) -> None:
         """Take in whatever the workers have finished."""

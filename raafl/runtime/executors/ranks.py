@@ -8,29 +8,28 @@ travel as flat buffers, of submodels alone.
 from __future__ import annotations
 
 import heapq
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from raafl._version import __version__
-from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_from_json, assignment_to_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_to_json
 from raafl.data.federated import ClientData
-from raafl.errors import GpuLost, TaskFailed
+from raafl.errors import TaskFailed
 from raafl.foreign import foreign
-from raafl.local.failure import from_meta, out_of_memory, to_meta
-from raafl.local.heap import give_back
-from raafl.local.train import LocalTrainer, Stopped
+from raafl.local.evaluate import Evaluator
+from raafl.local.failure import from_meta, out_of_memory
+from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Inline
+from raafl.runtime.executors.other_rank import FOR_EVER_S, hello, nothing
+from raafl.runtime.executors.shared_evaluation import Shared
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
-from raafl.submodel import FlatTensors, Submodels
+from raafl.submodel import FlatTensors
 
 AHEAD_BYTES = 1 << 29
 """Results that wait to be asked for, beyond which nothing more is begun ahead of need."""
 _LEAST_AHEAD = 2  # tasks for each rank, however large their results are
-_FOR_EVER_S = 1e6  # the pair tells of a rank that is gone
 _PART_S = 10.0
 
 
@@ -61,6 +60,9 @@ class OverRanks(Executor):
         self._threads: list[threading.Thread] = []
         self._pairs: list[Pair] = []
         self._closed = False
+        self._device = trainer.fabric.device
+        self._shared: Shared | None = None  # the evaluation at hand
+        self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Pair], warn: Callable[[str], None]) -> None:
         """Let a rank work from when it has connected, until `close`; returns at once. ``warn`` hears of its loss, in any thread."""
@@ -117,6 +119,22 @@ class OverRanks(Executor):
             else:
                 del self._tasks[assignment_id]
 
+    def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
+        """Measure the first batches here, while other ranks that have nothing else begun measure the last ones."""
+        alone = self._measures_alone or not (self._num_ranks and evaluator.is_shared)
+        if alone or evaluator.num_batches < 2 or evaluator.device.type != self._device.type:
+            return evaluator(values)
+        shared = Shared(evaluator, values, self._num_ranks + 1, self._changed)
+        with self._changed:
+            self._shared = shared
+            self._changed.notify_all()
+        try:
+            return shared.measure()
+        finally:
+            with self._changed:
+                shared.close()
+                self._shared, self._measures_alone = None, shared.is_refused
+
     def close(self) -> None:
         """Let the ranks go, also in the middle of a task."""
         with self._changed:
@@ -149,6 +167,8 @@ class OverRanks(Executor):
 
     def _begin(self) -> _Task | None:
         """Find the most urgent task that nobody has begun, if there is room for its result; the caller has the condition."""
+        if self.needed is not None and self.needed < len(self._tasks) and self.needed <= self._num_under_way():
+            return None
         if self._ahead_bytes > AHEAD_BYTES and self._num_ahead >= _LEAST_AHEAD * (self._num_ranks + 1):
             return None
         while self._waiting:
@@ -156,6 +176,10 @@ class OverRanks(Executor):
             if task is not None and not task.begun:
                 return task
         return None
+
+    def _num_under_way(self) -> int:
+        """Count the tasks that are begun, or done, and will be asked for."""
+        return sum(task.begun and not task.cancelled for task in self._tasks.values())
 
     def _keep(self, task: _Task, found: Update | TaskFailed) -> None:
         """Hold a result until it is asked for."""
@@ -187,7 +211,11 @@ class OverRanks(Executor):
             with connect() as pair:
                 self._pairs.append(pair)
                 self._greet(pair)
-                while (task := self._next()) is not None:
+                while (found := self._next()) is not None:
+                    if isinstance(found, Shared):
+                        found.measure_at(pair)
+                        continue
+                    task = found
                     self._keep(task, self._exchange(pair, task))
                     task = None
                 self._stop(pair)  # it may have come when the others had been told
@@ -197,10 +225,10 @@ class OverRanks(Executor):
 
     def _greet(self, pair: Pair) -> None:
         """Check that the rank has the same raafl and model, and tell it which axes are whole."""
-        hello = pair.recv(_nothing, _FOR_EVER_S)
-        for name, ours in _hello(self._submodels).items():
-            if hello.meta.get(name) != ours:
-                raise Refused("incompatible", f"another {name}: {foreign(hello.meta.get(name))}, here it is {ours}")
+        theirs = pair.recv(nothing, FOR_EVER_S).meta
+        for name, ours in hello(self._submodels).items():
+            if theirs.get(name) != ours:
+                raise Refused("incompatible", f"another {name}: {foreign(theirs.get(name))}, here it is {ours}")
         with self._stopping:
             pair.send(Message(Kind.WELCOME, meta={"kept_whole": sorted(self._submodels.refuted)}))
 
@@ -209,10 +237,12 @@ class OverRanks(Executor):
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta={"reason": "the run has ended"}), 1.0)
 
-    def _next(self) -> _Task | None:
-        """Wait for a task to begin; None = the run has ended."""
+    def _next(self) -> _Task | Shared | None:
+        """Wait for an evaluation to help with, or a task to begin; None = the run has ended."""
         with self._changed:
             while not self._closed:
+                if self._shared is not None and self._shared.has_more:
+                    return self._shared
                 task = self._begin()
                 if task is not None:
                     task.begun = task.sending = True
@@ -234,7 +264,7 @@ class OverRanks(Executor):
                 raise Refused("bad-kind", f"{kind.name} of {number} came in the place of {assignment.id}'s answer")
             return FlatTensors.empty(self._payload.layout(assignment.spec, "trained")) if kind is Kind.UPDATE else None
 
-        answer = pair.recv(expect, _FOR_EVER_S)
+        answer = pair.recv(expect, FOR_EVER_S)
         if answer.tensors is not None:
             return _update(assignment, answer.meta, answer.tensors)
         if answer.meta.get("reason") == OUT_OF_MEMORY:
@@ -252,83 +282,6 @@ class OverRanks(Executor):
                 heapq.heappush(self._waiting, (0.0, task.assignment.id))  # somebody may wait for it already
             self._changed.notify_all()
             return not self._closed
-
-
-def work(pair: Pair, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
-    """Train what comes over ``pair`` until told that the run has ended.
-
-    One thread receives all the time, so that the end of the run interrupts a task that nobody needs any more.
-
-    Raises:
-        GpuLost: this process's GPU is; another rank trains the task.
-        PeerLost: rank 0 is gone.
-        Refused: it has sent what is not raafl's.
-    """
-    inline, stop = Inline(trainer, data), threading.Event()
-    inbox: queue.SimpleQueue[tuple[Assignment, FlatTensors] | Exception | None] = queue.SimpleQueue()
-    trainer.stop = stop
-    pair.send(Message(Kind.HELLO, meta=_hello(trainer.submodels)))
-    threading.Thread(target=_receive, args=(pair, trainer, inbox), name="reader", daemon=True).start()
-    while (item := inbox.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        assignment, values = item
-        inline.submit(assignment, values, 0.0)
-        try:
-            pair.send(_answer(inline.result(assignment.id)))
-        except GpuLost:
-            raise
-        except TaskFailed as failed:
-            pair.send(Message(Kind.FAILED, assignment.id, meta=to_meta(failed, private=False)))
-        except Stopped:
-            continue  # the reader's last word comes next
-        give_back()  # the next task may be long in coming
-
-
-def _receive(pair: Pair, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -> None:
-    """Put tasks into ``inbox``, and at the end None, or what went wrong; then the task at hand is stopped, too."""
-    out: list[Assignment] = []
-
-    def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
-        if kind is not Kind.ASSIGN:
-            return None
-        out[:] = [assignment_from_json(meta)]
-        return FlatTensors.empty(trainer.payload.layout(out[0].spec, "sent"), trainer.fabric.device)
-
-    last: Exception | None = None
-    try:
-        while (message := pair.recv(expect, _FOR_EVER_S)).kind is not Kind.STOP:
-            if message.kind is Kind.WELCOME:
-                names = message.meta["kept_whole"]
-                trainer.submodels.keep_whole(dict.fromkeys(names, "not proven by rank 0"))
-            elif message.tensors is not None:
-                inbox.put((out[0], message.tensors))
-    except Exception as error:
-        last = error
-    if trainer.stop is not None:
-        trainer.stop.set()
-    inbox.put(last)
-
-
-def _hello(submodels: Submodels) -> dict[str, str]:
-    base = submodels.base
-    frozen = "" if base is None else base.digest
-    return {"raafl": __version__, "model": submodels.layout().fingerprint, "frozen parameters": frozen}
-
-
-def _nothing(kind: Kind, number: int, meta: dict[str, Any]) -> None:
-    return None
-
-
-def _answer(update: Update) -> Message:
-    if update.refusal == OUT_OF_MEMORY:
-        return Message(Kind.FAILED, update.assignment, meta={"reason": OUT_OF_MEMORY})
-    meta = {
-        "num_samples": update.num_samples, "num_steps": update.num_steps, "refusal": update.refusal,
-        "metrics": {name: repr(value) for name, value in update.metrics.items()},  # to the bit, and NaN too
-        "extra": dict(update.extra),
-    }  # fmt: skip
-    return Message(Kind.UPDATE, update.assignment, 0, meta, update.tensors)
 
 
 def _update(assignment: Assignment, meta: Mapping[str, Any], tensors: FlatTensors) -> Update:

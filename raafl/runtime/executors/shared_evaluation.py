@@ -1,0 +1,94 @@
+"""An evaluation that several ranks share: rank 0 measures the test batches from the first on, the others from the last on.
+
+What they note is added up by rank 0 in the batches' order, so that the metrics have the bits of one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from raafl.local.evaluate import Evaluator
+from raafl.runtime.executors.other_rank import FOR_EVER_S, nothing
+from raafl.runtime.transport import Kind, Message, Pair
+from raafl.submodel import FlatTensors
+
+_PARTS = 8
+"""Parts for each process: who is free first does more, and none waits long for another's last one."""
+
+
+class Shared:
+    """One evaluation.
+
+    Attributes:
+        is_refused: whether a rank has found that it cannot be shared, or has failed in it.
+    """
+
+    def __init__(
+        self, evaluator: Evaluator, values: FlatTensors, num_processes: int, changed: threading.Condition
+    ) -> None:
+        """Begin to measure ``values``; ``changed`` guards what ranks' threads share, and is told of it."""
+        self._evaluator, self._changed = evaluator, changed
+        self._values = evaluator.begin(values)
+        num = evaluator.num_batches
+        size = max(num // (_PARTS * num_processes), 1)
+        self._parts = [(start, min(start + size, num)) for start in range(0, num, size)]
+        self._first, self._last = 1, len(self._parts)  # of those that nobody has begun; the first is always rank 0's
+        self._found: dict[int, dict[str, Any] | None] = {}  # None: given back
+        self.is_refused = self._is_closed = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are batches that nobody has begun; the caller has the condition."""
+        return self._first < self._last and not (self.is_refused or self._is_closed)
+
+    def close(self) -> None:
+        """Let no rank begin any more; the caller has the condition."""
+        self._is_closed = True
+
+    def measure(self) -> dict[str, float]:
+        """Return the metrics, as the others help."""
+        for place, (start, stop) in enumerate(self._parts):
+            noted = self._of_another(place)
+            if noted is None:
+                self._evaluator.measure(start, stop)
+            else:
+                self._evaluator.add(noted)
+        return self._evaluator.end()
+
+    def _of_another(self, place: int) -> dict[str, Any] | None:
+        """Wait for what another has noted of a part; None = it is this process's, from now on or again."""
+        with self._changed:
+            if place < self._last:
+                self._first = max(self._first, place + 1)
+                return None
+            while place not in self._found:
+                self._changed.wait()
+            return self._found.pop(place)
+
+    def measure_at(self, pair: Pair) -> None:
+        """Have a rank measure parts as long as there are some; in a thread of its own."""
+        values: FlatTensors | None = self._values  # with the first
+        while (place := self._take()) is not None:
+            noted = None
+            try:
+                start, stop = self._parts[place]
+                asked = {"start": start, "stop": stop, "has_values": values is not None}
+                pair.send(Message(Kind.MEASURE, meta=asked, tensors=values))
+                answer = pair.recv(nothing, FOR_EVER_S)
+                values = None
+                if answer.kind is not Kind.MEASURED:
+                    self.is_refused = True
+                    return
+                noted = answer.meta
+            finally:
+                with self._changed:
+                    self._found[place] = noted
+                    self._changed.notify_all()
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if not self.has_more:
+                return None
+            self._last -= 1
+            return self._last

@@ -1,0 +1,213 @@
+"""What every executor keeps: the bits of one process, whatever is asked for or dropped, and no memory of what is done."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model_zoo.metrics import MacroF1, Perplexity
+from raafl.algorithms import ALGORITHMS
+from raafl.commands.run import simulate
+from raafl.errors import TaskFailed
+from raafl.local.evaluate import Evaluator
+from raafl.runtime.executors import OverRanks
+from raafl.runtime.executors import cohorts as cohorts_module
+from raafl.runtime.executors.shared_evaluation import Shared
+from tests.conformance import executors
+from tests.conformance.executors import Dropping, Slow, clients, evaluator_of, in_any_order, one_by_one, tasks_of
+from tests.crashed import crash
+from tests.federation import COMING_AND_GOING, equal_replay, experiment, finish
+from tests.local.bench import Bench, Net
+
+KINDS = [executors.inline, executors.cohorts, executors.pool, executors.ranks]
+OWN_STEPS = "the algorithm has steps of its own"
+INLINE, POOL, COHORTS = {"workers": 1, "batch_clients": 1}, {"workers": 2}, {"batch_clients": 6}
+CUTS = ((13, POOL, COHORTS), (27, COHORTS, POOL))
+IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
+"""Algorithms whose rounds are not alike: what they keep from one to another is also saved further on."""
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Cohorts of two are compared, and the rest trusted."""
+    monkeypatch.setattr(cohorts_module, "_TRIALS", (2, 2))
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Rank 0 trains what nobody waits for, so that the others have something to do in a run of milliseconds."""
+    result = OverRanks.result
+
+    def others_first(self, assignment_id):
+        with self._changed:
+            self._changed.wait_for(lambda: self._tasks[assignment_id].begun, timeout=10)
+        return result(self, assignment_id)
+
+    monkeypatch.setattr(OverRanks, "result", others_first)
+
+
+def alike(run, whole):
+    """Check whether a run is another to the last bit in all that it leaves."""
+    assert run.digest == whole.digest and run.text("clients.csv") == whole.text("clients.csv")
+    metrics = [[{**row, "wall_s": ""} for row in one.rows("metrics.csv")] for one in (run, whole)]
+    assert metrics[0] == metrics[1]
+    batched = run.summary.pop("batched", None)
+    assert {**run.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
+    return batched
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere(
+    tmp_path, monkeypatch, patient, name
+):
+    """Clients come and go, so that tasks are cancelled."""
+    more = {"devices": COMING_AND_GOING, "max_updates": 30, "eval_every": 10, "checkpoint_every": 1}
+    whole = finish(experiment(tmp_path / "whole", name, **more))
+    assert whole.summary["updates_merged"] >= 30 and whole.summary["updates_lost"] > 0
+    ranks = executors.over_ranks(experiment(tmp_path / "ranks", name, **more))
+    assert alike(ranks, whole) is None and ranks.journal() == whole.journal()
+    for at, first, then in CUTS if name in IN_CYCLES else CUTS[:1]:
+        made = experiment(tmp_path / f"cut-{at}", name, **first, **more)
+        with crash(monkeypatch, at):
+            simulate(made)
+        assert not (Path(made.output) / "summary.json").exists()
+        run = finish(replace(made, output=None, resume=made.output, **{**INLINE, **then}))
+        batched = alike(run, whole)
+        before = list(takewhile(lambda event: event["event"] != "resumed", run.journal()))
+        assert before == whole.journal()[: len(before)] and len(before) > at
+        assert equal_replay(made, run)
+        if batched is not None:
+            alone = OWN_STEPS in batched["by_the_loop"] or {row["spec"] for row in run.rows()} != {"full"}
+            assert (batched["share"] > 0 or alone) and batched["by_the_loop"] in ([], [OWN_STEPS])
+
+
+class Measured(Net):
+    """Logs and returns numbers, and a metric that adds up whole numbers."""
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        if "f1" not in self._modules:
+            self.f1 = MacroF1()
+        self.f1.update(logits, y)
+        self.log_dict({"f1": self.f1, "most": logits.max()}, reduce_fx="max")
+        self.log("share", float((logits.argmax(1) == y).sum()) / len(y))
+        self.log("index", index, reduce_fx="sum", batch_size=1)
+        return {"loss": F.cross_entropy(logits, y)}
+
+
+class Drawing(Measured):
+    def validation_step(self, batch, index):
+        self.log("noise", torch.rand(()) * 0)
+        return super().validation_step(batch, index)
+
+
+class Counting(Measured):
+    """Its numbers depend on the batches before."""
+
+    seen = 0
+
+    def validation_step(self, batch, index):
+        self.seen += 1
+        self.log("seen", self.seen)
+        return super().validation_step(batch, index)
+
+
+class Worded(Measured):
+    def validation_step(self, batch, index):
+        if "perplexity" not in self._modules:
+            self.perplexity = Perplexity()
+        self.perplexity.update(self(batch[0]).unsqueeze(1), batch[1].unsqueeze(1))
+        self.log("perplexity", self.perplexity)
+
+
+class Ended(Measured):
+    def on_validation_epoch_end(self):
+        self.log("ended", 1.0)
+
+
+SHARED = {Measured: True, Drawing: False, Counting: False, Worded: False, Ended: False}
+
+
+@pytest.mark.parametrize("make", SHARED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_has_the_bits_of_one_process(monkeypatch, kind, make):
+    added, (add, measure) = [], (Evaluator.add, Shared.measure)
+
+    def others_first(self):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._found, timeout=executors.WAIT_S)
+        return measure(self)
+
+    monkeypatch.setattr(Shared, "measure", others_first)
+    monkeypatch.setattr(Evaluator, "add", lambda self, noted: added.append(noted) or add(self, noted))
+    data, bench = clients(), Bench.of(make)
+    with kind(bench, data, 3) as executor:
+        one, other = evaluator_of(bench), evaluator_of(bench)
+        for number in range(3):
+            for buffer in bench.values.buffers.values():
+                buffer.add_(0.3 * number)
+            expected = one(bench.values)
+            found = executor.evaluate(other, bench.values)
+            assert set(found) == set(expected)
+            same = {name: found[name] == value for name, value in expected.items() if name not in ("seen", "noise")}
+            assert all(same.values()), (found, expected)
+    assert bool(added) is (SHARED[make] and kind is executors.ranks)
+
+
+class Failing(Net):
+    def training_step(self, batch, index):
+        raise ZeroDivisionError("in the user's code")
+
+
+@pytest.mark.parametrize("make", [Dropping, Slow])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(kind, make, num_processes):
+    data, bench = clients(), Bench.of(make, max_built=2)
+    todo = tasks_of(bench, 90)  # more than there is shared memory for
+    expected, draw = one_by_one(bench, data, todo), random.Random(2)
+    with kind(bench, data, num_processes) as executor:
+        found = in_any_order(executor, todo, draw)
+    assert 40 < len(found) < 80
+    assert found == {number: expected[number] for number in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_kept_of_what_was_asked_for_or_dropped(kind):
+    data, bench = clients(), Bench.of(Net, max_built=2)
+    with kind(bench, data, 2) as executor:
+        todo = tasks_of(bench, 40)
+        values = [weakref.ref(buffer) for _, started in todo for buffer in started.buffers.values()]
+        in_any_order(executor, todo, random.Random(3))
+        del todo
+        (last,) = tasks_of(bench, 1)
+        deadline = time.monotonic() + executors.WAIT_S
+        while any(one() is not None for one in values) and time.monotonic() < deadline:
+            executor.submit(*last, 0.0)  # what a process had begun when it was dropped goes once that has ended
+            executor.result(last[0].id)
+            gc.collect()
+        assert not any(one() is not None for one in values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_is_told_in_its_own_words_when_its_turn_comes_and_the_next_task_is_trained(kind):
+    data, bench = clients(), Bench.of(Failing, max_built=2)
+    with kind(bench, data, 2) as executor:
+        todo = tasks_of(bench, 9)
+        for task, values in todo:
+            executor.submit(task, values, float(task.id))
+        for task, _ in todo:
+            with pytest.raises(TaskFailed, match="ZeroDivisionError: in the user's code") as failed:
+                executor.result(task.id)
+            assert failed.value.client == task.client

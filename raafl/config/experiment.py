@@ -293,8 +293,14 @@ class Experiment:
         if self.devices is None or self.clients < 1:
             return [Profile(memory_bytes=most)] * max(self.clients, 0)
         devices = load_devices(self.devices) if isinstance(self.devices, str) else self.devices
-        profiles = [d.profile if isinstance(d, Device) else d for d in assign(devices, self.clients)]
-        return [replace(one, memory_bytes=most) if one.memory_bytes == math.inf else one for one in profiles]
+
+        def limited(device: Profile) -> Profile:
+            one = device.profile if isinstance(device, Device) else device
+            return replace(one, memory_bytes=most) if one.memory_bytes == math.inf else one
+
+        dealt = assign(devices, self.clients)
+        made = {number: limited(one) for number, one in {id(one): one for one in dealt}.items()}  # clients share them
+        return [made[id(one)] for one in dealt]
 
     @property
     def measures_memory(self) -> bool:

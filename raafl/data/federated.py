@@ -229,8 +229,10 @@ class FederatedData:
         self.drop_last: bool = loader.drop_last
         labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
         parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
-        divided = [partition.held_out(part, client, seed) for client, part in enumerate(parts, start=1)]
-        self._parts, self._test_parts = (_Parts(side) for side in zip(*divided, strict=True))
+        sides: Iterable[Sequence[torch.Tensor]] = (parts, [parts[0][:0]] * len(parts))
+        if partition.test_share:
+            sides = zip(*(partition.held_out(part, client, seed) for client, part in enumerate(parts, 1)), strict=True)
+        self._parts, self._test_parts = map(_Parts, sides)
         self._cache_left_bytes = cache_bytes
         self._clients: OrderedDict[int, tuple[ClientData, float]] = OrderedDict()  # with bytes of cache
         self._test: _InOrder | None = None

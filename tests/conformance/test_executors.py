@@ -200,6 +200,22 @@ def test_nothing_is_kept_of_what_was_asked_for_or_dropped(kind):
         assert not any(one() is not None for one in values)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_no_more_is_begun_ahead_than_is_needed(kind):
+    data, bench = clients(), Bench.of(Slow, max_built=2)
+    todo = tasks_of(bench, 12)[::3]  # of one submodel
+    with kind(bench, data, 3) as executor:
+        executor.needed = 3
+        for task, values in todo:
+            executor.submit(task, values, float(task.id))
+        for number, (task, _) in enumerate(todo[:3]):
+            executor.needed = 3 - number
+            executor.result(task.id)
+        left = getattr(executor, "_tasks", {}).values()
+        assert not any(getattr(task, "begun", False) or getattr(task, "slot", -1) >= 0 for task in left)
+        assert executor.report().get("in_vain", 0) == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_is_told_in_its_own_words_when_its_turn_comes_and_the_next_task_is_trained(kind):
     data, bench = clients(), Bench.of(Failing, max_built=2)

@@ -56,3 +56,9 @@ def test_min_ratio_zero_without_wait_is_asynchronous_and_one_is_synchronous():
 def test_values_out_of_range_are_named(make):
     with pytest.raises(BadInput, match=r"is (0|0\.0|1\.5|-1\.0): give"):
         make()
+
+
+def test_what_has_to_arrive_before_so_many_are_merged():
+    assert EachArrival().needed(5, 0) == 5
+    assert [Buffered(4).needed(num, waiting) for num, waiting in [(8, 0), (7, 0), (5, 3), (1, 3)]] == [8, 8, 5, 1]
+    assert AllReported().needed(5, 2) is None

@@ -89,6 +89,7 @@ class OverRanks(Executor):
             with self._changed:
                 task = other = self._tasks[assignment_id]
                 if task.found is not None:
+                    self._one_less_needed()
                     return self._taken(assignment_id, task.found)
                 if task.begun:
                     begun = self._begin()
@@ -102,6 +103,7 @@ class OverRanks(Executor):
                     return self._train(task)
                 finally:
                     with self._changed:
+                        self._one_less_needed()
                         del self._tasks[assignment_id]
             self._keep(other, self._trained_ahead(other))
 
@@ -176,6 +178,11 @@ class OverRanks(Executor):
             if task is not None and not task.begun:
                 return task
         return None
+
+    def _one_less_needed(self) -> None:
+        """Count down at once: a thread that looked before whoever sets `needed` would begin a task in vain."""
+        if self.needed is not None:
+            self.needed -= 1
 
     def _num_under_way(self) -> int:
         """Count the tasks that are begun, or done, and will be asked for."""

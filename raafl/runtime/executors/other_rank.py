@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from raafl._version import __version__
@@ -39,7 +40,7 @@ def work(
     """
     inline, stop = Inline(trainer, data), threading.Event()
     inbox: queue.SimpleQueue[_Received | Exception | None] = queue.SimpleQueue()
-    trainer.stop, measures = stop, None
+    trainer.stop, made = stop, cache(evaluator)
     pair.send(Message(Kind.HELLO, meta=hello(trainer.submodels)))
     threading.Thread(target=_receive, args=(pair, trainer, inbox), name="reader", daemon=True).start()
     while (item := inbox.get()) is not None:
@@ -47,8 +48,7 @@ def work(
             raise item
         asked, values = item
         if not isinstance(asked, Assignment):
-            measures = measures or evaluator()
-            pair.send(_measured(measures, asked, values))
+            pair.send(_measured(made, asked, values))
             continue
         assert values is not None
         assignment = asked
@@ -94,9 +94,10 @@ def _receive(pair: Pair, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -
     inbox.put(last)
 
 
-def _measured(evaluator: Evaluator, asked: dict[str, Any], values: FlatTensors | None) -> Message:
+def _measured(made: Callable[[], Evaluator], asked: dict[str, Any], values: FlatTensors | None) -> Message:
     """Measure some test batches, with the values that were sent last."""
     try:
+        evaluator = made()
         if values is not None:
             evaluator.fill(values)
         return Message(Kind.MEASURED, meta=evaluator.noted(asked["start"], asked["stop"]))

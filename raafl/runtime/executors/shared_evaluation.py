@@ -35,6 +35,7 @@ class Shared:
         self._parts = [(start, min(start + size, num)) for start in range(0, num, size)]
         self._first, self._last = 1, len(self._parts)  # of those that nobody has begun; the first is always rank 0's
         self._found: dict[int, dict[str, Any] | None] = {}  # None: given back
+        self._num_out = 0
         self.is_refused = self._is_closed = False
 
     @property
@@ -43,8 +44,10 @@ class Shared:
         return self._first < self._last and not (self.is_refused or self._is_closed)
 
     def close(self) -> None:
-        """Let no rank begin any more; the caller has the condition."""
+        """Let no rank begin any more, and wait for those at work; the caller has the condition."""
         self._is_closed = True
+        while self._num_out:  # in its middle only where measuring here has failed
+            self._changed.wait()
 
     def measure(self) -> dict[str, float]:
         """Return the metrics, as the others help."""
@@ -84,6 +87,7 @@ class Shared:
             finally:
                 with self._changed:
                     self._found[place] = noted
+                    self._num_out -= 1
                     self._changed.notify_all()
 
     def _take(self) -> int | None:
@@ -91,4 +95,5 @@ class Shared:
             if not self.has_more:
                 return None
             self._last -= 1
+            self._num_out += 1
             return self._last

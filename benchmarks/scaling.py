@@ -2,9 +2,10 @@
 
 Each case is the same run with the same seed in one process, by forked workers and over ranks, one after the other, each on
 one thread a process; it is repeated, and a row has the median. `ratio` is trainings per second over those of one process; `equal`
-is whether the model's digest is that of one process. Seconds are the run's own, from its first to its last event:
-what processes need to start is not in it, the evaluation of the last model is. `serial` is the share of the work of one process that more of them do not divide
-(Amdahl's law, from the ratio), `of_eight` the ratio that eight would have with it. `bytes_per_task` are as predicted.
+is whether the model's digest is that of one process. Seconds are the run's own, from its first to its last event: what
+processes need to start is not in it, the evaluation of the last model is. `serial` is the share of the work of one process
+that more of them do not divide (Amdahl's law, from the ratio), `of_eight` the ratio that eight would have with it.
+`bytes_per_task` are as predicted.
 
 What was measured is kept in build/bench until all rows are there: a benchmark that was cut off goes on where it was.
 

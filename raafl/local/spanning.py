@@ -1,12 +1,14 @@
 """One client that spans several processes: each trains on its rows of every batch, and gradients are averaged before a step.
 
+Gradients are summed in buckets while the backward pass goes on, as in Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
 All processes draw the same batches from the assignment's seed and hold the same parameters, so a step is that of a single
 process whose loss is a mean over the samples of its batch. What talks between them comes from `raafl.runtime.spanning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,21 +20,27 @@ from raafl.errors import BadInput
 from raafl.submodel import FlatTensors
 from raafl.submodel.flat import sum_of_bits
 
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed at once, but for a single larger one; what PyTorch's own takes."""
+
+BeginSum = Callable[[Tensor], Callable[[], None]]
+"""Begins to replace a tensor by its sum over all processes, which all call in the same order; what it returns waits for that."""
+
 
 class ClientProcesses:
     """The processes of one client, as each of them sees it while it trains."""
 
     def __init__(
-        self, rank: int, size: int, total: Callable[[Tensor], None],
+        self, rank: int, size: int, begin_sum: BeginSum,
         announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
     ) -> None:  # fmt: skip
         """Prepare.
 
-        ``total`` replaces a tensor by its sum over all processes, which all call in the same order; ``announce`` has
-        the other processes begin a task, for the one that leads.
+        ``announce`` has the other processes begin a task, for the one that leads.
         """
-        self.rank, self.size, self._total, self._announce = rank, size, total, announce
+        self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
         self._share: Share | None = None
+        self._buckets: Buckets | None = None
         self._stepped = True
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
@@ -50,39 +58,51 @@ class ClientProcesses:
         weight = 1.0 if self._share is None else self._share.weight
         return loss if weight == 1.0 else loss * weight
 
+    @contextmanager
+    def summing(self, module: nn.Module) -> Iterator[None]:
+        """Sum the gradients of the backward pass within this context, the last before `average`, as they come."""
+        self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        handles = [register(p, buckets.arrived) for p in buckets.parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     @torch.no_grad()
-    def average(self, module: nn.Module, stop: bool) -> bool:
-        """Replace gradients by their mean over all processes; return whether any of them is to ``stop``.
+    def average(self, stop: bool) -> bool:
+        """Replace the gradients summed since `summing` by their mean; return whether any process is to ``stop``.
 
         Raises:
             BadInput: sparse gradients, or a method that does not step by the gradients of the module.
         """
         if not self._stepped:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
-            raise BadInput(_own_way("has sparse gradients"))
-        known = torch.tensor([*(p.grad is not None for p in parameters), stop], dtype=torch.float32)
+        buckets, self._buckets = self._buckets, None
+        assert buckets is not None
+        buckets.end()  # the same sums in the same order everywhere, also where a parameter had no gradient
+        known = torch.tensor(
+            [*(p.grad is not None for p in buckets.parameters), stop, buckets.again], dtype=torch.float32
+        )
         self._total(known)
-        if known[-1]:
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in buckets.parameters):
+            raise BadInput(_own_way("has sparse gradients"))
+        if known[-2]:
             return True
-        used = [parameter for parameter, number in zip(parameters, known[:-1].tolist(), strict=True) if number]
-        for dtype in dict.fromkeys(p.dtype for p in used):
-            self._average([p for p in used if p.dtype == dtype], dtype)
+        if known[-1]:  # several backward passes: some sums were begun too early
+            buckets = Buckets(reversed(buckets.parameters), self._begin_sum)
+            buckets.end()
+        buckets.average(self.size, known[:-2].tolist())
         self._stepped = False
         return False
-
-    def _average(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([grad.flatten() for grad in grads]).to(torch.promote_types(dtype, torch.float32))
-        self._total(flat)
-        flat /= self.size
-        for parameter, part in zip(parameters, torch.split(flat, [g.numel() for g in grads]), strict=True):
-            parameter.grad = part.view_as(parameter).to(dtype)
 
     def stepped(self) -> None:
         """Note that the module's optimiser has made its step."""
         self._stepped = True
+
+    def _total(self, tensor: Tensor) -> None:
+        self._begin_sum(tensor)()
 
     @torch.no_grad()
     def finish(self, module: nn.Module, loss: float) -> float:
@@ -101,6 +121,63 @@ class ClientProcesses:
         if len(set(digests.tolist())) > 1:
             raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
         return float(mean) / self.size
+
+
+class Buckets:
+    """The gradients of one step, summed over processes in buckets.
+
+    A backward pass comes to parameters in about the opposite of their order. A bucket is begun when all of its gradients are
+    there and those before it have been begun, so that all processes sum the same at the same place.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
+        """Divide ``parameters``, of one dtype in each bucket, in the order in which gradients come."""
+        self.parameters, self._begin_sum = list(reversed(list(parameters))), begin_sum
+        self._buckets: list[list[nn.Parameter]] = []
+        num_bytes = 0
+        for parameter in self.parameters:
+            last = self._buckets[-1] if self._buckets else []
+            if not last or last[0].dtype != parameter.dtype or num_bytes + parameter.nbytes > BUCKET_BYTES:
+                self._buckets.append(last := [])
+                num_bytes = 0
+            last.append(parameter)
+            num_bytes += parameter.nbytes
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._begun: list[tuple[Tensor, Callable[[], None]]] = []
+        self.again = False  # whether a parameter was come to twice: its sum may lack the second
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Note that a parameter's gradient is there, and begin what can be."""
+        missing = self._missing[self._of[parameter]]
+        self.again = self.again or parameter not in missing
+        missing.discard(parameter)
+        while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
+            self._begin()
+
+    def end(self) -> None:
+        """Begin what is left: what has no gradient counts as 0."""
+        while len(self._begun) < len(self._buckets):
+            self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        bucket = self._buckets[len(self._begun)]
+        grads = [
+            p.grad if p.grad is not None and p.grad.layout is torch.strided else torch.zeros_like(p) for p in bucket
+        ]
+        flat = torch.cat([grad.flatten() for grad in grads]).to(torch.promote_types(bucket[0].dtype, torch.float32))
+        self._begun.append((flat, self._begin_sum(flat)))
+
+    def average(self, size: int, used: Iterable[float]) -> None:
+        """Wait for all sums and make them means, the gradients of the parameters that any process has one of."""
+        counts = dict(zip(self.parameters, used, strict=True))
+        for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
+            wait()
+            flat /= size
+            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                if counts[parameter]:
+                    parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
 
 class Share(ClientData):

@@ -341,17 +341,18 @@ class LocalTrainer:
                 loss = hook.loss(to_device(batch, device), num_batches)
                 loss = loss if crew is None else crew.weighed(loss)
                 total = total + loss.detach()
-                hook.backward(loss / accumulate if accumulate > 1 else loss)
                 num_batches += 1
-                in_epoch = num_batches % per_epoch
-                ends_epoch = in_epoch == 0
-                if ends_epoch or in_epoch % accumulate == 0 or num_batches == steps:
+                in_epoch = num_batches % per_epoch  # 0 at its end
+                is_due = in_epoch % accumulate == 0 or num_batches == steps
+                with crew.summing(built.module) if crew is not None and is_due else nullcontext():
+                    hook.backward(loss / accumulate if accumulate > 1 else loss)
+                if is_due:
                     num_steps += 1
-                    if crew is not None and crew.average(built.module, self._is_stopped()):
+                    if crew is not None and crew.average(self._is_stopped()):
                         raise Stopped  # all together
                     hook.update()
                     for scheduler, interval in built.schedulers:
-                        if interval == "step" or ends_epoch:
+                        if interval == "step" or in_epoch == 0:
                             scheduler.step()
                 self.place = f"batch {num_batches}"
             self.place = "after its last batch"
@@ -371,10 +372,7 @@ class LocalTrainer:
         return self.local.hook(task)
 
     def _loss(self, module: nn.Module, batch: Any, index: int) -> Tensor:
-        if self._mixed:
-            with self._strategy.precision.forward_context():
-                answer = module.training_step(batch, index)  # type: ignore[operator]
-        else:
+        with self._strategy.precision.forward_context() if self._mixed else nullcontext():
             answer = module.training_step(batch, index)  # type: ignore[operator]
         loss: Tensor = answer["loss"] if isinstance(answer, dict) else answer
         return loss

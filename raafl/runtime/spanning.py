@@ -137,7 +137,7 @@ class Span:
             for number, pair in self._pairs.items():  # before what waits for them
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
-            site.trainer.crew = ClientProcesses(self.rank, self.size, self._total, self._announce)
+            site.trainer.crew = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
             return site
 
         return make
@@ -193,7 +193,7 @@ class Span:
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
         self._join_group(site)
-        site.trainer.crew = ClientProcesses(self.rank, self.size, self._total)
+        site.trainer.crew = ClientProcesses(self.rank, self.size, self._begin_sum)
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
             layout = site.trainer.payload.layout(assignment.spec, "sent")
@@ -225,10 +225,16 @@ class Span:
             self._group = _Group(self._store, self.rank, self.size, waits.task_s, device, devices)
         self._joined.set()
 
-    def _total(self, tensor: Tensor) -> None:
+    def _begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         assert self._group is not None
         with self._together():
-            self._group.total(tensor)
+            wait = self._group.begin_sum(tensor)
+
+        def ended() -> None:
+            with self._together():
+                wait()
+
+        return ended
 
     def _spread(self, values: FlatTensors) -> None:
         assert self._group is not None
@@ -320,15 +326,20 @@ class _Group:
         )
         return None
 
-    def total(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all processes."""
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to replace a tensor by its sum over all processes; return what waits for it."""
         if tensor.is_cuda and self._nccl is not None:
-            self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait()
-            return
+            on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
+            return on_gpu
         there = tensor.cpu()
-        self._gloo.allreduce([there], dist.AllreduceOptions()).wait(self._span)
-        if there is not tensor:
-            tensor.copy_(there)
+        work = self._gloo.allreduce([there], dist.AllreduceOptions())
+
+        def wait() -> None:
+            work.wait(self._span)
+            if there is not tensor:
+                tensor.copy_(there)
+
+        return wait
 
     def spread(self, tensor: Tensor) -> None:
         """Replace a tensor by process 0's."""

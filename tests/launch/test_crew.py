@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Hook, Local
 from raafl.errors import BadInput
+from raafl.local import spanning
 from raafl.local.spanning import ClientProcesses, Share
 from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec
@@ -36,6 +37,7 @@ class Sums:
             result = sum(tensor.clone() for tensor in self.tensors)
             self.barrier.wait(60)
             tensor.copy_(result)
+            return lambda: None
 
         return total
 
@@ -73,6 +75,18 @@ class Adam(Net):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
+class Twice(Local):
+    """Makes two backward passes for a step."""
+
+    def hook(self, task):
+        class Parts(Hook):
+            def backward(self, loss):
+                (loss / 4).backward(retain_graph=True)
+                (loss * 3 / 4).backward()
+
+        return Parts(task)
+
+
 class Partly(Net):
     """Uses one of its layers in some batches only: in the others it has no gradient, and momentum must not move it."""
 
@@ -91,8 +105,9 @@ class Partly(Net):
         (Net, HALF, {"local": Local(masked=True, rescale=True), "gradient_clip_val": 0.5}),
         (Adam, FULL, {"accumulate_grad_batches": 2}),
         (Partly, FULL, {}),
+        (Net, FULL, {"local": Twice()}),
     ],
-    ids=["plain", "prox", "masked", "accumulate", "partly"],
+    ids=["plain", "prox", "masked", "accumulate", "partly", "twice"],
 )
 def test_a_task_is_that_of_one_process(net, spec, options, size):
     """Batches of 5, 5, 5, 5 and 2 rows: no two shares are alike, and of three processes one has nothing of the last."""
@@ -133,6 +148,40 @@ def test_what_is_drawn_beside_the_order_of_the_data_differs():
     crews = [ClientProcesses(rank, 3, lambda tensor: None) for rank in range(3)]
     assert crews[0].seed(11) == 11
     assert len({crew.seed(11) for crew in crews}) == 3
+
+
+def test_gradients_are_summed_while_the_backward_pass_goes_on(monkeypatch):
+    """In buckets of one dtype, the last layer's first; what has no gradient counts as 0."""
+    monkeypatch.setattr(spanning, "BUCKET_BYTES", 4 * (6 * 5 + 6))  # of the second layer
+    net, events = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.Linear(6, 5), nn.Linear(7, 7)), []
+
+    def begin_sum(tensor):
+        events.append(tensor.numel())
+        return lambda: events.append("waited")
+
+    crew = ClientProcesses(0, 2, begin_sum)
+    net[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    with crew.summing(net):
+        net[:3](torch.ones(2, 4)).sum().backward()
+    assert events == ["first layer"]  # the unused layer's bucket comes before all others, and holds them up
+    events.clear()
+    assert not crew.average(stop=False)
+    assert events == [
+        7,
+        49,
+        35,
+        36,
+        25,
+        10,
+        *["waited"] * 6,
+    ]  # the last tells who has which gradient, and who is to stop
+    assert net[3].weight.grad is None  # nobody has one
+    net[3].requires_grad_(False)
+    net.zero_grad()
+    events.clear()
+    with crew.summing(net):
+        net[:3](torch.ones(2, 4)).sum().backward()
+    assert events == [35, 36, "first layer", 25]
 
 
 def test_all_stop_when_one_is_to_stop():

@@ -74,7 +74,8 @@ def sums(made):
     """The sum of 1 and 2, as each process has it."""
     tensors = [torch.full((3,), float(rank + 1), device=f"cuda:{rank}") for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
-        for adding in [pool.submit(one.total, tensor) for one, tensor in zip(made, tensors, strict=True)]:
+        begun = [one.begin_sum(tensor) for one, tensor in zip(made, tensors, strict=True)]
+        for adding in [pool.submit(wait) for wait in begun]:
             adding.result()
     return [tensor.tolist() for tensor in tensors]
 

@@ -26,7 +26,8 @@ class Plan:
     """What a run will take.
 
     The first of ``algorithms`` is the config's own; ``axes`` is as `raafl.plan.axes.facts` gives it; ``by_the_loop`` is why
-    clients cannot be trained as one batch, None where nothing is known that is against it.
+    clients cannot be trained as one batch, None where nothing is known that is against it; ``guessed`` is what of the whole
+    model's cost is a guess, and why (`raafl.submodel.Cost`), "" where nothing is.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Plan:
     algorithms: list[Prediction]
     axes: dict[str, Any]
     by_the_loop: str | None = None
+    guessed: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data; what is infinite is None."""
@@ -85,10 +87,12 @@ def make_plan(
     found = [predict(world, own, f"{own.name} (as configured)", max_updates)]
     for name in ALGORITHMS if algorithms is None else algorithms:
         found += _others(world, name, advice, max_updates)
-    params = submodels.cost(FULL, world.batch_size).params
+    cost = submodels.cost(FULL, world.batch_size)
     axes = facts(world.cut_submodels(), RATES, world.batch_size)
     loop = _by_the_loop(experiment, submodels)
-    return Plan(experiment.name, len(world.clients), world.batch_size, params, rows, devices, advice, found, axes, loop)
+    return Plan(
+        experiment.name, len(world.clients), world.batch_size, cost.params, rows, devices, advice, found, axes, loop, cost.guessed
+    )  # fmt: skip
 
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:

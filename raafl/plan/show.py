@@ -26,6 +26,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
     head = f"{plan.name}: {plan.params:,} parameters, {plan.num_clients} clients, batches of {plan.batch_size}"
     shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
+    shown += [f"Times and memory are a guess: {plan.guessed}."] if plan.guessed else []
     return "\n\n".join([head, *shown])
 
 

@@ -50,9 +50,8 @@ class _Indexed:
     def __init__(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         self.full, self.small = full, small
         self.narrow = {dim: runs[0] for dim, runs in selection.items() if len(runs) == 1}
-        self.indices = {
-            dim: torch.cat([torch.arange(*run) for run in runs]) for dim, runs in selection.items() if len(runs) > 1
-        }
+        several = {dim: runs for dim, runs in selection.items() if len(runs) > 1}
+        self.indices = {dim: torch.tensor([i for run in runs for i in range(*run)]) for dim, runs in several.items()}
 
     def region(self, full: FlatTensors) -> Tensor:
         """Return the narrowed view of the full tensor."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from raafl.submodel.aside import call, loss_of, meta_batch, settle, tensors_in
+from raafl.submodel.aside import call, line_of, loss_of, meta_batch, settle, tensors_in
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Cost:
         num_exchanges: round trips to the server in the middle of a task, such as one for each batch of a model in two halves.
         kernels_per_sample: operations of a step that are not mere views, over the samples; of the optimiser's, which takes all
             parameters at once on a GPU, one of each kind.
+        guessed: what of FLOPs, bytes moved and peak memory is a guess, and why; "" = a step was followed to its end.
     """
 
     params: int
@@ -53,6 +54,7 @@ class Cost:
     padding_flops_per_sample: float = 0.0
     num_exchanges: int = 0
     kernels_per_sample: float = 0.0
+    guessed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Step:
         peak_bytes: the most that is alive at once, from the second step on.
         padding_flops: of forward and backward pass, on channels that are padding.
         num_kernels: operations of forward and backward pass, and kinds of operations of the update.
+        guessed: as in `Cost`.
     """
 
     flops: float | None
@@ -72,6 +75,7 @@ class Step:
     peak_bytes: int
     padding_flops: float = 0.0
     num_kernels: int = 0
+    guessed: str = ""
 
 
 def predict(
@@ -108,7 +112,7 @@ def predict(
     peak = down_bytes + idle_bytes + held_bytes + step.peak_bytes
     return Cost(
         params, flops / samples, peak, down_bytes, trained.num_bytes, step.moved_bytes / samples,
-        step.padding_flops / samples, kernels_per_sample=step.num_kernels / samples,
+        step.padding_flops / samples, kernels_per_sample=step.num_kernels / samples, guessed=step.guessed,
     )  # fmt: skip
 
 
@@ -127,12 +131,16 @@ def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
             f"{type(run.module).__name__}.training_step runs with the whole model, but not with {spec}: "
             f"{' '.join(str(failure).split())}: say in `submodel_axes` which dimensions go together"
         ) from failure
-    if batch is not None:
+    why = "there is no example batch"
+    step, instead = None, "6 FLOPs count for each parameter that trains, and no activations"
+    if failure is not None:
+        why = f"the training step cannot be followed without values ({line_of(failure)})"
         try:
-            return run.forward(), run.held_bytes
+            step, instead = run.forward(), "three times its forward pass counts"
         except Exception:
             run = _Run(make(spec), batch)
-    return run.update(), run.held_bytes
+    step = step or run.update()
+    return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
 
 
 def _runs_whole(make: Make, batch: Any) -> bool:
@@ -193,7 +201,7 @@ class _Run:
             for parameter in self.trains:
                 with self.ledger:
                     parameter.grad = torch.empty_like(parameter)
-        gradients = self.ledger.live_bytes
+        gradients, guessed = self.ledger.live_bytes, ""
         try:
             update_bytes = self._peak_of(self._optimise)
             state, before = self.ledger.live_bytes - gradients, self.ledger.moved_bytes
@@ -201,11 +209,13 @@ class _Run:
             self._peak_of(self._optimise_again)  # with its state there
             moved_bytes += self.ledger.moved_bytes - before
             num_kernels += len(self.ledger.kernels)
-        except Exception:
+        except Exception as error:
             state = _SLOTS * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
-        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels)
+            why = f"the optimiser's step cannot be followed without values ({line_of(error)})"
+            guessed = f"{why}: {_SLOTS} values of its own count for each trained one"
+        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
 
     def _optimise(self) -> None:
         with torch.device("cpu"):  # where optimisers count their steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -14,12 +15,17 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from model_zoo import CNN, MLP, ResNet, ViT
+from raafl.commands.run import simulate
 from raafl.devices.profiles import Profile
 from raafl.devices.times import time_on
+from raafl.errors import BadInput
+from raafl.plan.plan import make_plan
+from raafl.plan.show import text
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel.aside import meta_batch, tensors_in
 from raafl.submodel.cost import predicted as cost_module
 from raafl.submodel.depth.exits import give_exits
+from tests.federation import experiment
 from tests.submodel import networks
 from tests.submodel.models import built, named_specs
 
@@ -104,9 +110,13 @@ def test_the_optimisers_state_is_guessed_only_where_its_step_cannot_run():
     passes, held = 2 * 4 + VALUES, 2 * VALUES + 8 * 4
     for optimizer in (None, impossible):
         submodels = Submodels(Sum(optimizer), torch.zeros(2, 8))
-        assert submodels.cost(FULL, 1).peak_bytes == held + passes + 2 * VALUES  # as Adam's
+        cost = submodels.cost(FULL, 1)
+        assert cost.peak_bytes == held + passes + 2 * VALUES  # as Adam's
+        assert cost.guessed.startswith("the optimiser's step cannot be followed without values (")
+        assert cost.guessed.endswith("): 2 values of its own count for each trained one")
+    assert "(RuntimeError: there is no trainer)" in cost.guessed
     known = Submodels(Sum(torch.optim.SGD), torch.zeros(2, 8))
-    assert known.cost(FULL, 1).peak_bytes == held + passes
+    assert known.cost(FULL, 1).peak_bytes == held + passes and known.cost(FULL, 1).guessed == ""
     # nothing but the optimiser's step can run: gradients are there, activations unknown
     blind = Submodels(Sum(torch.optim.SGD))
     assert blind.cost(FULL, 1).peak_bytes == 3 * VALUES
@@ -191,13 +201,32 @@ class Reads(MLP):
 
 
 def test_a_step_that_reads_values_is_three_forward_passes():
-    submodels = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS))
-    assert submodels.cost(FULL, 4).flops_per_sample == 6 * (8 * 7 + 7 * 3)
+    cost = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS)).cost(FULL, 4)
+    assert cost.flops_per_sample == 6 * (8 * 7 + 7 * 3)
+    assert cost.guessed.startswith("the training step cannot be followed without values (RuntimeError: ")
+    assert cost.guessed.endswith("): three times its forward pass counts")
+
+
+def test_a_run_and_a_plan_say_that_a_cost_is_a_guess_and_why(tmp_path):
+    one, other = (
+        experiment(tmp_path / name, "fed_async", model=lambda: Reads(64, (4,), 10), max_updates=1) for name in "ab"
+    )
+    why = "the training step cannot be followed without values (RuntimeError: "
+    (warning,) = simulate(one)[0]["warnings"]
+    assert warning.startswith(f"predicted times and memory are a guess: {why}")
+    with pytest.raises(BadInput, match="are a guess"):
+        simulate(replace(other, strict=True))
+    plan = make_plan(other, [], 1)
+    assert plan.guessed.startswith(why) and plan.to_json()["guessed"] == plan.guessed
+    assert f"Times and memory are a guess: {why}" in text(plan, 140, terminal=False)
 
 
 def test_without_a_batch_or_a_step():
     model = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
-    assert Submodels(model).cost(FULL, 4).flops_per_sample == 6 * (8 * 7 + 7 + 7 * 3 + 3)  # six per parameter
+    blind = Submodels(model).cost(FULL, 4)
+    assert blind.flops_per_sample == 6 * (8 * 7 + 7 + 7 * 3 + 3)  # six per parameter
+    assert blind.guessed.startswith("there is no example batch: 6 FLOPs count for each parameter that trains, and no ")
+    assert "; the optimiser's step cannot be followed" in blind.guessed
     assert Submodels(model, torch.zeros(2, 8)).cost(FULL, 4).flops_per_sample == 6 * (8 * 7 + 7 * 3)
 
 

@@ -171,7 +171,7 @@ class Run:
         refuted = self.parts.submodels.refuted
         notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
-        guessed = fleet.cost(FULL).guessed
+        guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
         notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
         axes, is_cut = self.parts.submodels.axes, not isinstance(self.parts.coordinator.algorithm.select, Full)
         self._leaves = leaves(axes, HALF_AND_QUARTER, fleet.cost) if is_cut and axes else {}

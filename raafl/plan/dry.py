@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -163,6 +164,14 @@ class Untrained(Executor):
         self._tasks.pop(assignment_id, None)
 
 
+class DryRun(Simulation):
+    """A simulation that is never resumed: its snapshots may have no values to save."""
+
+    def save(self) -> dict[str, Any]:
+        """Save nothing."""
+        return {}
+
+
 def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None) -> Prediction:
     """Go through a run with this algorithm and return what it took; why it cannot be, in `Prediction.problem`.
 
@@ -188,7 +197,7 @@ def _gone_through(
     coordinator = world.coordinator(algorithm, max_updates, real=real)
     record = RunRecord(None)
     executor = Untrained(coordinator.payload, {client.id: client.num_samples for client in world.clients})
-    simulation = Simulation(coordinator, world.clients, executor, record, None)
+    simulation = DryRun(coordinator, world.clients, executor, record, None)
     reason = simulation.run()
     summary = record.summary(
         algorithm=name, runtime="plan", seed=world.experiment.seed, version=coordinator.state.version,

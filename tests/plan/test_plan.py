@@ -18,8 +18,8 @@ from raafl.devices import Profile, load_devices
 from raafl.devices.link import Answerer
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
+from raafl.plan import dry, show, tasks
 from raafl.plan import plan as planning
-from raafl.plan import show, tasks
 from raafl.plan.dry import World, predict
 from tests.tools import line_state
 
@@ -86,10 +86,16 @@ def test_a_round_of_fed_avg_takes_what_its_slowest_client_takes(world):
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_is_predicted_or_says_why_not(name, world):
+def test_every_algorithm_is_predicted_or_says_why_not(name, world, monkeypatch):
     found = predict(world, ALGORITHMS[name](), max_updates=8)
     assert found.problem or (found.version_s > 0 and 0 < found.utilisation <= 1 and found.updates >= 8)
     assert "need trained updates" not in (found.problem or "")
+    monkeypatch.setattr(dry, "MOST_VALUES", 0)
+    without_values = predict(world, ALGORITHMS[name](), max_updates=8)
+    if name in ("fed_pm", "oap"):  # their masks follow from values
+        assert "need trained updates" in (without_values.problem or "")
+    else:
+        assert without_values == found
 
 
 def test_updates_that_come_too_late_to_learn_from_are_said_at_the_start_and_in_the_plan(world, monkeypatch):

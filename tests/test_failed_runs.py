@@ -94,7 +94,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, capsys):
     code = main(["simulate", "--config", "quickstart", *config, "--json", "--output", str(tmp_path / "run")])
     out, err = capsys.readouterr()
     assert code == 1 and json.loads(out)["finished"].startswith("failed: client ")
-    assert [line for line in err.splitlines() if "Error" in line] == [
+    assert [line for line in err.splitlines() if line.startswith("raafl: client")] == [
         f"raafl: {json.loads(out)['finished'].removeprefix('failed: ')}; the traceback is in {tmp_path / 'run' / 'failure.txt'}"
     ]
 

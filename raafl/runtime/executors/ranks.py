@@ -221,10 +221,10 @@ class OverRanks(Executor):
                 while (found := self._next()) is not None:
                     if isinstance(found, Shared):
                         found.measure_at(pair)
-                        continue
-                    task = found
-                    self._keep(task, self._exchange(pair, task))
-                    task = None
+                    else:
+                        task = found
+                        self._keep(task, self._exchange(pair, task))
+                    task = found = None  # nothing is kept while the next is waited for
                 self._stop(pair)  # it may have come when the others had been told
         except Exception as error:  # whatever it is, the others can do what this one cannot
             if self._lose(task):

@@ -86,6 +86,7 @@ class World:
             with skeleton():
                 module = make_model(experiment)
             self._submodels[key] = proven(experiment, module, self.data)
+            self._submodels[key].hold(module)  # what is frozen travels in no run, nor here
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:

@@ -57,9 +57,25 @@ def fleet_of(*profiles, hidden=4, samples=6):
 def test_a_prediction_is_what_the_simulated_run_takes(name, options, tmp_path):
     """The simulated run trains; the plan goes by the same clock, the same choices and the same seed."""
     chosen = ["--algorithm", name, *options, "--max_updates", "24", "--train.num_epochs", "1"]
-    experiment = load_experiment(
-        "configs/quickstart.yaml", *chosen, "--progress", "quiet", "--output", str(tmp_path / "run")
-    )
+    agrees("configs/quickstart.yaml", *chosen, "--output", str(tmp_path / "run"))
+
+
+def test_a_frozen_base_travels_in_no_plan(tmp_path):
+    """As in a run: adapters alone go down and up, and a client holds the base besides."""
+    small = ["--max_updates", "8", "--train.num_steps", "1", "--data.num_test", "8", "--output", str(tmp_path / "run")]
+    experiment = agrees("configs/llm-lora.yaml", *small)
+    world = World(experiment)
+    submodels = world.submodels(experiment.algorithm)
+    whole, *smaller = tasks.submodel_rows(world.fleet(experiment.algorithm))
+    adapters = sum(size for name, size in submodels.parameters.items() if ".lora_" in name)
+    assert whole.params > 2 * adapters
+    assert whole.down_bytes == whole.up_bytes == 4 * adapters
+    assert all(row.down_bytes <= whole.down_bytes and row.peak_bytes > 4 * whole.params for row in smaller)
+
+
+def agrees(config, *options):
+    """Hold a prediction against the run; return the experiment."""
+    experiment = load_experiment(config, *options, "--progress", "quiet")
     found = predict(World(experiment), experiment.algorithm)
     summary, _ = simulate(experiment)
     assert found.problem is None
@@ -69,6 +85,7 @@ def test_a_prediction_is_what_the_simulated_run_takes(name, options, tmp_path):
     assert found.staleness == pytest.approx(summary["staleness"]["mean"])
     moved = summary["bytes_up"] + summary["bytes_down"]
     assert found.bytes_per_update == pytest.approx(moved / summary["updates_merged"])
+    return experiment
 
 
 def test_a_round_of_fed_avg_takes_what_its_slowest_client_takes(world):

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 _MOST_MEASURED = 2000
 """Samples of the training set on which the global model is measured where there is nothing else."""
-MOST_KEPT = 10_000
+_MOST_KEPT = 10_000
 """Clients whose data a process keeps ready; those of others are made anew when they work again."""
+_MOST_COPIED_BYTES = 1e9
+"""Samples that are copied to where they are read from, if they are no more than this."""
 
 
 @contextmanager
@@ -61,7 +63,7 @@ class ClientData:
         indices: `(num_samples,)` int64, this client's rows of it.
         batch_size: used when `batches` is given none.
         collate: the loader's collate function.
-        cache: whether the fast path may copy the client's samples to one place, which saves time in each batch.
+        copied: whether the fast path copies the client's samples, and then lets the data set go.
         drop_last: leave out the last batch of an epoch where it is smaller than the others, unless it is the only one.
 
     Attributes:
@@ -78,10 +80,10 @@ class ClientData:
         indices: torch.Tensor,
         batch_size: int | None = None,
         collate: Collate = default_collate,
-        cache: bool = True,
+        copied: bool = False,
         drop_last: bool = False,
     ) -> None:
-        """Gather the client's samples, if they are to be cached."""
+        """Gather the client's samples, if they are to be copied."""
         self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
@@ -91,8 +93,7 @@ class ClientData:
         self._indices: torch.Tensor | None = indices
         self._classes: frozenset[int] | None = None
         self._looked = False
-        if self.gathers and cache:
-            # From here on this client keeps its own samples only, not the data set.
+        if self.gathers and copied and _num_bytes(self._fetch, len(indices)) <= _MOST_COPIED_BYTES:
             self._fetch, self._indices = select_from(self._fetch(indices)), None
 
     def num_batches(self, batch_size: int | None = None) -> int:
@@ -198,8 +199,6 @@ class FederatedData:
         partition: which client owns which samples.
         num_clients: N.
         seed: of the partition.
-        cache_bytes: how much memory the clients' own copies of their samples may take in this process together; clients
-            beyond it gather each batch from the whole data set, which gives the same batches more slowly.
 
     Attributes:
         notes: what a user should know of what it measures on.
@@ -214,7 +213,6 @@ class FederatedData:
         partition: Partition,
         num_clients: int,
         seed: int = 0,
-        cache_bytes: float = 1e9,
     ) -> None:
         """Set the data module up and partition its training set."""
         self.num_clients = num_clients
@@ -224,7 +222,7 @@ class FederatedData:
             datamodule.setup("fit")
             loader = _single_loader(datamodule.train_dataloader(), "train_dataloader")
         self._dataset, self._collate = loader.dataset, loader.collate_fn
-        self._fetch, self._is_fast = fetcher(self._dataset, self._collate)
+        self._fetch, _ = fetcher(self._dataset, self._collate)
         self.batch_size: int | None = loader.batch_size
         self.drop_last: bool = loader.drop_last
         labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
@@ -233,8 +231,7 @@ class FederatedData:
         if partition.test_share:
             sides = zip(*(partition.held_out(part, client, seed) for client, part in enumerate(parts, 1)), strict=True)
         self._parts, self._test_parts = map(_Parts, sides)
-        self._cache_left_bytes = cache_bytes
-        self._clients: OrderedDict[int, tuple[ClientData, float]] = OrderedDict()  # with bytes of cache
+        self._clients: OrderedDict[int, ClientData] = OrderedDict()
         self._test: _InOrder | None = None
         self.notes: list[str] = []
 
@@ -255,21 +252,23 @@ class FederatedData:
         return self._parts.of(client)
 
     def client(self, client: int) -> ClientData:
-        """The data of client 1..N; built on first use, and kept until `MOST_KEPT` others have been asked for."""
+        """The data of client 1..N; built on first use, and kept until `_MOST_KEPT` others have been asked for."""
         if client not in self._clients:
-            before = self._cache_left_bytes
-            mine = self._own(self.indices(client))
-            if self.test_sizes[client - 1]:
-                mine.test = self._own(self._test_parts.of(client))
-            self._clients[client] = mine, before - self._cache_left_bytes
-            if len(self._clients) > MOST_KEPT:
-                self._cache_left_bytes += self._clients.popitem(last=False)[1][1]
+            self._clients[client] = self.make_client(client)
+            if len(self._clients) > _MOST_KEPT:
+                self._clients.popitem(last=False)
         self._clients.move_to_end(client)
-        return self._clients[client][0]
+        return self._clients[client]
 
-    def _own(self, indices: torch.Tensor) -> ClientData:
-        cache = self._is_fast and self._take_cache(self._fetch, len(indices))
-        return ClientData(self._dataset, indices, self.batch_size, self._collate, cache, self.drop_last)
+    def make_client(self, client: int, *, copied: bool = False) -> ClientData:
+        """Make the data of client 1..N, with a copy of its samples where a process is to hold no others."""
+        mine = self._own(self.indices(client), copied)
+        if self.test_sizes[client - 1]:
+            mine.test = self._own(self._test_parts.of(client), copied)
+        return mine
+
+    def _own(self, indices: torch.Tensor, copied: bool) -> ClientData:
+        return ClientData(self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last)
 
     def example_batch(self, n: int = 2) -> Any:
         """The first n samples of the training set as one batch."""
@@ -301,7 +300,7 @@ class FederatedData:
         fetch, is_fast = fetcher(dataset, collate)
         num_samples = _length(dataset)
         tensors = None
-        if is_fast and self._take_cache(fetch, num_samples):
+        if is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES:
             tensors = fetch(torch.arange(num_samples))
         return _InOrder(fetch, num_samples, batch_size, tensors)
 
@@ -330,14 +329,6 @@ class FederatedData:
             f"{num:,} samples of the training set, which says nothing of new data"
         )
         return Subset(self._dataset, [i * length // num for i in range(num)]), self._collate, self.batch_size
-
-    def _take_cache(self, fetch: Fetch, num_samples: int) -> bool:
-        """Whether so many samples still fit in the cache; if so, they count as there."""
-        sample = fetch(torch.zeros(1, dtype=torch.int64))
-        size_bytes = num_samples * sum(tensor.nbytes for tensor in sample)
-        fits = size_bytes <= self._cache_left_bytes
-        self._cache_left_bytes -= size_bytes if fits else 0
-        return bool(fits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,3 +385,8 @@ def _overrides(module: LightningDataModule, name: str) -> bool:
 
 def _length(dataset: Any) -> int:
     return len(dataset)
+
+
+def _num_bytes(fetch: Fetch, num_samples: int) -> int:
+    sample = fetch(torch.zeros(1, dtype=torch.int64))
+    return int(num_samples * sum(tensor.nbytes for tensor in sample))

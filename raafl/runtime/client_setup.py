@@ -72,12 +72,13 @@ class ClientSetup:
         set_numerics(experiment.threads, experiment.fabric)
         if own_data:
             data = whole(experiment)
-            mine = data.client(1)
+            mine = data.make_client(1, copied=True)
             profile = experiment.profiles()[client - 1]
             info = ClientInfo(client, mine.num_samples, profile, own_data=True)
         else:
             data = load_data(experiment)
-            mine, info = data.client(client), client_infos(experiment, data)[client - 1]
+            mine = data.make_client(client, copied=True)
+            info = client_infos(experiment, data)[client - 1]
         submodels, trainer = client_parts(experiment, data, experiment.fabric.at(place))
         info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device, place)
         settle_heap(experiment, info, submodels, data, trainer.fabric.device)

@@ -13,7 +13,7 @@ from raafl.core.algorithm import Algorithm, OwnTests
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
-from raafl.data.federated import MOST_KEPT, ClientData, FederatedData, reading
+from raafl.data.federated import ClientData, FederatedData, reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput
 from raafl.local.numerics import set_numerics
@@ -200,8 +200,6 @@ def make_executor(
         return own[client] if client in own else parts.data.client(client)
 
     if workers > 1:
-        for client in parts.clients[:MOST_KEPT]:  # before workers are forked, so that they share what a client caches
-            data_of(client.id)
         return Pool(trainer, data_of, workers)
     if ranks:
         return OverRanks(trainer, data_of)

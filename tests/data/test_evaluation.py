@@ -24,7 +24,7 @@ class WithVal(Module):
         return DataLoader(self.test, batch_size=4)
 
 
-def test_test_set_in_order():
+def test_test_set_in_order(monkeypatch):
     for kind, calls in ((WithTest, ["prepare", "fit", "test"]), (WithVal, ["prepare", "fit"])):
         for test in (tensors(10), Plain(tensors(10)), Subset(tensors(20), range(10))):
             module = kind(tensors(), test)
@@ -33,8 +33,9 @@ def test_test_set_in_order():
             assert equal(fed.test_batches(), expected) and equal(fed.test_batches(), expected)
             assert module.calls == calls
             assert [len(y) for _, y in fed.test_batches(7)] == [7, 3]
-            uncached = FederatedData(kind(tensors(), test), Iid(), 2, 0, cache_bytes=0)
-            assert equal(uncached.test_batches(), expected)
+            with monkeypatch.context() as patched:
+                patched.setattr(federated, "_MOST_COPIED_BYTES", 0)
+                assert equal(FederatedData(kind(tensors(), test), Iid(), 2, 0).test_batches(), expected)
 
 
 @pytest.mark.parametrize("test", [None, []])

@@ -14,20 +14,20 @@ ROWS = torch.tensor([1, 4, 5, 9, 16, 20, 33, 34, 40, 41, 49])
 
 @pytest.mark.parametrize("counts", [{"num_epochs": 3}, {"num_steps": 1}, {"num_steps": 7}])
 @pytest.mark.parametrize("batch_size", [1, 4, 11, 100])
-@pytest.mark.parametrize("cache", [True, False])
-def test_fast_path_equals_slow_path_batch_for_batch(counts, batch_size, cache):
-    fast = ClientData(tensors(), ROWS, cache=cache)
+@pytest.mark.parametrize("copied", [True, False])
+def test_fast_path_equals_slow_path_batch_for_batch(counts, batch_size, copied):
+    fast = ClientData(tensors(), ROWS, copied=copied)
     slow = ClientData(Plain(tensors()), ROWS)
     assert equal(fast.batches(generator(), batch_size, **counts), slow.batches(generator(), batch_size, **counts))
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_fast_path_equals_slow_path_for_subsets_and_images(cache):
+@pytest.mark.parametrize("copied", [True, False])
+def test_fast_path_equals_slow_path_for_subsets_and_images(copied):
     images = TensorImages(
         torch.randint(0, 256, (50, 1, 3, 3), dtype=torch.uint8, generator=generator()), torch.arange(50), [0.3], [0.4]
     )
     for dataset in (images, Subset(images, range(49, -1, -1)), Subset(tensors(), range(49, -1, -1))):
-        fast, slow = ClientData(dataset, ROWS, cache=cache), ClientData(Plain(dataset), ROWS)
+        fast, slow = ClientData(dataset, ROWS, copied=copied), ClientData(Plain(dataset), ROWS)
         assert equal(fast.batches(generator(), 4, num_epochs=2), slow.batches(generator(), 4, num_epochs=2))
 
 
@@ -129,35 +129,42 @@ def test_clients_are_numbered_from_one():
             fed.client(client)
 
 
-def test_the_cache_bound_changes_no_batch():
-    def run(cache_bytes):
-        fed = FederatedData(Module(tensors()), Iid(), 5, 0, cache_bytes=cache_bytes)
-        return [b for i in range(1, 6) for b in fed.client(i).batches(generator(), num_epochs=2)]
+def test_clients_of_a_simulation_hold_no_samples_of_their_own():
+    """What a thousand of them had copied stayed, also of those that did not work."""
+    fed = FederatedData(Module(tensors()), Iid(test_share=0.2), 5, 0)
+    for number in range(1, 6):
+        shared, alone = fed.client(number), fed.make_client(number, copied=True)
+        assert shared._indices is not None and alone._indices is alone.test._indices is None
+        for one, other in ((shared, alone), (shared.test, alone.test)):
+            assert equal(one.batches(generator(), num_epochs=2), other.batches(generator(), num_epochs=2))
 
-    # a sample is 2 floats and an int64, 16 bytes; a client has 10: two clients fit into 320
-    assert equal(run(1e9), run(320)) and equal(run(1e9), run(0))
-    fed = FederatedData(Module(tensors()), Iid(), 5, 0, cache_bytes=320)
-    assert [fed.client(i)._indices is None for i in range(1, 6)] == [True, True, False, False, False]
 
-
-def test_clients_that_have_not_worked_for_long_are_made_anew_and_their_room_is_given_back(monkeypatch):
-    monkeypatch.setattr(federated, "MOST_KEPT", 2)
-    fed = FederatedData(Module(tensors()), Iid(), 5, 0, cache_bytes=320)
+def test_clients_that_have_not_worked_for_long_are_made_anew(monkeypatch):
+    monkeypatch.setattr(federated, "_MOST_KEPT", 2)
+    fed = FederatedData(Module(tensors()), Iid(), 5, 0)
     one, two = fed.client(1), fed.client(2)
     assert fed.client(1) is one
-    assert fed.client(3)._indices is not None  # there was no room while the others had theirs
-    assert fed.client(1) is one and fed.client(4)._indices is None
+    fed.client(3)
+    assert fed.client(1) is one and len(fed._clients) == 2
     again = fed.client(2)
     assert again is not two
     assert equal(*(list(one.batches(generator(), num_epochs=2)) for one in (two, again)))
 
 
-def test_a_cached_client_lets_the_data_set_go():
+def test_more_samples_than_there_is_room_for_are_not_copied(monkeypatch):
+    # a sample is 2 floats and an int64, 16 bytes; a client has 10
+    fed = FederatedData(Module(tensors()), Iid(), 5, 0)
+    for most_bytes, is_copied in ((160, True), (159, False)):
+        monkeypatch.setattr(federated, "_MOST_COPIED_BYTES", most_bytes)
+        assert (fed.make_client(1, copied=True)._indices is None) == is_copied
+
+
+def test_a_client_alone_in_its_process_lets_the_data_set_go():
     import gc
     import weakref
 
     fed = FederatedData(Module(tensors()), Iid(), 5, 0)
-    client, base = fed.client(2), weakref.ref(fed._dataset)
+    client, base = fed.make_client(2, copied=True), weakref.ref(fed._dataset)
     del fed
     gc.collect()
     assert base() is None and client.num_samples == 10

@@ -105,7 +105,7 @@ def equal_replay(made: Experiment, run: Finished) -> bool:
     """Check whether a replay of the run that it made comes to the same model."""
     rows, summary = read_run(run.folder)
     with remembered.findings():
-        parts = build(made, pace=False, **rows[0]["start"])
+        parts = build(made, pace=False, **next(iter(rows))["start"])
         with closing(make_executor(parts, 1)) as executor:
             Replay(parts.coordinator, executor).run(rows)
     return parts.coordinator.state.values.model_digest() == summary["model_digest"]

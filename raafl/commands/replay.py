@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,9 @@ def replay(
     return result
 
 
-def _own_data(folder: Path, rows: list[JournalRow], files: Mapping[int, Path], trusted: bool) -> dict[int, ClientData]:
+def _own_data(
+    folder: Path, rows: Iterable[JournalRow], files: Mapping[int, Path], trusted: bool
+) -> dict[int, ClientData]:
     """Return the data of the clients that did not train on their share of the run's."""
     from raafl.runtime.client_setup import whole
 

@@ -68,19 +68,35 @@ class Undone:
             self._ranges = [one for one in self._ranges if one.start < begin] + [range(begin, number)]
             del self._events[kept:]
 
+    @property
+    def num_events(self) -> int:
+        """Count the lines that are events, and count."""
+        return len(self._events)
+
     def __contains__(self, number: int) -> bool:
         return any(number in one for one in self._ranges)
 
 
-def that_count(rows: Iterable[JournalRow]) -> list[JournalRow]:
-    """Leave out the rows that a resumed run has gone back behind."""
-    rows, undone = list(rows), Undone()
-    for row in rows:
-        undone.add(row.get("event"), row.get("kept"))
-    return [row for number, row in enumerate(rows) if number not in undone]
+class JournalRows:
+    """The rows of a journal but for those that a resumed run has gone back behind; read anew whenever they are gone through."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Find out which count; see `read_events` for ``path`` and what is raised."""
+        self._path, self._undone = path, Undone()
+        for row in read_events(path):
+            self._undone.add(row.get("event"), row.get("kept"))
+
+    def __iter__(self) -> Iterator[JournalRow]:
+        """Yield them in order."""
+        return (row for number, row in enumerate(read_events(self._path)) if number not in self._undone)
+
+    @property
+    def num_events(self) -> int:
+        """Count those that are events."""
+        return self._undone.num_events
 
 
-def read_run(folder: Path, until: int | None = None) -> tuple[list[JournalRow], Summary | None]:
+def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRow], Summary | None]:
     """Read what a replay needs: the rows of the journal that count, and the summary (None if the run never finished).
 
     Raises:
@@ -89,7 +105,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[list[JournalRow], 
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
-    rows, summary = that_count(read_events(folder)), read_summary(folder)
+    rows, summary = JournalRows(folder), read_summary(folder)
     num_events = 0
     for row in rows:
         if row.get("event") == "gap":

@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,6 +43,8 @@ from raafl.runfolder.schema import (
     JournalRow,
     Summary,
 )
+
+_READ_BYTES = 2**16  # at a time, of a file's end
 
 
 class RunFolder:
@@ -288,7 +291,7 @@ class _Table(Rows[list[Any]]):
         self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
         new: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        self._header: tuple[str, ...] = () if new else tuple(read_table(path)[0])  # as it is in the file
+        self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))  # as it is in the file
         self.columns = self._header or tuple(columns)
         self._rows: list[str] = []
         self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
@@ -311,8 +314,8 @@ class _Table(Rows[list[Any]]):
         if not self._header:
             self._write(self._text(list(self.columns)))
         else:
-            _, old = read_table(self.path)
-            write_table(self.path, self.columns, [row + [""] * (len(self.columns) - len(row)) for row in old])
+            old = islice(read_table(self.path), 1, None)
+            write_table(self.path, chain([self.columns], (row + [""] * (len(self.columns) - len(row)) for row in old)))
             self._open("ab")
         self._header = self.columns
 
@@ -341,5 +344,10 @@ def _cell(value: Any) -> Any:
 
 def _cut_torn_line(path: Path) -> None:
     with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        end, found = file.seek(0, os.SEEK_END), -1
+        while end and found < 0:
+            start = max(end - _READ_BYTES, 0)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            end = start
+        file.truncate(end + found + 1)

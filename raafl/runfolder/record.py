@@ -61,7 +61,7 @@ class RunRecord:
         self.metrics: dict[str, float] = {}
         self.evaluated_version = -1
         self.num_events = self.num_rows = 0
-        self._busy_s: dict[int, float] = {}
+        self._busy_s = 0.0  # in tasks that have ended, of all clients
         self._staleness_sum = self._staleness_max = 0
         self._turned_away: Counter[str] = Counter()
         self._kept_out: Counter[int] = Counter()
@@ -125,7 +125,7 @@ class RunRecord:
             self._staleness_max = max(self._staleness_max, settled.staleness)
         if assignment is not None:
             arrived = now if update is None else assignment.assigned_s + update.train_s
-            self._busy_s[settled.client] = self._busy_s.get(settled.client, 0.0) + arrived - assignment.assigned_s
+            self._busy_s += arrived - assignment.assigned_s
         self.num_rows += 1
         cells = self.figures.settled(settled, self.metrics)
         if self.folder is not None:
@@ -157,7 +157,7 @@ class RunRecord:
         measured = memory["measured_bytes"]  # by no client of a simulation, which has no column for it
         figures: RunFigures = {
             "utilisation": self._utilisation(now),
-            "participation": self.figures.participation(version, num_clients)["mean"],
+            "participation": self.figures.mean_participation(version, num_clients),
             "staleness": self._staleness_sum / merged if merged else 0.0,
             "coverage": self.figures.coverage()["mean"],
             "round_s": now / version if version else None,
@@ -171,7 +171,7 @@ class RunRecord:
 
     def _utilisation(self, now: float) -> float:
         """Return RU = sum over clients of seconds in tasks / (N * elapsed); the Co-S2P paper, eq. 12."""
-        busy = sum(self._busy_s.values()) + self.figures.working_s(now)
+        busy = self._busy_s + self.figures.working_s(now)
         return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
 
     @property
@@ -209,7 +209,7 @@ class RunRecord:
             "evaluated_version": self.evaluated_version,
             "num_events": self.num_events,
             "num_rows": self.num_rows - (self.folder.num_clients_dropped if self.folder is not None else 0),
-            "busy_s": dict(self._busy_s),
+            "busy_s": self._busy_s,
             "staleness": [self._staleness_sum, self._staleness_max],
             "turned_away": dict(self._turned_away),
             "kept_out": dict(self._kept_out),
@@ -226,7 +226,8 @@ class RunRecord:
         self.time_to.update({name: at_s for name, at_s in data["time_to"].items() if name in self.time_to})
         self.metrics, self.evaluated_version = dict(data["metrics"]), data["evaluated_version"]
         self.num_events, self.num_rows = data["num_events"], data["num_rows"]
-        self._busy_s.update(data["busy_s"])
+        busy_s = data["busy_s"]
+        self._busy_s = busy_s if isinstance(busy_s, float) else sum(busy_s.values())  # by client in earlier versions
         self._staleness_sum, self._staleness_max = data["staleness"]
         self._turned_away.update(data["turned_away"])
         self._kept_out.update(data.get("kept_out", {}))

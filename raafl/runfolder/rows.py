@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
@@ -242,15 +242,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a CSV file; no header for an empty one."""
-    rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
-    return (rows[0], rows[1:]) if rows else ([], [])
+def read_table(path: Path) -> Iterator[list[str]]:
+    """Yield the header of a CSV file, then its rows; nothing for an empty one."""
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from csv.reader(file)
 
 
-def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV file, whole or not at all."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+def write_table(path: Path, rows: Iterable[Sequence[str]]) -> None:
+    """Write a CSV file, whole or not at all; the rows may come from the one that is there."""
     with atomic_file(path) as file:
-        file.write(text.getvalue().encode())
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        text.detach()

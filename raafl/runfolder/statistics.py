@@ -74,6 +74,7 @@ class RunStatistics:
         self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum over versions
         self._since: dict[int, float] = {}  # assignment -> when it was handed out
         self._rounds: dict[int, list[int]] = {}  # client -> the last version it took part in, and how many
+        self._num_rounds = 0  # of all clients
         self._tested: dict[int, tuple[float, dict[str, float]]] = {}  # client -> its data size and latest metrics
         self._memory = [0.0, 0.0]  # highest predicted and measured
         self.regions: Counter[int] = Counter()
@@ -117,7 +118,8 @@ class RunStatistics:
         self._open[1].add(assignment.spec)
         self.regions[assignment.region] += 1
         rounds = self._rounds.setdefault(client, [0, 0])
-        rounds[1] += rounds[0] != version
+        rounds[1] += (is_new := rounds[0] != version)
+        self._num_rounds += is_new
         rounds[0] = version
 
     def _close(self) -> None:
@@ -151,10 +153,12 @@ class RunStatistics:
 
     def participation(self, version: int, num_clients: int) -> dict[str, float]:
         """Return the mean and the least, over clients, of the share of versions that a client took part in."""
-        rounds = [num for _, num in self._rounds.values()]
-        least = min(rounds, default=0) if len(rounds) >= num_clients else 0
-        whole = max(version, 1)
-        return {"mean": sum(rounds) / (max(num_clients, 1) * whole), "min": least / whole}
+        least = min((num for _, num in self._rounds.values()), default=0) if len(self._rounds) >= num_clients else 0
+        return {"mean": self.mean_participation(version, num_clients), "min": least / max(version, 1)}
+
+    def mean_participation(self, version: int, num_clients: int) -> float:
+        """Return the mean share, at a cost that does not grow with the clients."""
+        return self._num_rounds / (max(num_clients, 1) * max(version, 1))
 
     def memory(self) -> dict[str, int | None]:
         """Return the highest memory of a task: as predicted, and as clients' processes have measured it."""
@@ -182,6 +186,7 @@ class RunStatistics:
         self._shares, self._memory = list(data["shares"]), list(data["memory"])
         self._since.update(data["since"])
         self._rounds.update({client: list(rounds) for client, rounds in data["rounds"].items()})
+        self._num_rounds = sum(num for _, num in self._rounds.values())
         self._tested.update({client: (size, dict(metrics)) for client, (size, metrics) in data["tested"].items()})
         self.regions.update(data["regions"])
 

@@ -9,6 +9,7 @@ versions, thread count and device are the same (`raafl.runtime.conditions`) and 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,15 +81,14 @@ class Replay:
     num_events: int = 0
     now: float = 0.0
     _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
-    _expected: list[Assignment] = field(default_factory=list)
+    _expected: deque[Assignment] = field(default_factory=deque)  # handed out, and not yet compared with the recording
 
     def __post_init__(self) -> None:
         """Cut snapshots from the coordinator's state."""
         self._snapshots = CompressedSnapshots(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
-        """Replay rows in order, up to and including event number ``until``."""
-        rows = list(rows)
+        """Replay rows in order, up to and including event number ``until``; they are gone through twice."""
         order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
         for row in rows:
             if until is not None and self.num_events >= until:
@@ -123,7 +123,8 @@ class Replay:
             assignment = action.assignment
             snapshot = self._snapshots.cut(assignment)
             self._out[assignment.id] = (assignment, snapshot)
-            self._expected.append(assignment)
+            if self.parting is None:
+                self._expected.append(assignment)
             needed = order.get(assignment.id)
             if needed is not None:
                 self.executor.submit(assignment, snapshot, float(needed))
@@ -132,7 +133,7 @@ class Replay:
         """Compare the assignment that was recorded with the one that came out now."""
         if self.parting is not None:
             return
-        assignment = self._expected.pop(0) if self._expected else None
+        assignment = self._expected.popleft() if self._expected else None
         wanted = (row["id"], row["client"], row["version"], row["spec"], row["seed"])
         found = None
         if assignment is not None:

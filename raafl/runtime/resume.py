@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.types import Limits
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.events import read_events, that_count
+from raafl.runfolder.events import JournalRows, read_events
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.rows import read_table, write_table
-from raafl.runfolder.schema import CLIENTS, EVENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
+from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
@@ -140,26 +140,29 @@ def mend(saved: SavedRun) -> Mended:
     """
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
-    header, metrics = read_table(folder / METRICS)
-    write_table(folder / METRICS, header, [row for row in metrics if int(row[0]) <= coordinator["version"]])
-    header, rows = read_table(folder / CLIENTS)
-    kept, undone = rows[: section["record"]["num_rows"]], rows[section["record"]["num_rows"] :]
-    client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
-    merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
-    journal = list(read_events(folder))
-    assigned = {row["id"]: row for row in journal if row.get("event") == "assigned"}
-    last_id = max([*assigned, *(row["last_id"] for row in journal if row.get("event") == "gap")], default=0)
-    lost: list[Sequence[str]] = []
-    if saved.restarts:
-        later = sorted(number for number in assigned if number > coordinator["last_id"])
-        lost = [_lost_row(assigned[number], header) for number in later]
-    write_table(folder / CLIENTS, header, [*kept, *lost])
-    num_events = sum(row.get("event") in EVENTS for row in that_count(journal))
-    joins: dict[int, int] = {}
-    for row in journal:
-        if row.get("event") == "joined":
+    metrics = read_table(folder / METRICS)
+    header = next(metrics)
+    write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
+    last_id, joins = 0, dict[int, int]()
+    later: dict[int, JournalRow] = {}  # handed out after the checkpoint
+    for row in read_events(folder):
+        if row.get("event") == "assigned":
+            last_id = max(last_id, row["id"])
+            if saved.restarts and row["id"] > coordinator["last_id"]:
+                later[row["id"]] = row
+        elif row.get("event") == "gap":
+            last_id = max(last_id, row["last_id"])
+        elif row.get("event") == "joined":
             joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
-    return Mended(last_id, len(lost), max(section["record"]["num_events"] - num_events, 0), joins, merged)
+    num_rows, rows = section["record"]["num_rows"], read_table(folder / CLIENTS)
+    header = next(rows)
+    client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
+    kept, lost = islice(rows, num_rows), (_lost_row(later[number], header) for number in sorted(later))
+    undone = islice(read_table(folder / CLIENTS), 1 + num_rows, None)
+    merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
+    write_table(folder / CLIENTS, chain([header], kept, lost))
+    num_missing = max(section["record"]["num_events"] - JournalRows(folder).num_events, 0)
+    return Mended(last_id, len(later), num_missing, joins, merged)
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:

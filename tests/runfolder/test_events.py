@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
 from raafl.core.types import Arrived, Joined, Lost, Stop, Timer
 from raafl.errors import BadInput
-from raafl.runfolder.events import read_events, read_run, read_summary, that_count
+from raafl.runfolder.events import JournalRows, read_events, read_run, read_summary
 from raafl.runfolder.schema import EVENTS
 
 
@@ -47,8 +48,10 @@ def events(*kinds):
         (("joined", 7, "stop"), [0, 1, 2]),  # events are missing
     ],
 )
-def test_rows_that_a_resumed_run_has_gone_back_behind_do_not_count(kinds, places):
-    assert [row["place"] for row in that_count(events(*kinds))] == places
+def test_rows_that_a_resumed_run_has_gone_back_behind_do_not_count(tmp_path, kinds, places):
+    rows = JournalRows(folder(tmp_path, *events(*kinds)))
+    assert [row["place"] for row in rows] == [row["place"] for row in rows] == places  # twice
+    assert rows.num_events == sum(row["event"] in EVENTS for row in rows)
 
 
 def test_the_events_are_those_that_the_coordinator_is_told_of():
@@ -65,7 +68,8 @@ def folder(tmp_path, *rows, summary=None):
 
 def test_a_run_is_read_without_what_does_not_count(tmp_path):
     rows = events("run", "joined", "timer", 1, "stop")
-    assert read_run(folder(tmp_path, *rows)) == ([rows[0], rows[1], rows[3], rows[4]], None)
+    found, summary = read_run(folder(tmp_path, *rows))
+    assert (list(found), summary) == ([rows[0], rows[1], rows[3], rows[4]], None)
     assert read_run(folder(tmp_path, *rows, summary='{"seed": 3}'))[1] == {"seed": 3}
 
 
@@ -79,13 +83,24 @@ def test_rows_that_are_missing_are_named_unless_nobody_needs_them(tmp_path):
     gap = [{"event": "joined"}, {"event": "timer"}, {"event": "gap", "rows": 5}, {"event": "stop"}]
     with pytest.raises(BadInput, match=r"5 rows are missing after event 2, .* use --until 2"):
         read_run(folder(tmp_path, *gap))
-    assert read_run(tmp_path, until=2)[0] == gap
+    assert list(read_run(tmp_path, until=2)[0]) == gap
     with pytest.raises(BadInput, match="5 rows are missing"):
         read_run(tmp_path, until=3)
     lost = '{"unwritten": {"events.jsonl": 4}}'
     with pytest.raises(BadInput, match=r"its last 4 rows are missing, .* use --until 2"):
         read_run(folder(tmp_path, *gap[:2], summary=lost))
-    assert read_run(tmp_path, until=1)[0] == gap[:2]
+    assert list(read_run(tmp_path, until=1)[0]) == gap[:2]
+
+
+def test_a_long_journal_is_not_held_in_memory(tmp_path):
+    place = folder(tmp_path, *({"event": "timer", "id": number, "time_s": 1.5} for number in range(20_000)))
+    tracemalloc.start()
+    try:
+        found, _ = read_run(place)
+        assert sum(1 for _ in found) == 20_000
+        assert tracemalloc.get_traced_memory()[1] < 2**20, "as dictionaries they are 5 MB"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl"])

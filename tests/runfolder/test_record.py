@@ -174,7 +174,7 @@ def test_the_time_to_a_target_is_in_its_column_from_then_on(tmp_path):
         record = RunRecord(folder, [Target("accuracy", 0.5), Target("loss", 1.0), Target("error", 0.1)])
         for version, accuracy, loss in ((0, 0.1, 3.0), (1, 0.6, 2.0), (2, 0.4, 1.0), (3, 0.9, 0.5)):
             record.evaluated(version, 1.5 * version, {"accuracy": accuracy, "loss": loss})
-    header, rows = read_table(folder.path / "metrics.csv")
+    header, *rows = read_table(folder.path / "metrics.csv")
     columns = dict(zip(header, zip(*rows, strict=True), strict=True))
     assert {name: cells for name, cells in columns.items() if name.startswith("time_to")} == {
         "time_to/accuracy=0.5": ("", "1.5", "1.5", "1.5"),
@@ -186,7 +186,7 @@ def test_the_time_to_a_target_is_in_its_column_from_then_on(tmp_path):
 def test_a_run_without_targets_has_no_column_of_times(tmp_path):
     with RunFolder(tmp_path / "r", "") as folder:
         RunRecord(folder).evaluated(0, 0.0, {"accuracy": 0.1})
-    header, _ = read_table(folder.path / "metrics.csv")
+    header, *_ = read_table(folder.path / "metrics.csv")
     assert "accuracy" in header and not any(name.startswith("time_to") for name in header)
 
 

@@ -4,7 +4,9 @@ import csv
 import json
 import signal
 import time
+import tracemalloc
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import pytest
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
+from raafl.runfolder.rows import write_table
+from raafl.runtime.resume import SavedRun, mend
 from raafl.watch.feed import Watched
 from tests import warm
 from tests.crashed import crashed, simulated
@@ -206,3 +210,28 @@ def test_what_cannot_be_resumed_is_named(tmp_path):
         simulated("--resume", str(tmp_path / "done"))
     with pytest.raises(BadInput, match="which is not a run folder"):
         simulated("--resume", str(tmp_path / "nowhere"))
+
+
+def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
+    """20,000 tasks, of which the checkpoint knows 15,000; as lists and dictionaries they took 40 MB."""
+    num, kept = 20_000, 15_000
+    journal = [{"event": "joined", "client": 7, "incarnation": 2, "time_s": 0.0}]
+    for number in range(1, num + 1):
+        journal += [{"event": "assigned", "id": number, "time_s": 1.0}, {"event": "arrived", "time_s": 2.0}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
+    write_table(tmp_path / "metrics.csv", [["version", "loss"], ["0", "3.5"], ["100", "2.5"], ["16000", "1.5"]])
+    header = ["client", "outcome", "merged_version", "assignment"]
+    table = ([str(number % 9), "merged", str(number), str(number)] for number in range(1, num + 1))
+    write_table(tmp_path / "clients.csv", chain([header], table))
+    record = {"num_rows": kept, "num_events": kept + 1}
+    section = {"runtime": "simulated", "coordinator": {"version": kept, "last_id": kept}, "record": record}
+    tracemalloc.start()
+    try:
+        mended = mend(SavedRun(tmp_path, {}, section))
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert (mended.last_id, mended.num_lost, mended.num_missing, mended.joins) == (num, 0, 0, {7: 3})
+    assert mended.merged == [(number % 9, number) for number in range(kept + 1, num + 1)]
+    assert rows(tmp_path / "clients.csv")[-1][3] == str(kept) and len(rows(tmp_path / "clients.csv")) == 1 + kept
+    assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "100"]

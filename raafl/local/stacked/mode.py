@@ -105,7 +105,11 @@ class Stacked(TorchFunctionMode):
 
 
 def _has_stack(args: Any, kwargs: Any) -> bool:
-    return any(stack_of(leaf) is not None for leaf in tree_leaves((args, kwargs)))
+    plain = [*args, *kwargs.values()]
+    if any(stack_of(one) is not None for one in plain):
+        return True
+    inside = [one for one in plain if isinstance(one, tuple | list | dict)]  # seldom any: leaves are slow to find
+    return bool(inside) and any(stack_of(leaf) is not None for leaf in tree_leaves(inside))
 
 
 def _trains(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **more: Any) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
 from raafl.core.types import Assignment
@@ -24,7 +23,7 @@ from raafl.local.stacked.clipping import clip_
 from raafl.local.stacked.logged import Logged
 from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.products import Known
-from raafl.local.stacked.stacks import Unstackable
+from raafl.local.stacked.stacks import Unstackable, within
 from raafl.local.train import Built, LocalTrainer
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
@@ -246,15 +245,15 @@ class Steps:
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
 
-        def one(values: dict[str, Tensor], own: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            given = iter(own)
+        def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
+            values, given = {name: inside(stack) for name, stack in tensors.items()}, map(inside, data)
             leaves = [next(given) if isinstance(column[0], Tensor) else column[0] for column in columns]
             mode = Stacked(len(batches), states, self.known)
             with _Placed(self.places, values), self.choose(clients), mode:
                 answer = module.training_step(tree_unflatten(leaves, form), index)
             return answer["loss"] if isinstance(answer, dict) else answer, self.logged.take()
 
-        losses, values = vmap(one)(tensors, data)
+        losses, values = within(len(batches), one)
         self._note(clients, losses.reshape(len(batches)), values, states)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         if not isinstance(chosen, slice):

@@ -9,7 +9,7 @@ disturb less), the least of several repeats.
 
 `per_s` is client trainings per second, `bare_per_s` the loop's (of a task) or the bare loop's (of a run), `ratio` the one over
 the other, `over_loop` that over the same run with batch_clients 1, `in_vain` the share of trainings that nobody asked for,
-`equal` whether the digest is the loop's.
+`peak_bytes` the growth of the process's memory over what it held before, `equal` whether the digest is the loop's.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 from lightning import LightningModule
+from torch import Tensor, nn
 
-from benchmarks.common import Row, main
+from benchmarks.common import Row, forget_peak, main, status_bytes
 from benchmarks.overhead import Bare, RandomData, Workload
-from model_zoo import CNN, MLP, ViT
+from model_zoo import CNN, MLP, CharLM, HFSequenceClassifier, ResNet, ViT
+from model_zoo.lora import LoRA
 from raafl import Experiment, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.commands.run import simulate
 from raafl.core.algorithm import Algorithm, Local, Training
@@ -41,8 +43,11 @@ from raafl.local.stacked import CohortTrainer, Member
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FULL, Submodels
 
-REPEATS, RUN_REPEATS = 5, 2
+REPEATS, RUN_REPEATS = 3, 2
 SIZES = (4, 16, 32, 64)
+MOST_BYTES = 1 << 30
+"""Values, gradients and optimiser state of the cohorts that are measured at most."""
+VOCABULARY, TEXT, CHARACTERS = 1000, 16, 20
 
 
 def mlp(*widths: int) -> Callable[[], LightningModule]:
@@ -50,35 +55,97 @@ def mlp(*widths: int) -> Callable[[], LightningModule]:
     return lambda: MLP(widths[0], widths[1:-1], widths[-1], lr=0.005, momentum=0.5)
 
 
-TASKS = {
-    "logistic regression 784": (mlp(784, 10), (784,)),
-    "mlp 64-32-10": (mlp(64, 32, 10), (64,)),
-    "mlp 64-128-10": (mlp(64, 128, 10), (64,)),
-    "mlp 784-48-10": (mlp(784, 48, 10), (784,)),
-    "mlp 784-200-200-10": (mlp(784, 200, 200, 10), (784,)),
-    "cnn": (lambda: CNN(3, 32), (3, 32, 32)),
-    "vit micro": (lambda: ViT("micro"), (3, 32, 32)),
-}
-SMALL = Workload("mlp 64-32-10", mlp(64, 32, 10), (64,), 200, 100, 50, 10, 5, rounds=20)
-LOGISTIC = Workload("logistic regression 784", mlp(784, 10), (784,), 200, 100, 50, 10, 5, rounds=20)
+def resnet_8() -> LightningModule:
+    """Make ResNet-8 with group norms."""
+    module = ResNet(8)
+    for part in list(module.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(part, name, nn.GroupNorm(4, child.num_features))
+    return module
+
+
+def bert(lora: LoRA | None = None) -> LightningModule:
+    """Make a BERT of two blocks of width 32, or one whose adapters and head train alone."""
+    architecture = {
+        "model_type": "bert", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128,
+        "num_attention_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": TEXT,
+    }  # fmt: skip
+    return HFSequenceClassifier(num_classes=10, pretrained=False, architecture=architecture, lr=1e-3, lora=lora)
+
+
+def texts(num: int) -> tuple[Tensor, ...]:
+    """Draw tokens, all of them there, and classes."""
+    tokens = torch.randint(1, VOCABULARY, (num, TEXT))
+    return tokens, torch.ones_like(tokens), torch.randint(0, 10, (num,))
+
+
+def characters(num: int) -> tuple[Tensor, ...]:
+    """Draw characters, and what comes after each."""
+    drawn = torch.randint(0, 65, (num, CHARACTERS + 1))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimiser of the zoo's transformers."""
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
+
+
+def workload(name: str, make: Callable[[], LightningModule], *shape: int, **more: Any) -> Workload:
+    """Return a workload of 200 clients, a hundred of which are at work; five steps on batches of ten."""
+    plain: dict[str, Any] = {
+        "clients": 200,
+        "cohort": 100,
+        "samples": 50,
+        "batch_size": 10,
+        "num_steps": 5,
+        "rounds": 20,
+    }
+    return Workload(name, make, shape, **(plain | more))
+
+
+SMALL = workload("mlp 64-32-10", mlp(64, 32, 10), 64)
+LOGISTIC = workload("logistic regression 784", mlp(784, 10), 784)
+BERT = workload("bert 2 x 32", bert, draw=texts, optimizer=adamw, rounds=4)
+LORA = workload("bert 2 x 32, LoRA", lambda: bert(LoRA(4)), draw=texts, optimizer=adamw, rounds=4)
+LSTM = workload("char-lstm", lambda: CharLM(hidden=128, cell="lstm"), draw=characters, rounds=1)
+RESNET = workload("resnet-8, group norm", resnet_8, 3, 32, 32, clients=100, cohort=50, num_steps=2, rounds=3)
+CONVOLUTIONS = workload("cnn", lambda: CNN(3, 32), 3, 32, 32, clients=100, cohort=50, num_steps=2, rounds=4)
+VIT = workload("vit micro", lambda: ViT("micro"), 3, 32, 32, clients=100, cohort=50, num_steps=1, rounds=4)
+LEAF = workload("cnn of LEAF's size", lambda: CNN(1, 28, hidden=(2048, 84), num_classes=62), 1, 28, 28)
+WIDE = workload("mlp 784-200-200-10", mlp(784, 200, 200, 10), 784, rounds=4)
+TASKS = (
+    LOGISTIC, SMALL, workload("mlp 64-128-10", mlp(64, 128, 10), 64), workload("mlp 784-48-10", mlp(784, 48, 10), 784),
+    WIDE, BERT, LORA, LSTM, LEAF, RESNET, CONVOLUTIONS, VIT,
+)  # fmt: skip
 FEW = replace(SMALL, name="mlp 64-32-10, 20 at work", clients=40, cohort=20, rounds=40)
-LARGE = Workload("cnn", lambda: CNN(3, 32), (3, 32, 32), 100, 50, 50, 10, 2, rounds=4)
+MANY = replace(SMALL, name="mlp 64-32-10, 1,000 at work", clients=2000, cohort=1000, rounds=3)
+RUNS = {
+    SMALL: ("fed_avg", "fed_async", "fed_buff", "fed_raa", "hetero_fl"),
+    FEW: ("fed_avg", "fed_async"), MANY: ("fed_avg", "fed_async", "fed_buff"), LOGISTIC: ("fed_avg", "fed_async"),
+    WIDE: ("fed_async",), BERT: ("fed_avg", "fed_async"), LORA: ("fed_async",), LSTM: ("fed_async",),
+    RESNET: ("fed_async",), CONVOLUTIONS: ("fed_async",), VIT: ("fed_async",),
+}  # fmt: skip
+WHERE: Row = {"device": "cpu", "processes": 1}
 
 
-def task_rows(name: str, make: Callable[[], LightningModule], shape: tuple[int, ...]) -> list[Row]:
-    """Measure cohorts of one model against the loop; tasks of five steps on batches of ten."""
-    work = Workload(name, make, shape, max(SIZES), max(SIZES), 50, 10, 5, rounds=1)
-    data, module = RandomData(work), make()
+def task_rows(work: Workload) -> list[Row]:
+    """Measure cohorts of one model against the loop."""
+    torch.manual_seed(0)
+    most = max(SIZES)
+    work = replace(work, clients=most)
+    data, module = RandomData(work), work.model()
     submodels = Submodels(module, [tensor[:2] for tensor in data.samples.tensors])
     values = submodels.state(module)
     training = Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size)
     trainer = LocalTrainer(submodels, Local(), "values", training)
     together = CohortTrainer(trainer)
     tasks = []
-    for client in range(max(SIZES)):
+    for client in range(most):
         rows = torch.arange(client * work.samples, (client + 1) * work.samples)
         task = Assignment(client + 1, client + 1, 0, 0, 0, FULL, 0, None, None, 1000 + client, 0.0)
         tasks.append(Member(task, values, ClientData(data.samples, rows, work.batch_size)))
+    sizes = [size for size in SIZES if size == SIZES[0] or size * together.num_bytes(FULL) <= MOST_BYTES]
 
     def cohort_s(size: int) -> float:
         begin = time.thread_time()
@@ -94,17 +161,22 @@ def task_rows(name: str, make: Callable[[], LightningModule], shape: tuple[int, 
         return (time.thread_time() - begin) / 8
 
     least: dict[int, float] = {}
+    grown: dict[int, int] = {}
     for repeat in range(REPEATS + 1):
-        found = {0: loop_s()} | {size: cohort_s(size) for size in SIZES}
+        found = {0: loop_s()}
+        for size in sizes:
+            before = forget_peak()
+            found[size] = cohort_s(size)
+            grown[size] = status_bytes("VmHWM") - before
         if repeat:  # the first of each warms up
             least = {size: min(seconds, least.get(size, seconds)) for size, seconds in found.items()}
     return [
         {
-            "workload": name, "algorithm": "task", "batch_clients": size, "at_work": size, "per_s": 1 / least[size],
+            "workload": work.name, "algorithm": "task", "batch_clients": size, **WHERE, "at_work": size, "per_s": 1 / least[size],
             "bare_per_s": 1 / least[0], "ratio": least[0] / least[size], "mean_cohort": size, "in_vain": 0.0,
-            "equal": _equal(trainer, together, tasks[:size]),
+            "peak_bytes": grown[size], "equal": _equal(trainer, together, tasks[:size]),
         }
-        for size in SIZES
+        for size in sizes
     ]  # fmt: skip
 
 
@@ -115,15 +187,15 @@ def _equal(trainer: LocalTrainer, together: CohortTrainer, tasks: list[Member]) 
 
 
 def run(work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: Any, folder: Path) -> tuple[float, Any]:
-    """Return the CPU seconds of a whole simulated run's thread, and its summary."""
+    """Return the CPU seconds of a whole simulated run's thread, and its summary, with ``peak_bytes`` beyond those before."""
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),
         max_updates=work.trainings, eval_every=10**9, batch_clients=batch_clients, output=str(folder), progress="quiet",
     )  # fmt: skip
-    watch = _Stopwatch()
+    watch, before = _Stopwatch(), forget_peak()
     summary, _ = simulate(experiment, watcher=watch)
-    return watch.seconds, summary
+    return watch.seconds, summary | {"peak_bytes": status_bytes("VmHWM") - before}
 
 
 class _Stopwatch(Watcher):
@@ -151,6 +223,7 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
         least[key] = min(seconds, least.get(key, seconds))
 
     with tempfile.TemporaryDirectory() as folder:
+        bare.train(0)
         for repeat in range(RUN_REPEATS):
             gc.collect()
             begin = time.thread_time()
@@ -169,10 +242,10 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
             batched = summary.get("batched", {"mean_cohort": 1.0, "share": 0.0, "in_vain": 0})
             per_s, bare_per_s = work.trainings / least[name, way], work.trainings / least["bare"]
             found.append({
-                "workload": work.name, "algorithm": name, "batch_clients": way, "at_work": work.cohort, "per_s": per_s,
+                "workload": work.name, "algorithm": name, "batch_clients": way, **WHERE, "at_work": work.cohort, "per_s": per_s,
                 "bare_per_s": bare_per_s, "ratio": per_s / bare_per_s, "over_loop": least[name, 1] / least[name, way],
                 "mean_cohort": batched["mean_cohort"], "share": batched["share"],
-                "in_vain": batched["in_vain"] / work.trainings,
+                "in_vain": batched["in_vain"] / work.trainings, "peak_bytes": summary["peak_bytes"],
                 "equal": summary["model_digest"] == summaries[name, 1]["model_digest"],
             })  # fmt: skip
     return found
@@ -191,11 +264,10 @@ def rows() -> list[Row]:
     """Measure cohorts of every model, then whole runs."""
     torch.set_num_threads(1)
     keep_freed()
-    found = [row for name, (make, shape) in TASKS.items() for row in task_rows(name, make, shape)]
-    found += run_rows(SMALL, algorithms(100))
-    for work in (LOGISTIC, FEW, LARGE):
-        few = algorithms(work.cohort)
-        found += run_rows(work, {name: few[name] for name in ("fed_avg", "fed_async")})
+    found = [row for work in TASKS for row in task_rows(work)]
+    for work, names in RUNS.items():
+        methods = algorithms(work.cohort)
+        found += run_rows(work, {name: methods[name] for name in names})
     return found
 
 

@@ -89,6 +89,20 @@ def gpu_busy(*command: str) -> Iterator[list[float]]:
         seen += [float(word) for word in looking.communicate()[0].split() if word.isdecimal()]
 
 
+def status_bytes(field: str) -> int:
+    """Return what the kernel says of this process: ``VmRSS`` is what it holds now, ``VmHWM`` the most it has held."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def forget_peak() -> int:
+    """Forget the most memory that this process has held, and return what it holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_bytes("VmRSS")
+
+
 def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None) -> None:
     """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")

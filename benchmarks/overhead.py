@@ -16,7 +16,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,24 @@ from raafl.local.train import FabricOptions
 REPEATS = 3
 
 
+def cross_entropy(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the loss of logits of a batch's first tensors, of classes that the last one names."""
+    *inputs, labels = batch
+    logits = module(*inputs)
+    return F.cross_entropy(logits, labels) if logits.dim() == 2 else F.cross_entropy(logits.mT, labels)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimiser of most workloads."""
+    return torch.optim.SGD(parameters, lr=0.005, momentum=0.5)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Clients, their data, and how they train."""
+    """Clients, their data, and how they train.
+
+    ``draw`` returns so many samples, None = random numbers of ``shape`` and ten classes; ``optimizer`` is the bare loop's.
+    """
 
     name: str
     model: Callable[[], LightningModule]
@@ -50,6 +65,8 @@ class Workload:
     batch_size: int
     num_steps: int
     rounds: int
+    draw: Callable[[int], tuple[torch.Tensor, ...]] | None = None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
 
     @property
     def trainings(self) -> int:
@@ -60,11 +77,11 @@ class Workload:
 MLP_MNIST = Workload(
     "mlp", lambda: MLP(784, (200, 200), 10, lr=0.005, momentum=0.5), (784,), 10, 10, 6000, 128, 5, rounds=25
 )
-CNN_CIFAR = Workload("cnn", lambda: CNN(3, 32), (3, 32, 32), 1000, 50, 50, 10, 5, rounds=2)
+CNN_CIFAR = Workload("cnn", lambda: CNN(3, 32), (3, 32, 32), 1000, 50, 50, 10, 3, rounds=2)
 
 
 class RandomData(LightningDataModule):
-    """Random inputs and labels of a workload's shape."""
+    """Random samples of a workload."""
 
     def __init__(self, work: Workload) -> None:
         """Draw all samples."""
@@ -72,7 +89,8 @@ class RandomData(LightningDataModule):
         torch.manual_seed(0)
         num = work.clients * work.samples
         self.batch_size = work.batch_size
-        self.samples = TensorDataset(torch.randn(num, *work.shape), torch.randint(0, 10, (num,)))
+        drawn = work.draw(num) if work.draw else (torch.randn(num, *work.shape), torch.randint(0, 10, (num,)))
+        self.samples = TensorDataset(*drawn)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return all samples."""
@@ -84,8 +102,8 @@ class RandomData(LightningDataModule):
 
 
 def flatten(module: nn.Module) -> torch.Tensor:
-    """Move the parameters of ``module`` into one vector and return it."""
-    parameters = list(module.parameters())
+    """Move the parameters of ``module`` that train into one vector and return it."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
     flat = torch.cat([p.detach().flatten() for p in parameters])
     start = 0
     for p in parameters:
@@ -100,20 +118,19 @@ class Bare:
     def __init__(self, work: Workload, data: RandomData) -> None:
         """Give each client its own tensors."""
         self.work = work
-        x, y = data.samples.tensors
-        self.clients = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
+        self.clients = list(zip(*(tensor.split(work.samples) for tensor in data.samples.tensors), strict=True))
         self.module: nn.Module = work.model()
         self.flat = flatten(self.module)
         self.theta = self.flat.clone()
 
     def train(self, client: int) -> None:
         """Train one client from the global vector; its result is in ``self.flat``."""
-        x, y = self.clients[client]
+        tensors = self.clients[client]
         self.flat.copy_(self.theta)
-        optimizer = torch.optim.SGD(self.module.parameters(), lr=0.005, momentum=0.5)
-        order = torch.randperm(len(x))
+        optimizer = self.work.optimizer([p for p in self.module.parameters() if p.requires_grad])
+        order = torch.randperm(self.work.samples)
         for rows in order.split(self.work.batch_size)[: self.work.num_steps]:
-            loss = F.cross_entropy(self.module(x[rows]), y[rows])
+            loss = cross_entropy(self.module, [tensor[rows] for tensor in tensors])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

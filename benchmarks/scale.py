@@ -1,5 +1,7 @@
 """Whether the cost of an event grows with the run or with the clients: 10,000 and 100,000 of them, 20,000 updates of a small MLP.
 
+Also 1,000 clients on CIFAR-10 (which must be there, see `RAAFL_DATA`), a CNN.
+
 Every case is a whole simulated run (coordinator, journal, clients.csv, checks of every update) in a process of its own,
 on one thread. An event is an arrival, a join, a loss or a timer. What events cost is the process's CPU time from the end
 of one client's training to the beginning of the next, everything that is not training, over the events that the journal
@@ -9,6 +11,7 @@ machine is doing disturbs. `joined_s` is the time of all clients' arrival at tim
 first training; `build_s` what went before, where data are shared out, devices dealt and checked. Memory is the process's
 peak, and its growth from the moment when the model, the data and its share for each client were there;
 `bytes_per_client` is its growth from before that until all clients have joined, without the samples themselves.
+`evaluate_s` are the CPU seconds of measuring the model once, for CIFAR-10 on its whole test set.
 In the cases that come and go, every client is there for three quarters of its time only, each in its own rhythm.
 
     python -m benchmarks.scale [--json] [--out FILE]
@@ -17,7 +20,6 @@ In the cases that come and go, every client is there for three quarters of its t
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,12 +32,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import Row, main
+from benchmarks.common import Row, main, status_bytes
 from raafl import Experiment, fed_async, fed_buff, fed_raa
 from raafl.commands.run import Run
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Assignment, Update
-from raafl.data import Iid
+from raafl.data import CIFAR10, Iid
 from raafl.devices import Device
 from raafl.lean_import import import_lightning
 from raafl.runfolder.events import read_events
@@ -59,11 +61,18 @@ class Case:
     updates: int = 20_000
     samples: int = 4
     come_and_go: bool = False
+    cifar10: bool = False
 
 
 NAMES = ("fed_async", "fed_buff", "fed_raa")
 MANY = Case("fed_async", 1000, clients=100_000)
-CASES = [*(Case(name, cap) for name in NAMES for cap in (1000, None)), Case("fed_raa", 1000, come_and_go=True), MANY]
+CIFAR = Case("fed_async", 100, clients=1000, updates=1500, cifar10=True)
+CASES = [
+    *(Case(name, cap) for name in NAMES for cap in (1000, None)),
+    Case("fed_raa", 1000, come_and_go=True),
+    MANY,
+    CIFAR,
+]
 
 
 class SmallData:
@@ -105,7 +114,7 @@ class Stopwatch(Executor):
 
     def result(self, assignment_id: int) -> Update:
         """Train, between two looks at the clocks."""
-        self.joined_bytes = self.joined_bytes or resident_bytes()
+        self.joined_bytes = self.joined_bytes or status_bytes("VmRSS")
         self.began.append((time.perf_counter(), time.process_time()))
         update = self._inner.result(assignment_id)
         self.ended.append((time.perf_counter(), time.process_time()))
@@ -140,13 +149,14 @@ def make_devices(case: Case) -> list[Device]:
 def make_experiment(case: Case, folder: Path) -> Experiment:
     """Return the run of a case."""
     import_lightning()
-    from model_zoo import MLP
+    from model_zoo import CNN, MLP
 
-    data: Any = SmallData(case.clients * case.samples)
+    data: Any = CIFAR10() if case.cifar10 else SmallData(case.clients * case.samples)
     return Experiment(
-        model=lambda: MLP(FEATURES, (HIDDEN,), CLASSES, lr=0.01, momentum=0.5), data=lambda: data,
-        algorithm=make_algorithm(case), partition=Iid(), clients=case.clients, devices=make_devices(case),
-        train=Training(num_epochs=None, num_steps=1, batch_size=4), max_updates=case.updates, eval_every=10**9,
+        model=(lambda: CNN(3, 32)) if case.cifar10 else lambda: MLP(FEATURES, (HIDDEN,), CLASSES, lr=0.01, momentum=0.5),
+        data=lambda: data, algorithm=make_algorithm(case), partition=Iid(), clients=case.clients, devices=make_devices(case),
+        train=Training(num_epochs=None, num_steps=1, batch_size=10 if case.cifar10 else 4), max_updates=case.updates,
+        eval_every=10**9,
         output=str(folder / "run"), progress="quiet",
     )  # fmt: skip
 
@@ -155,11 +165,11 @@ def measure(case: Case, folder: Path) -> Row:
     """Do one run in this process and return its row."""
     torch.set_num_threads(1)
     experiment = make_experiment(case, folder)
-    first_bytes, began = resident_bytes(), time.perf_counter()
+    first_bytes, began = status_bytes("VmRSS"), time.perf_counter()
     parts = build(experiment, pace=False)
     run = Run(parts, "", "simulated")
     executor = Stopwatch(make_executor(parts, workers=1))
-    build_s, before_bytes = time.perf_counter() - began, resident_bytes()
+    build_s, before_bytes = time.perf_counter() - began, status_bytes("VmRSS")
     began = time.perf_counter()
     try:
         run.start()
@@ -168,14 +178,17 @@ def measure(case: Case, folder: Path) -> Row:
     finally:
         run.close()
     run_s = time.perf_counter() - began
+    peak_bytes, begun = status_bytes("VmHWM"), time.process_time()
+    run.evaluator(parts.coordinator.state.values)
+    evaluate_s = time.process_time() - begun
     if summary["updates_merged"] != case.updates:
         raise RuntimeError(f"{case} merged {summary['updates_merged']} updates: {summary['finished']}")
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     events = events_between(folder / "run")
     edge, window = min(EDGE, case.updates // 3), min(WINDOW, max(case.updates // 30, 1))
     wall, cpu = (edges_us(executor, clock, events, edge, window) for clock in (0, 1))
     return {
         "algorithm": case.algorithm,
+        "data": "cifar10" if case.cifar10 else "random",
         "concurrency": case.concurrency,
         "come_and_go": case.come_and_go,
         "clients": case.clients,
@@ -187,11 +200,12 @@ def measure(case: Case, folder: Path) -> Row:
         "wall_ratio": wall[1] / wall[0],
         "training_us": 1e6 * statistics.median(map(_length, executor.began, executor.ended)),
         "build_s": build_s,
-        "bytes_per_client": (executor.joined_bytes - first_bytes) / case.clients,
+        "bytes_per_client": None if case.cifar10 else (executor.joined_bytes - first_bytes) / case.clients,
         "joined_s": executor.began[0][0] - began,
         "run_s": run_s,
         "peak_bytes": peak_bytes,
         "beside_data_bytes": peak_bytes - before_bytes,
+        "evaluate_s": evaluate_s,
     }
 
 
@@ -219,14 +233,6 @@ def edges_us(watch: Stopwatch, clock: int, events: list[int], edge: int, window:
         return statistics.median(sum(gaps_us[w]) / sum(events[w]) for w in windows)
 
     return median(0), median(len(gaps_us) - edge)
-
-
-def resident_bytes() -> int:
-    """Return the memory this process holds now."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no VmRSS in /proc/self/status")
 
 
 def rows(cases: list[Case] | None = None, timeout_s: float = 600.0) -> list[Row]:

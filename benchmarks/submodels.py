@@ -35,10 +35,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, in_process, main
+from benchmarks.common import Row, forget_peak, in_process, main, status_bytes
 from benchmarks.workloads import WORKLOADS, Workload, client_of, spec_of, submodels_of, values_of
 from raafl.local import heap
 
@@ -225,17 +224,9 @@ def peak_bytes(case: Case) -> int:
     trainer, layout = client.make(submodels), submodels.layout(spec)
     gc.collect()
     heap.give_back(0)  # or what the warm-up has freed would serve the task
-    before_bytes = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before_bytes = forget_peak()
     client.train(trainer, spec, values_of(layout), 2)  # from the second step on everything is there
-    return _status_bytes("VmHWM") - before_bytes
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
+    return status_bytes("VmHWM") - before_bytes
 
 
 def _run(argv: Sequence[str] | None = None) -> None:

@@ -28,6 +28,7 @@ from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
+from raafl.local import heap
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import Admit, Transport
 from raafl.runtime.transport import ranks as transport
@@ -114,6 +115,7 @@ class Ranks:
         self.experiment, self._before, self._simulating = experiment, before, simulating
         self.processes: dict[int, Any] = {}
         gc.collect()  # stores of earlier tests go, with their threads
+        heap.give_back()  # what they have left need not be copied, nor each rank give it back after each task
         pipes = {
             rank: self._fork(rank) for rank in range(0 if fork_server else 1, (simulating or experiment.clients) + 1)
         }

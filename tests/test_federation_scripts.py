@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from raafl.lean_import import quick_imports
 from tests import warm
 from tests.forked import command
 from tests.habits.source import ROOT
@@ -26,6 +27,8 @@ def test_an_example_is_short_and_runs(tmp_path, request, example):
     assert len(path.read_text().splitlines()) < 40
     if example == "hugging_face":
         request.getfixturevalue("raafl_data")
+        with quick_imports():  # here other tests need it too; the script's process would import it anew
+            pytest.importorskip("transformers.models.bert.modeling_bert")
     with command(tmp_path / "c", str(path), entry=warm.script, OUTPUT=str(output)) as script:
         code = script.end(200)
     if script.err.startswith("skipped: the package"):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of <malloc.h>
@@ -36,9 +38,21 @@ def free_at_once() -> bool:
 
 def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
     """Give what this process has kept back to the system, if that may be more than ``worth_bytes``; return whether any was."""
+    global _slack_left
     trim = _glibc("malloc_trim")
-    return trim is not None and _free_bytes() > worth_bytes and bool(trim(0))
+    if trim is None:
+        return False
+    free_bytes, slack_bytes = _free_bytes()
+    # holes stay in the heap when their pages are gone: without new pages in them there is nothing to walk through it for
+    if free_bytes <= worth_bytes or (worth_bytes and slack_bytes - _slack_left <= worth_bytes):
+        return False
+    given = bool(trim(0))
+    _slack_left = _free_bytes()[1]
+    return given
 
+
+_slack_left = -math.inf
+"""The memory without a block when it was last given back."""
 
 _USAGE = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
@@ -51,12 +65,17 @@ class _Usage(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _USAGE]
 
 
-def _free_bytes() -> float:
-    """Return the bytes of the heap that nothing uses, whether or not there are pages behind them; infinite if unknown."""
-    usage = _glibc("mallinfo2")
-    if usage is None:  # glibc before 2.33
-        return math.inf
-    return int(usage().fordblks)
+def _free_bytes() -> tuple[float, float]:
+    """Return the bytes of the heap that nothing uses, pages behind them or not, and of memory behind which there is no block.
+
+    Both are infinite if unknown.
+    """
+    told = _glibc("mallinfo2")
+    if told is None:  # glibc before 2.33
+        return math.inf, math.inf
+    usage = told()
+    resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return int(usage.fordblks), (resident - of_files) * mmap.PAGESIZE - int(usage.uordblks) - int(usage.hblkhd)
 
 
 def _set(parameter: int, value: int) -> bool:

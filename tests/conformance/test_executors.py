@@ -71,12 +71,14 @@ def test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_
     tmp_path, monkeypatch, patient, name
 ):
     """Clients come and go, so that tasks are cancelled."""
-    more = {"devices": COMING_AND_GOING, "max_updates": 30, "eval_every": 10, "checkpoint_every": 1}
+    cuts = CUTS if name in IN_CYCLES else CUTS[:1]
+    num_updates = 30 if name in (*IN_CYCLES, "fed_raa") else 20  # so many until one is lost in FedRAA, too
+    more = {"devices": COMING_AND_GOING, "max_updates": num_updates, "eval_every": 8, "checkpoint_every": 1}
     whole = finish(experiment(tmp_path / "whole", name, **more))
-    assert whole.summary["updates_merged"] >= 30 and whole.summary["updates_lost"] > 0
+    assert whole.summary["updates_merged"] >= num_updates and whole.summary["updates_lost"] > 0
     ranks = executors.over_ranks(experiment(tmp_path / "ranks", name, **more))
     assert alike(ranks, whole) is None and ranks.journal() == whole.journal()
-    for at, first, then in CUTS if name in IN_CYCLES else CUTS[:1]:
+    for at, first, then in cuts:
         made = experiment(tmp_path / f"cut-{at}", name, **first, **more)
         with crash(monkeypatch, at):
             simulate(made)

@@ -60,8 +60,6 @@ VARIANTS = {
     "fed_pm": fed_pm(),
     "fed_prox": fed_prox(prox=0.5),
     "fed_opt": fed_opt(),
-    "fed_opt adagrad": fed_opt("adagrad"),
-    "fed_opt yogi": fed_opt("yogi"),
     "hetero_fl": hetero_fl(),
     "fed_rolex": fed_rolex(),
     "ist": ist(),

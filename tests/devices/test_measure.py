@@ -68,37 +68,46 @@ def test_ranks_share_what_is_not_their_own(monkeypatch):
 
 
 LIMITED = """
-import json, resource, sys
+import json, os, resource, sys
 import torch
 from raafl.devices.measure import memory_room
 
-kind, spare, held = getattr(resource, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[sys.argv[1]]
-used = int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
-resource.setrlimit(kind, (used + spare, resource.getrlimit(kind)[1]))
-first = memory_room()
-kept = torch.ones(held // 4)
-second = memory_room()
-try:
-    torch.ones(int(first.num_bytes) // 4)
-    outcome = "it was there"
-except RuntimeError as error:
-    outcome = str(error)
-room = torch.ones(int(second.num_bytes * 0.9) // 4)
-print(json.dumps([first.num_bytes, first.limit, second.num_bytes, outcome]))
+spare, held = map(int, sys.argv[1:3])
+for limit, field in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
+    if os.fork():
+        os.wait()
+        continue
+    kind = getattr(resource, limit)
+    used = int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
+    resource.setrlimit(kind, (used + spare, resource.getrlimit(kind)[1]))
+    first = memory_room()
+    kept = torch.ones(held // 4)
+    second = memory_room()
+    try:
+        torch.ones(int(first.num_bytes) // 4)
+        outcome = "it was there"
+    except RuntimeError as error:
+        outcome = str(error)
+    room = torch.ones(int(second.num_bytes * 0.9) // 4)
+    print(json.dumps([limit, [first.num_bytes, first.limit, second.num_bytes, outcome]]), flush=True)
+    os._exit(0)
 """
+SPARE, HELD = 256 * 2**20, 64 * 2**20
+
+
+@pytest.fixture(scope="module")
+def rooms():
+    """What a fork of one process finds under each limit."""
+    command = [sys.executable, "-c", LIMITED, str(SPARE), str(HELD)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return dict(map(json.loads, result.stdout.splitlines()))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resource limits hold for mapped memory on Linux only")
 @pytest.mark.parametrize("limit", ["RLIMIT_DATA", "RLIMIT_AS"])
-def test_a_process_under_a_limit_finds_what_it_leaves(limit):
-    spare, held = 256 * 2**20, 64 * 2**20
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED, limit, str(spare), str(held)],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
-    first, name, second, outcome = json.loads(result.stdout)
+def test_a_process_under_a_limit_finds_what_it_leaves(rooms, limit):
+    first, name, second, outcome = rooms[limit]
     assert name == limit
-    assert first == pytest.approx(spare, abs=8 * 2**20)
-    assert first - second == pytest.approx(held, abs=2**20), "what the process holds already is not counted twice"
+    assert first == pytest.approx(SPARE, abs=8 * 2**20)
+    assert first - second == pytest.approx(HELD, abs=2**20), "what the process holds already is not counted twice"
     assert "allocate memory" in outcome, "more than that is not to be had"

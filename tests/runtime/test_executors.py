@@ -276,7 +276,7 @@ def test_runs_in_several_processes_leave_no_file_open(tmp_path):
 def test_several_threads_in_several_processes_do_not_hang_and_agree(tmp_path):
     """OpenMP's threads do not survive a fork: a worker that counts on its parent's would wait for ever."""
     wide = lambda: MLP(64, (600, 600), 10, lr=0.05)  # noqa: E731  # large enough to be computed by several threads
-    shape = {"model": wide, "threads": 2, "max_updates": 4, "clients": 2}
+    shape = {"model": wide, "threads": 2, "max_updates": 2, "clients": 2}
     one, two = (finish(experiment(tmp_path / str(n), fed_avg(), workers=n, **shape)) for n in (1, 2))
     assert one.digest == two.digest
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -41,15 +42,14 @@ def test_config_builds(config, tmp_path, request, monkeypatch):
     experiment.check()
     assert experiment.output is None, "a config names no folder, or its second run would find it full"
     assert experiment.name == config.removeprefix("configs/").removesuffix(".yaml")
-    options = ["--output", str(tmp_path / "run"), "--progress", "quiet"]
     text = (ROOT / config).read_text()
-    if re.search(NEED_DATA, text):
-        request.getfixturevalue("raafl_data")
-        options += ["--data.download", "false", "--data.num_test", "32"]  # enough to measure once
     for package in re.findall(NEED_PACKAGE, text):
         pytest.importorskip(package, reason=f"pip install --no-deps {package.replace('_', '-')}")
-    experiment = load_experiment(ROOT / config, *options)
-    experiment.check()
+    if re.search(NEED_DATA, text):
+        request.getfixturevalue("raafl_data")
+        experiment = load_experiment(ROOT / config, "--data.download", "false", "--data.num_test", "32")
+        experiment.check()  # 32 samples are enough to measure once
+    experiment = replace(experiment, output=str(tmp_path / "run"), progress="quiet")
     parts = build(experiment, pace=False)
     assert len(parts.clients) == experiment.clients
     assert all(client.num_samples >= 1 for client in parts.clients)

@@ -29,7 +29,8 @@ Says what a run will take, before it is run: parameters, memory, bytes and secon
 stragglers are, which fragments, buffer or deadline to choose, and time per version and utilisation with each algorithm. The
 data is loaded and shared out; nothing is trained. Every field of a config is an option, as in `raafl simulate --help`.
 
-  --algorithms A,B      predict these beside the config's own (default: all; "" = none)
+  --algorithms A,B      predict these beside the config's own (default: all, or of a model above 300 million parameters none;
+                        all = all the same, "" = none)
   --updates N           merged updates to go through (default: the config's max_updates, at most 2000 or 20 a client)
   --measure [FILE]      measure this machine: compute, memory, memory traffic, launches; write it as a device file
                         (measured.yaml), which `devices: FILE` reads; with --config it is in the table of devices as well

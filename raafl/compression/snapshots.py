@@ -30,9 +30,8 @@ class Snapshots:
                 self._recycle(snapshot)
         current = self._current.get(assignment.spec)
         if current is None:
-            plan = self._state.submodels.plan(assignment.spec, "sent")
-            free = self._free.get(plan.layout)
-            current = self._current[assignment.spec] = plan.gather(self._state.values, free.pop() if free else None)
+            current = self._current[assignment.spec] = self._room(self._state.submodels.layout(assignment.spec, "sent"))
+            self._gather(assignment.spec, current)
             self._users[id(current)] = 0
         self._users[id(current)] += 1
         return current
@@ -40,14 +39,22 @@ class Snapshots:
     def _own(self, assignment: Assignment) -> FlatTensors:
         """Cut a snapshot for one client that is sent something of its own."""
         spec = assignment.spec
-        layout = self._payload.layout(spec, "sent")
-        free = self._free.get(layout)
-        out = free.pop() if free else FlatTensors.empty(layout, self._state.values.device)
+        out = self._room(self._payload.layout(spec, "sent"))
         values, bundles = self._payload.split(out, spec, "sent")
-        self._state.submodels.plan(spec, "sent").gather(self._state.values, values)
+        self._gather(spec, values)
         self._merge.hand(self._state, assignment.client, spec, values, bundles)
         self._users[id(out)] = 1
         return out
+
+    def _room(self, layout: Layout) -> FlatTensors:
+        """Return storage for a snapshot, used before where there is some."""
+        free = self._free.get(layout)
+        return free.pop() if free else FlatTensors.empty(layout, self._state.values.device)
+
+    def _gather(self, spec: Spec, out: FlatTensors) -> None:
+        """Copy a submodel's values; a plan's state has none, and where they would lie need not be worked out."""
+        if self._state.values.device.type != "meta":
+            self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 
     def adopt(self, snapshot: FlatTensors) -> FlatTensors:
         """Take over a restored snapshot that no task uses yet."""

@@ -249,8 +249,7 @@ class CompressedSnapshots(Snapshots):
         is_new = assignment.version != self._version or assignment.spec not in self._current
         snapshot, (down, _) = super().cut(assignment), self._both(assignment)
         if one.draws or one.feeds_back:
-            free = self._free.get(snapshot.layout)
-            out = free.pop() if free else FlatTensors.empty(snapshot.layout, snapshot.device)
+            out = self._room(snapshot.layout)
             self._users[id(out)] = 1
             num_bytes = self._carry_down(down, assignment, snapshot, out)
             if one.feeds_back:

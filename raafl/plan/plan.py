@@ -19,6 +19,8 @@ from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
 from raafl.runfolder.journal import finite
 from raafl.submodel import FULL, Submodels
+from raafl.submodel.find.trace import MOST_VALUES
+from raafl.submodel.prove.narrow import num_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def make_plan(
 
     Args:
         experiment: the run; is checked.
-        algorithms: names of others to predict beside its own; None = all of them.
+        algorithms: names of others to predict beside its own; "all" alone = all of them; None = all of them, of a model with
+            more than `MOST_VALUES` parameters none.
         max_updates: of each run that is gone through; see `raafl.plan.dry.predict`.
         more: other devices, such as this machine, that the table of devices is to have as well.
 
@@ -72,7 +75,8 @@ def make_plan(
         BadInput: the experiment is not valid, or an algorithm is unknown.
     """
     experiment.check()
-    for name in algorithms or ():
+    every = tuple(algorithms or ()) == ("all",)
+    for name in () if every else algorithms or ():
         if name not in ALGORITHMS:
             raise BadInput(f"algorithms has '{name}': {nearest(name, ALGORITHMS)}")
     world = World(experiment)
@@ -85,7 +89,8 @@ def make_plan(
     others = [ClientInfo(-i, samples, profile) for i, profile in enumerate(more, start=1)]
     devices = device_rows(fleet, world.clients, rows) + [device_rows(fleet, [one], rows)[0] for one in others]
     found = [predict(world, own, f"{own.name} (as configured)", max_updates)]
-    for name in ALGORITHMS if algorithms is None else algorithms:
+    every |= algorithms is None and num_values(submodels) <= MOST_VALUES
+    for name in ALGORITHMS if every else algorithms or ():
         found += _others(world, name, advice, max_updates)
     cost = submodels.cost(FULL, world.batch_size)
     axes = facts(world.cut_submodels(), RATES, world.batch_size)

@@ -10,6 +10,7 @@ from typing import Any
 from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
+from raafl.submodel.find.trace import MOST_VALUES
 
 _NO_END = 100_000
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
@@ -26,6 +27,10 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
     head = f"{plan.name}: {plan.params:,} parameters, {plan.num_clients} clients, batches of {plan.batch_size}"
     shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
+    if len(plan.algorithms) == 1 and plan.params > MOST_VALUES:
+        shown.append(
+            "Other algorithms take minutes with a model of this size: --algorithms all, or names, predicts them."
+        )
     shown += [f"Times and memory are a guess: {plan.guessed}."] if plan.guessed else []
     return "\n\n".join([head, *shown])
 

@@ -83,6 +83,16 @@ class AxisTable:
         """Check whether all indices of axis ``name`` are kept."""
         return len(kept) == self.axes[name].size
 
+    def lengths(self, spec: Spec) -> dict[str, dict[int, int]]:
+        """Return for each tensor that shrinks, for each of its dimensions that shrink, how many elements are kept."""
+        result: dict[str, dict[int, int]] = {}
+        for axis, indices in spec.kept:
+            gone = self.axes[axis].size - len(indices)
+            for member in self.axes[axis].members if gone else ():
+                dims = result.setdefault(member.name, {})
+                dims[member.dim] = dims.get(member.dim, self.shapes[member.name][member.dim]) - gone * member.unit
+        return result
+
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
         """Return for each tensor that shrinks, for each of its dimensions that shrink, the runs of elements kept."""
         kept = {name: runs(indices) for name, indices in spec.kept if not self.is_whole(name, indices)}

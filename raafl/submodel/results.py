@@ -7,11 +7,14 @@ alike: a result whose operation and arguments are as before is made anew in the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from raafl.submodel.aside import tensors_in
 
 _MOST = 8192
 """Forms remembered; then all are forgotten."""
@@ -19,8 +22,30 @@ _PLAIN = (Tensor, nn.Parameter)
 _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default  # called so, no mode of torch's functions sees it
 
-_known: dict[Any, Any] = {}
-"""By operation, default type and form of the arguments: the form of the result. Any thread may add to it."""
+
+@dataclass(slots=True)
+class Form:
+    """An operation with arguments of one form, and what is known of it.
+
+    Attributes:
+        key: operation, default type and form of the arguments.
+        made: the form of its result; None = not known, or more of it matters.
+        cost: what the ledger enters for it; None = not known.
+    """
+
+    key: Any
+    made: Any = None
+    cost: Any = None
+
+    def remember(self) -> None:
+        """Keep what is known for the next operation of this form."""
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[self.key] = self
+
+
+_known: dict[Any, Form] = {}
+"""By key. Any thread may add to it."""
 
 
 class _OfItsOwn(Exception):
@@ -29,37 +54,49 @@ class _OfItsOwn(Exception):
 
 def result_of(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an ATen operation, or make its result where an equal one has run and nothing of it but its form matters."""
-    if not _is_functional(func):
-        return func(*args, **kwargs)
+    return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
+
+
+def form_of(func: Any, args: Any, kwargs: Any) -> Form | None:
+    """Look up the form of an operation on tensors without values; None where more of an argument matters."""
+    tensors: list[Tensor] = []
     try:
-        before: list[Tensor] = []
-        key = func, torch.get_default_dtype(), _form(args, before), _form(tuple(kwargs.items()), before)
-        known = _known.get(key)
+        with torch._C.DisableTorchFunction():  # or each attribute that is read goes through all modes
+            forms = _form(args, tensors), _form(tuple(kwargs.items()), tensors)
+        if not tensors:  # the result may be on another device
+            return None
+        first: dict[int, int] = {}
+        same = tuple([first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])
+        key = func, torch.get_default_dtype(), *forms, same
+        return _known.get(key) or Form(key)
     except (_OfItsOwn, TypeError):  # or not hashable
-        return func(*args, **kwargs)
-    if known is not None:
-        return _made(known)
+        return None
+
+
+def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
+    """Run an operation, or make its result where that of its ``form`` is known."""
+    if form is not None and form.made is not None:
+        return _made(form.made)
     result = func(*args, **kwargs)
-    if before:  # else it may be a result on another device
-        _remember(key, result, before)
+    if form is not None and _is_functional(func):
+        form.made = _fresh(result, tensors_in((args, kwargs)))
+        if form.made is not None:
+            form.remember()
     return result
 
 
-def _remember(key: Any, result: Any, before: list[Tensor]) -> None:
-    """Note the form of a result whose tensors have each a storage of their own, of the size that one of the form has."""
+def _fresh(result: Any, before: list[Tensor]) -> Any:
+    """Return the form of a result whose tensors have each a storage of their own, of the size that one of the form has."""
     after: list[Tensor] = []
     again: list[Tensor] = []
     try:
         form = _form(result, after)
     except _OfItsOwn:
-        return
+        return None
     _form(_made(form), again)
     storages = [{tensor.untyped_storage()._cdata for tensor in tensors} for tensors in (before, after)]
     is_fresh = after and len(storages[1]) == len(after) and storages[0].isdisjoint(storages[1])
-    if is_fresh and list(_sizes(after)) == list(_sizes(again)):
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = form
+    return form if is_fresh and list(_sizes(after)) == list(_sizes(again)) else None
 
 
 def _sizes(tensors: list[Tensor]) -> Iterator[int]:
@@ -74,14 +111,17 @@ def _is_functional(func: Any) -> bool:
 
 def _form(item: Any, tensors: list[Tensor]) -> Any:
     """Return the form of an argument or a result, hashable where its values are, and add its tensors to ``tensors``."""
-    if isinstance(item, Tensor):
-        if not item.is_meta or type(item) not in _PLAIN or item.is_complex() or item.layout != torch.strided:
+    kind = type(item)
+    if kind in _PLAIN:
+        if not item.is_meta or item.dtype.is_complex or item.layout != torch.strided:
             raise _OfItsOwn
         tensors.append(item)
         return Tensor, item.shape, item.stride(), item.dtype
-    if isinstance(item, list | tuple):
-        return (type(item), *(_form(part, tensors) for part in item))
-    return type(item), item  # 1, 1.0 and True are equal, and promote to different types
+    if issubclass(kind, list | tuple):
+        return (kind, *[_form(part, tensors) for part in item])
+    if issubclass(kind, Tensor):
+        raise _OfItsOwn
+    return kind, item  # 1, 1.0 and True are equal, and promote to different types
 
 
 def _made(form: Any) -> Any:

@@ -145,10 +145,10 @@ def _pairs(what: str, pairs: Iterable[tuple[str, Iterable[int]]]) -> tuple[tuple
 
 def _normal(what: str, name: str, indices: Iterable[int]) -> Kept:
     if not (isinstance(indices, range) and indices.step == 1):
-        indices = tuple(sorted(int(index) for index in indices))
-        for index, following in pairwise(indices):
-            if index == following:
-                raise SpecError(f"spec keeps index {index} of {what} '{name}' twice: give each index once")
+        indices = tuple(sorted(map(int, indices)))
+        if len(set(indices)) < len(indices):
+            twice = next(index for index, following in pairwise(indices) if index == following)
+            raise SpecError(f"spec keeps index {twice} of {what} '{name}' twice: give each index once")
     if len(indices) == 0:
         raise SpecError(f"spec keeps nothing of {what} '{name}': keep at least one index")
     if indices[0] < 0:

@@ -179,7 +179,9 @@ class Submodels:
         kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
         blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < len(self.stacks[stack]))
         all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not self._stand_ins(spec)
-        normal = Spec(kept, blocks, spec.trained, None if all_kept else spec.exits)
+        exits = None if all_kept else spec.exits
+        is_normal = (kept, blocks, exits) == (spec.kept, spec.blocks, spec.exits)
+        normal = spec if is_normal else Spec(kept, blocks, spec.trained, exits)
         self._check_shared(normal)
         return normal
 
@@ -219,7 +221,7 @@ class Submodels:
         return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
-        trains, selections = self._trains(spec), self.selections(spec)
+        trains, lengths = self._trains(spec), self._table.lengths(spec) if spec.kept else {}
         absent = self._absent(spec)
         still = self._still_buffers(spec, trains)
         found: dict[str, list[tuple[str, list[int], torch.dtype]]] = {"trained": [], "other": [], "frozen": []}
@@ -227,8 +229,8 @@ class Submodels:
             if within(name, absent):
                 continue
             shape = list(tensor.shape)
-            for dim, runs in selections.get(name, {}).items():
-                shape[dim] = sum(stop - start for start, stop in runs)
+            for dim, length in lengths.get(name, {}).items():
+                shape[dim] = length
             is_trained = name in trains if name in self._parameters else _is_float(tensor) and name not in still
             kind = "trained" if is_trained else "frozen" if name in self.frozen else "other"
             found[kind].append((name, shape, tensor.dtype))

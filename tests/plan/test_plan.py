@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
 from raafl.commands.cli import main
@@ -21,6 +24,7 @@ from raafl.local.train import FabricOptions
 from raafl.plan import dry, show, tasks
 from raafl.plan import plan as planning
 from raafl.plan.dry import World, predict
+from raafl.submodel.axes import AxisTable
 from tests.tools import line_state
 
 SMALL = ["--config", "configs/quickstart.yaml", "--progress", "quiet"]
@@ -38,7 +42,73 @@ def fleet_of(*profiles, hidden=4, samples=6):
     return Fleet(line_state(hidden), clients, random.Random(0), Training(), 2), list(clients.values())
 
 
+class Rows(LightningModule):
+    """A table of words, and a head on the mean of a text's words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def training_step(self, batch, batch_idx):
+        texts, labels = batch
+        return nn.functional.cross_entropy(self.head(self.words(texts).mean(dim=1)), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Words(LightningDataModule):
+    """Forty texts of five words."""
+
+    def train_dataloader(self):
+        words = torch.randint(0, 50, (40, 5), generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(words, words[:, 0] % 2), batch_size=4)
+
+
 # ---- what a run then takes ----
+
+
+def test_a_task_that_takes_no_time_is_explained(capsys):
+    """The client's part of SplitFed is the table: rows are looked up in it, and that is no FLOP."""
+    argv = ["--model", f"{__name__}.Rows", "--data", f"{__name__}.Words", "--algorithm", "fed_avg", "--clients", "2"]
+    argv += ["--devices", "null", "--max_updates", "4", "--algorithms", "split_fed"]
+    assert main(["plan", "--config", "configs/quickstart.yaml", *argv, "--json"]) == 0
+    own, split = json.loads(capsys.readouterr().out)["algorithms"]
+    assert split["time_s"] == 0 and split["note"] == dry.FREE
+    assert own["time_s"] > 0 and own["note"] is None
+
+
+def test_a_plan_works_out_no_places_of_values(world, monkeypatch):
+    """Which elements of a tensor a submodel has takes a list of them: layouts and costs need only how many."""
+    algorithms = fed_avg(), ALGORITHMS["fed_rolex"](), ALGORITHMS["ist"]()
+    for algorithm in algorithms:
+        world.submodels(algorithm)  # whose proof needs places
+    monkeypatch.setattr(AxisTable, "selections", refuse_scattered(AxisTable.selections))
+    for algorithm in algorithms:
+        assert predict(world, algorithm, max_updates=8).problem is None
+
+
+def refuse_scattered(selections):
+    """Fail where places are asked for that are no single run."""
+
+    def checked(table, spec):
+        assert spec == spec.leading
+        return selections(table, spec)
+
+    return checked
+
+
+def test_of_a_large_model_other_algorithms_are_predicted_when_asked_for(world, monkeypatch):
+    monkeypatch.setattr(planning, "_others", lambda world, name, advice, most: [dry.Prediction(name)])
+    monkeypatch.setattr(planning, "MOST_VALUES", 15_000)
+    monkeypatch.setattr(show, "MOST_VALUES", 15_000)
+    few = planning.make_plan(world.experiment, None, 8)
+    assert len(few.algorithms) == 1 and "--algorithms all" in show.text(few, 100, terminal=False)
+    every = planning.make_plan(world.experiment, ["all"], 8)
+    assert [one.name for one in every.algorithms[1:]] == list(ALGORITHMS)
+    assert "--algorithms all" not in show.text(every, 100, terminal=False)
+    monkeypatch.setattr(planning, "MOST_VALUES", 15_010)
+    assert len(planning.make_plan(world.experiment, None, 8).algorithms) == 1 + len(ALGORITHMS)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from raafl.submodel import results
+from raafl.submodel.cost.ledger import Ledger
 from raafl.submodel.results import result_of
 
 aten = torch.ops.aten
@@ -79,6 +81,24 @@ def test_views_changes_values_and_new_tensors_are_torchs_own(known):
         one, other = result_of(aten.unsafe_split.Tensor, (x, 1), {})
         assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
     assert known == {}
+
+
+def test_modes_of_torchs_functions_see_nothing_of_the_ledgers_looks():
+    """Each attribute of a tensor that is read goes through the modes that are entered, and took most of a plan's time."""
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, ledger = empty(2, 3), Ledger()
+    with ledger, Mode():
+        for _ in range(2):
+            torch.mm(x, empty(3, 4))
+            x.mul_(2)
+    assert len(seen) == 6
+    assert ledger.flops == 2 * 2 * 2 * 3 * 4 and ledger.kernels.total() == 4
 
 
 def test_no_more_are_remembered_than_there_is_room_for(known, monkeypatch):

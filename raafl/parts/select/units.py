@@ -86,7 +86,7 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
         chosen = indices if isinstance(indices, range) and indices.step == 1 else sorted(indices)
         if len(chosen) and chosen[-1] >= size:
             raise SpecError(f"kept has {chosen[-1]} of '{name}', which has {size} units: give indices below that")
-        if list(chosen) != list(range(size)):
+        if len(chosen) != size or list(chosen) != list(range(size)):
             (width if isinstance(axes[name], Axis) else depth)[name] = chosen
     return Spec.keep(width, blocks=depth)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _Convolution = tuple[Tensor, Tensor, Tensor, int, Sequence[bool], bool]
 _aten = torch.ops.aten
+CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels of a block."""
 _SMALL_BLOCK = 8

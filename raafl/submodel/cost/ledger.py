@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raafl.submodel.aside import tensors_in
-from raafl.submodel.cost.kernels import traffic, workspace_bytes
-from raafl.submodel.results import result_of
+from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
+from raafl.submodel.results import form_of, run
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -58,18 +58,23 @@ class Ledger(TorchDispatchMode):
             return False  # no mask is all ones, nothing is NaN
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        is_idle = func._overloadpacket in _CHANGES and args[0].is_meta
-        result = args[0] if is_idle else result_of(func, args, kwargs)
-        work = counted(func, args, kwargs, result)
+        packet, form = func._overloadpacket, form_of(func, args, kwargs)
+        result = args[0] if packet in _CHANGES and args[0].is_meta else run(func, args, kwargs, form)
+        with torch._C.DisableTorchFunction():
+            work = form.cost if form is not None and form.cost is not None else counted(func, args, kwargs, result)
+            made = [result] if isinstance(result, Tensor) else tensors_in(result)
+            for tensor in made:
+                self._note(tensor)
+            workspace = workspace_bytes(packet, args, made)
+        if form is not None and form.cost is None and packet not in CONVOLUTIONS:  # theirs hang on the processor, too
+            form.cost = work
+            form.remember()
         self.flops += work.flops
         self.padding_flops += work.padding_flops
         self.moved_bytes += work.moved_bytes
         if work.num_bytes:
-            self.kernels[func._overloadpacket] += 1
-        made = tensors_in(result)
-        for tensor in made:
-            self._note(tensor)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(func._overloadpacket, args, made))
+            self.kernels[packet] += 1
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
         return result
 
     def _note(self, tensor: Tensor, counted: bool = True) -> None:

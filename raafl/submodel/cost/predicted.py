@@ -122,8 +122,7 @@ def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu") if batch is not None else ():
         try:
-            with torch.device(default):
-                return run.step(), run.held_bytes
+            return run.step(default), run.held_bytes
         except Exception as error:
             run, failure = _Run(make(spec), batch), error
     if failure is not None and spec != FULL and _runs_whole(make, batch):
@@ -146,8 +145,7 @@ def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
 def _runs_whole(make: Make, batch: Any) -> bool:
     for default in ("meta", "cpu"):
         try:
-            with torch.device(default):
-                _Run(make(FULL), batch).step()
+            _Run(make(FULL), batch).step(default)
             return True
         except Exception:
             continue
@@ -169,13 +167,14 @@ class _Run:
         self.ledger: Ledger = Ledger(held)
         self.attention = FusedAttention()
 
-    def step(self) -> Step:
-        """Follow a training step, its backward pass and the optimiser's step."""
+    def step(self, default: str) -> Step:
+        """Follow a training step, its backward pass and the optimiser's step; ``default`` is the device of what code makes."""
 
         def passes() -> None:
-            loss = loss_of(self.module, self.batch)
-            if loss.requires_grad:
-                _backward(loss)
+            with torch.device(default):
+                loss = loss_of(self.module, self.batch)
+                if loss.requires_grad:
+                    _backward(loss)
 
         peak_bytes = self._peak_of(passes)
         work = self.ledger

@@ -179,9 +179,8 @@ class Submodels:
         kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
         blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < len(self.stacks[stack]))
         all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not self._stand_ins(spec)
-        exits = None if all_kept else spec.exits
-        is_normal = (kept, blocks, exits) == (spec.kept, spec.blocks, spec.exits)
-        normal = spec if is_normal else Spec(kept, blocks, spec.trained, exits)
+        parts = kept, blocks, spec.trained, None if all_kept else spec.exits
+        normal = spec if parts == (spec.kept, spec.blocks, spec.trained, spec.exits) else Spec(*parts)
         self._check_shared(normal)
         return normal
 
@@ -228,9 +227,8 @@ class Submodels:
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
             if within(name, absent):
                 continue
-            shape = list(tensor.shape)
-            for dim, length in lengths.get(name, {}).items():
-                shape[dim] = length
+            cut = lengths.get(name, {})
+            shape = [cut.get(dim, size) for dim, size in enumerate(tensor.shape)]
             is_trained = name in trains if name in self._parameters else _is_float(tensor) and name not in still
             kind = "trained" if is_trained else "frozen" if name in self.frozen else "other"
             found[kind].append((name, shape, tensor.dtype))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, get_args
 
 _MOST_NAMES = 24
+_HERE = str(Path(__file__).resolve().parent)
+LONGEST = 200
+"""Letters of an error's own message that are shown."""
 
 
 class BadInput(ValueError):
@@ -64,6 +69,33 @@ class Unsound(ValueError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
+
+
+def said(error: BaseException) -> str:
+    """Return an error's kind, its message on one line, and where the user's code stood."""
+    message = one_line(str(error))
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place_of(error)}"
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """Return a text on one line, without what is not printable, cut to so many letters."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * longest])
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the innermost code that is the user's rather than a library's, as `` (FILE:LINE)``."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith((_HERE, "<"))
+    ]
+    if not frames:
+        return ""
+    path = Path(frames[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({shown}:{frames[-1].lineno})"
 
 
 def installing(extra: str) -> str:

@@ -176,6 +176,15 @@ def test_a_model_may_be_saved_in_folders(tmp_path):
     }  # fmt: skip
 
 
+class Unlucky(Picky):
+    """Finds something missing."""
+
+    def __init__(self):
+        raise RuntimeError("no such\nlibrary")
+
+
 def test_a_model_that_cannot_be_made_is_one_line(tmp_path):
+    with pytest.raises(BadInput, match=r"the model cannot be made: RuntimeError: no such library \(.*.py:\d+\)$"):
+        finish(experiment(tmp_path / "run", model=Unlucky))
     with pytest.raises(BadInput, match=r"the model cannot be made: width 15 is not a multiple of 2$"):
         finish(experiment(tmp_path / "run", model=Picky))

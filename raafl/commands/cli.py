@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BadInput, FileNotFoundError) as error:
         from raafl.config.messages import place_of_field
 
-        _complain(str(error) + place_of_field(getattr(error, "field", None), with_paths(argv)), known_to_all=True)
+        field = getattr(error, "field", None)  # only of a config that was found
+        _complain(str(error) + (place_of_field(field, with_paths(argv)) if field else ""), known_to_all=True)
         return 2
     except RunFailed as error:
         _complain(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import NoReturn
 
 from raafl.errors import BadInput
 
@@ -16,10 +17,7 @@ def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Names
     Raises:
         BadInput: an option is wrong, or unknown.
     """
-    try:
-        options, unknown = parser.parse_known_args(list(argv))
-    except ArgumentError as error:
-        raise BadInput(f"{parser.prog}: {error}") from None
+    options, unknown = own_options(parser, argv)
     if unknown:
         raise BadInput(f"unknown option '{unknown[0]}': {parser.prog} takes {takes}")
     return options
@@ -29,12 +27,17 @@ def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace,
     """Split off the options that ``parser`` takes, which is made with ``exit_on_error=False``; the rest are the config's.
 
     Raises:
-        BadInput: an option is wrong.
+        BadInput: an option is wrong, or one that is needed is missing.
     """
+
+    def refuse(message: str) -> NoReturn:
+        raise BadInput(f"{message}: {parser.prog} --help lists the options")
+
+    vars(parser)["error"] = refuse  # by which it would end the process
     try:
         return parser.parse_known_args(list(argv))
     except ArgumentError as error:
-        raise BadInput(f"{error.argument_name}: {error.message}: {parser.prog} --help lists the options") from None
+        refuse(f"{error.argument_name}: {error.message}")
 
 
 def name_of(item: str) -> str:

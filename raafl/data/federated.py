@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 from raafl.data.labels import Columns, classes_in, labels_of
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
-from raafl.errors import BadInput, at_least, briefly
+from raafl.errors import BadInput, at_least, briefly, said
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -39,14 +39,17 @@ _MOST_COPIED_BYTES = 1e9
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn a file that cannot be read inside into a `BadInput` of the field ``data``; ``what`` is whose code reads it."""
+    """Turn what fails inside into a `BadInput` of the field ``data``; ``what`` is whose code reads it."""
     try:
         yield
-    except OSError as error:
-        path = f" '{error.filename}'" if error.filename else ""
-        wrong = BadInput(
-            f"{what} cannot read its data: {error.strerror or error}{path}: put the file there, or give the path that it has"
-        )
+    except BadInput:
+        raise
+    except Exception as error:
+        reason = f"{said(error)}: is there a data set without samples, or are samples not as that line takes them?"
+        if isinstance(error, OSError):
+            path = f" '{error.filename}'" if error.filename else ""
+            reason = f"{error.strerror or error}{path}: put the file there, or give the path that it has"
+        wrong = BadInput(f"{what} cannot read its data: {reason}")
         wrong.field = "data"
         raise wrong from error
 

@@ -12,15 +12,13 @@ import torch
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed
+from raafl.errors import LONGEST, BadInput, CodeFailed, GpuLost, TaskFailed, said
 from raafl.foreign import foreign
 from raafl.local.train import Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
-_ROOT: Final = Path(__file__).resolve().parents[2]
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
 GPU_LOST: Final = "gpu"
-_LONGEST: Final = 200
 _FILE: Final = "failure.txt"
 _LONG: Final = 20_000
 
@@ -115,19 +113,6 @@ def _in_words(spec: Spec) -> str:
     return f"submodel {words if len(words) <= 60 else words[:57] + '...'}"
 
 
-def said(error: BaseException) -> str:
-    """Return an error's kind, its message on one line, and where the user's code stood."""
-    message = one_line(str(error))
-    return f"{type(error).__name__}{': ' if message else ''}{message}{place_of(error)}"
-
-
-def one_line(text: str, longest: int = _LONGEST) -> str:
-    """Return a text on one line, without what is not printable, cut to so many letters."""
-    text = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * longest])
-    text = " ".join(text.split())
-    return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
 def to_meta(failure: TaskFailed, *, private: bool) -> dict[str, str]:
     """Return a failure as a client tells it to the server; where its data are ``private`` only of what kind it is, and where."""
     reason = {"reason": GPU_LOST} if isinstance(failure, GpuLost) else {}
@@ -143,21 +128,7 @@ def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:
     lines = str(meta.get("traceback", ""))[-_LONG:].splitlines()
     told = "\n".join(map(foreign, lines))
     made = GpuLost if meta.get("reason") == GPU_LOST else TaskFailed
-    return made(client, foreign(meta.get("where", "")), foreign(meta.get("error", ""), 2 * _LONGEST), told)
-
-
-def place_of(error: BaseException) -> str:
-    """Return file and line of the innermost code that is the user's rather than a library's, as `` (FILE:LINE)``."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith((str(_ROOT / "raafl"), "<"))
-    ]
-    if not frames:
-        return ""
-    path = Path(frames[-1].filename)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({shown}:{frames[-1].lineno})"
+    return made(client, foreign(meta.get("where", "")), foreign(meta.get("error", ""), 2 * LONGEST), told)
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:

@@ -22,7 +22,8 @@ def prepare(module: Any) -> Any:
     training loss.
 
     Raises:
-        BadInput: it has no training_step, steps its optimisers itself, or one of the hooks fails.
+        BadInput: it has no training_step, steps its optimisers itself, one of the hooks fails, or a parameter has no size yet,
+            or no elements.
     """
     module = uncompiled(module)
     for part in module.modules():
@@ -43,6 +44,12 @@ def prepare(module: Any) -> Any:
         if overrides(module, hook):
             with explained(module, hook):
                 getattr(module, hook)(*args)
+    for name, parameter in module.named_parameters():
+        layer = repr(module.get_submodule(name.rpartition(".")[0]))[:80]
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise BadInput(f"{kind}.{name} has no size before a first batch: give {layer} the size of its input")
+        if parameter.numel() == 0:
+            raise BadInput(f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {layer} sizes of 1 or more")
     return module
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.errors import BadInput
-from raafl.local.failure import place_of
+from raafl.errors import BadInput, place_of
 from raafl.local.record import Recorder, to_device
 from raafl.local.train import configure
 

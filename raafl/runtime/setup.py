@@ -15,7 +15,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData, reading
 from raafl.devices.gpus import Place
-from raafl.errors import BadInput
+from raafl.errors import BadInput, said
 from raafl.local.numerics import set_numerics
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.parts.merge.pooled import pooled
@@ -57,8 +57,10 @@ def _prepared(experiment: Experiment) -> LightningModule:
         module = experiment.make()
     except BadInput:
         raise
-    except (ValueError, TypeError) as error:  # of the model's own arguments, or its library's config
-        raise BadInput(f"the model cannot be made: {' '.join(str(error).split())[:400]}") from error
+    except Exception as error:  # the user's code, or its library's; of arguments and configs the words say enough
+        is_plain = isinstance(error, ValueError | TypeError)
+        why = " ".join(str(error).split())[:400] if is_plain else said(error)
+        raise BadInput(f"the model cannot be made: {why}") from error
     prepared: LightningModule = experiment.algorithm.local.prepare(module)
     return prepared
 

@@ -202,6 +202,11 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
     [
         (("simulate", "--config", QUICKSTART, "--algorithm", "fed_rra"), "did you mean 'fed_raa'?"),
         (("simulate", "--config", "nowhere.yaml"), "config is 'nowhere.yaml', which does not exist"),
+        (
+            ("simulate", "--config", "quickstat"),
+            "config is 'quickstat', which is neither a file nor comes with raafl: did you",
+        ),
+        (("replay",), "the following arguments are required: RUN: raafl replay --help lists the options"),
         (("fit", "--config", QUICKSTART), "start it with `torchrun --nproc-per-node 5 -m raafl fit ...`"),
     ],
 )

@@ -67,6 +67,19 @@ def test_a_missing_file_is_said_with_the_class_that_reads_it(tmp_path):
     assert e.value.field == "data"
 
 
+def test_what_fails_in_the_code_that_reads_is_said_with_its_line():
+    class Shuffled(Module):
+        def train_dataloader(self):
+            return DataLoader(tensors(0), batch_size=2, shuffle=True)  # torch's own sampler raises here
+
+    with pytest.raises(
+        BadInput,
+        match=r"Shuffled cannot read its data: ValueError: num_samples .* \(.*test_evaluation.py:\d+\): is there",
+    ) as e:
+        FederatedData(Shuffled(tensors()), Iid(), 2, 0)
+    assert e.value.field == "data"
+
+
 @pytest.mark.parametrize(("train", "test", "name"), [(0, 5, "train"), (5, 0, "val")])
 def test_data_without_samples_is_refused(train, test, name):
     with pytest.raises(BadInput, match=rf"the data set of {name}_dataloader\(\) is TensorDataset without any samples"):

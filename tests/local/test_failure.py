@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raafl.errors import GpuLost, TaskFailed
-from raafl.local.failure import attempt, from_meta, one_line, to_meta
+from raafl.errors import GpuLost, TaskFailed, one_line
+from raafl.local.failure import attempt, from_meta, to_meta
 from tests.local.bench import assignment
 
 FAILED = TaskFailed(3, "task 0, submodel full, batch 2", "KeyError: 'Ann (34)' (data.py:7)", "Traceback\n  of Ann")

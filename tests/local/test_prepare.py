@@ -67,6 +67,24 @@ def test_what_cannot_be_trained_is_said():
         prepare(LightningModule())
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        (
+            lambda: nn.LazyLinear(3),
+            r"Bare.net.1.weight has no size before a first batch: give LazyLinear\(.*\) the size of",
+        ),
+        (lambda: nn.Linear(4, 0), r"Bare.net.1.weight is empty, \(0, 4\): give Linear\(.*\) sizes of 1 or more"),
+    ],
+)
+def test_a_parameter_without_a_size_is_said_by_its_name(layer, line):
+    module = Bare()
+    module.net = nn.Sequential(nn.Flatten(), layer())
+    with pytest.raises(BadInput, match=line):
+        prepare(module)
+
+
 def test_what_was_compiled_is_taken_off():
     module = Bare()
     module.net = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed
+from raafl.errors import TaskFailed, said
 from raafl.local.draws import generators, same_generators
-from raafl.local.failure import attempt, is_out_of_memory, said
+from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor

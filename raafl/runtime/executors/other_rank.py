@@ -11,9 +11,9 @@ from typing import Any
 from raafl._version import __version__
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_from_json
 from raafl.data.federated import ClientData
-from raafl.errors import GpuLost, TaskFailed
+from raafl.errors import GpuLost, TaskFailed, said
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import said, to_meta
+from raafl.local.failure import to_meta
 from raafl.local.heap import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Inline

@@ -1,13 +1,18 @@
 """Text that somebody else wrote, made fit for a terminal, a log and a table: the one function for it.
 
 Whatever a peer says that is shown or kept goes through `foreign` where it comes in: names in HELLO, reasons of a STOP or a
-refusal, names of metrics, fields of a config that differ.
+refusal, names of metrics, fields of a config that differ. So does what is shown of a run folder that somebody else may have
+made (`cleaned`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 MOST = 200
 """Characters kept of a foreign text."""
+LARGEST = 2**63 - 1
+_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
 
 
 def foreign(text: object, most: int = MOST) -> str:
@@ -17,7 +22,64 @@ def foreign(text: object, most: int = MOST) -> str:
     backslash escapes; a text that is cut ends in an ellipsis. What was cleaned before comes out as it is.
     """
     whole = str(text)
+    if len(whole) <= most and whole.isprintable():
+        return whole
     clean = "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in whole[: most + 1]
     )
     return clean if len(clean) <= most and len(whole) <= most else clean[: most - 1] + "…"
+
+
+def cleaned(value: Any, most: int = 1000) -> Any:
+    """Return plain data, nested as it may be, with each of its texts, names of fields among them, made `foreign`."""
+    if isinstance(value, str):
+        return foreign(value, most)
+    if isinstance(value, dict):
+        return {cleaned(name, most): cleaned(item, most) for name, item in value.items()}
+    return [cleaned(item, most) for item in value] if isinstance(value, list) else value
+
+
+def table_of(text: str) -> dict[str, Any]:
+    """Return the table that a YAML text holds, aliases followed, if it is one of plain values and of bounded size.
+
+    Raises:
+        ValueError: it is not.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Makes plain values only, without `<<`, by which a small text can fill the memory while it is read."""
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Raise for a merge key; nothing writes one into a config."""
+            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+                raise yaml.YAMLError("a merge key")
+
+    try:
+        tree = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"it is no YAML of plain values ({type(error).__name__})") from None
+    if not isinstance(tree, dict):
+        raise ValueError("it is no table of fields")
+    num, level = 0, [tree]
+    for _ in range(_MAX_DEPTH):
+        below = []
+        for value in level:
+            found = inside(value)
+            below += found
+            num += len(found)
+            if any(type(one) is int and abs(one) > LARGEST for one in found):
+                raise ValueError("it has a number of more than 64 bits")
+            if num > _MAX_VALUES:  # a small text may stand for very many, by aliases of aliases
+                raise ValueError(f"it has more than {_MAX_VALUES:,} values")
+        level = below
+    if level:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    return tree
+
+
+def inside(value: Any) -> list[Any]:
+    """Return what a table or a list holds, names of fields among it; nothing of anything else."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else []

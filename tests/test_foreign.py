@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.foreign import MOST, foreign
+from raafl.foreign import MOST, cleaned, foreign
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,10 @@ def test_a_long_text_is_cut(text):
     assert len(foreign(text)) == MOST and foreign(text).endswith("…")
     assert foreign("x" * 200) == "x" * 200
     assert foreign("abcdef", 4) == "abc…"
+
+
+def test_plain_data_are_cleaned_within():
+    assert cleaned({"a\x1b": [1, None, {"b": "\u202ec"}], "d": 2.5}) == {
+        r"a\x1b": [1, None, {"b": r"\u202ec"}],
+        "d": 2.5,
+    }

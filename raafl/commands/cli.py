@@ -17,6 +17,7 @@ from typing import Any, cast
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.shipped import with_paths
 from raafl.errors import BadInput, RunFailed, at_least, nearest, one_of
+from raafl.foreign import foreign
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
@@ -237,7 +238,7 @@ def _replay(argv: list[str]) -> int:
             client_data=files,
             trust_config=options.trust_config,
         )
-    print(json.dumps(result) if options.json else "\n".join(_replay_lines(result)))
+    print(json.dumps(result) if options.json else "\n".join(foreign(line, 1000) for line in _replay_lines(result)))
     return 1 if result["equal"] is False else 0
 
 

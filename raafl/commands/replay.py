@@ -53,7 +53,13 @@ def replay(
     experiment = load_run(folder, trusted=trust_config, again=True)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
-    parts = build(experiment, pace=False, **begun.get("start", {}))
+    start = begun.get("start", {})
+    least, counts = start.get("min_clients"), start.get("count_lost", True)
+    if not isinstance(least, int | None) or not isinstance(counts, bool):
+        raise BadInput(
+            f"the journal of '{folder}' says of the start {start!r:.80}: it was changed, and cannot be replayed"
+        )
+    parts = build(experiment, pace=False, min_clients=least, count_lost=counts)
     found = conditions(experiment)
     executor = make_executor(parts, workers, own)
     try:

@@ -21,12 +21,11 @@ from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
-from raafl.foreign import foreign
+from raafl.foreign import LARGEST, foreign, inside, table_of
 
-_LARGEST = 2**63 - 1
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""
-_MAX_VALUES, _MAX_DEPTH, _MAX_TEXT = 100_000, 24, 200_000
+_MAX_TEXT = 200_000
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
 _DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
@@ -143,43 +142,10 @@ def imports_only(paths: Sequence[str]) -> Iterator[None]:
 
 
 def _tree(text: str) -> dict[str, Any]:
-    """Return the table that a YAML text holds, aliases followed, if it is one of plain values and of bounded size."""
     try:
-        tree = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise Foreign(f"it is no YAML of plain values ({type(error).__name__})") from None
-    if not isinstance(tree, dict):
-        raise Foreign("it is no table of fields")
-    num, level = 0, [tree]
-    for _ in range(_MAX_DEPTH):
-        below = []
-        for value in level:
-            inside = _inside(value)
-            below += inside
-            num += len(inside)
-            if any(type(one) is int and abs(one) > _LARGEST for one in inside):
-                raise Foreign("it has a number of more than 64 bits")
-            if num > _MAX_VALUES:  # a small text may stand for very many, by aliases of aliases
-                raise Foreign(f"it has more than {_MAX_VALUES:,} values")
-        level = below
-    if level:
-        raise Foreign(f"it is nested more than {_MAX_DEPTH} deep")
-    return tree
-
-
-class _Loader(yaml.SafeLoader):
-    """Makes plain values only, without `<<`, by which a small text can fill the memory while it is read."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Raise for a merge key; nothing writes one into a config."""
-        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            raise yaml.YAMLError("a merge key")
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return value if isinstance(value, list) else []
+        return table_of(text)
+    except ValueError as error:
+        raise Foreign(str(error)) from None
 
 
 class _Check(Check):
@@ -236,7 +202,7 @@ class _Check(Check):
         if hint is bool:
             return type(value) is bool
         if hint is int:
-            return type(value) is int and (self._local or value <= _MOST.get(rule, _LARGEST))
+            return type(value) is int and (self._local or value <= _MOST.get(rule, LARGEST))
         if hint is float:
             return type(value) in (int, float) or (isinstance(value, str) and _is(_NUMBER, value))
         if hint in (str, Path) and isinstance(value, str):
@@ -299,7 +265,7 @@ def _table(value: Any, where: str) -> Mapping[Any, Any]:
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield all that a value holds, names of fields among it."""
     if isinstance(value, dict | list):
-        for item in _inside(value):
+        for item in inside(value):
             yield from _leaves(item)
     else:
         yield value

@@ -25,8 +25,10 @@ _ESCAPED_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": 
 
 
 def escaped(text: str) -> str:
-    """Return text as HTML that reads as it does; control characters become spaces."""
-    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", " ", text))
+    """Return text as HTML that reads as it does; control characters, and those that turn text around, become spaces."""
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() or one in "\n\t" else " " for one in text)
+    return html.escape(text)
 
 
 def shown(value: Cell) -> str:

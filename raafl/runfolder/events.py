@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from raafl.errors import BadInput
-from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary
+from raafl.foreign import cleaned, foreign
+from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, misfits
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
@@ -30,7 +31,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
                 return
             try:
                 event = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of JSON ({error}); the journal was changed") from error
             if not isinstance(event, dict):
                 raise ValueError(f"{path}:{number}: a {type(event).__name__} where an event (an object) was expected")
@@ -38,16 +39,23 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read the summary in a run folder; None where there is none, or it is damaged.
+    """Read the summary in a run folder, without what is not of its type; None where there is none, or it is damaged.
+
+    Its texts are fit to be shown, whoever has written them.
 
     Raises:
         OSError: it is there, but cannot be read.
     """
+    if not (folder / SUMMARY).is_file():
+        return None
     try:
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8", errors="replace"))
+        found = cleaned(json.loads((folder / SUMMARY).read_text(encoding="utf-8", errors="replace")))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return cast(Summary, found) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    wrong = misfits(found, Summary)
+    return cast(Summary, {name: value for name, value in found.items() if name not in wrong})
 
 
 class Undone:
@@ -83,7 +91,7 @@ class JournalRows:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Find out which count; see `read_events` for ``path`` and what is raised."""
         self._path, self._undone = path, Undone()
-        for row in read_events(path):
+        for row in _sound(read_events(path)):
             self._undone.add(row.get("event"), row.get("kept"))
 
     def __iter__(self) -> Iterator[JournalRow]:
@@ -105,7 +113,10 @@ def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRo
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
-    rows, summary = JournalRows(folder), read_summary(folder)
+    try:
+        rows, summary = JournalRows(folder), read_summary(folder)
+    except ValueError as error:
+        raise BadInput(f"{foreign(error)}: only a journal as it was written can be replayed") from None
     num_events = 0
     for row in rows:
         if row.get("event") == "gap":
@@ -117,6 +128,13 @@ def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRo
     if missing:
         raise _missing(f"its last {missing} rows are missing", num_events)
     return rows, summary
+
+
+def _sound(rows: Iterable[JournalRow]) -> Iterator[JournalRow]:
+    for number, row in enumerate(rows, 1):
+        for name in misfits(row, JournalRow):
+            raise ValueError(f"{JOURNAL}:{number}: {name} is {row.get(name)!r:.60}; the journal was changed")
+        yield row
 
 
 def _missing(what: str, num_events: int) -> BadInput:

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar, cast
 
+from raafl.foreign import cleaned
 from raafl.runfolder.events import Undone, read_summary
-from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary
+from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary, misfits
 
 _RESUMED = '"resumed"'
 _KIND = re.compile(r'"event": ?"(\w+)"')
@@ -36,6 +37,8 @@ class NewLines:
 
         Of a long file the first of them; another call returns the next.
         """
+        if not self.path.is_file():  # nor a device or a pipe, which may never end
+            return None if self._read else []
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -143,15 +146,17 @@ class Following(Generic[R]):
 
     def _event(self, line: str) -> JournalRow | None:
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = cleaned(json.loads(line))
+        except (ValueError, RecursionError):
             row = None
-        self.num_damaged += not isinstance(row, dict)
-        return cast(JournalRow, row) if isinstance(row, dict) else None
+        if not isinstance(row, dict) or misfits(row, JournalRow):
+            self.num_damaged += 1
+            return None
+        return cast(JournalRow, row)
 
     def _row(self, name: str, line: str, take: Callable[[Mapping[str, str]], None]) -> None:
         try:
-            cells = next(csv.reader([line]))
+            cells = cleaned(next(csv.reader([line])))
             header = self._header.setdefault(name, cells)
             self.begun = True
             if header is not cells:
@@ -185,7 +190,7 @@ def _undone(journal: Path) -> Undone:
         for line in lines:
             found, kept = _KIND.search(line), None
             if found is not None and found[1] == "resumed":
-                with suppress(ValueError, TypeError, KeyError):
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
                     kept = int(json.loads(line)["kept"])
             undone.add(found[1] if found else None, kept)
     return undone

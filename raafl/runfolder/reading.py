@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raafl.errors import BadInput
+from raafl.foreign import table_of
 from raafl.runfolder.events import read_events, read_summary
 from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
@@ -198,18 +199,12 @@ def read(path: Path) -> RecordedRun:
 
 
 def _read_config(run: RecordedRun, path: Path) -> None:
-    import yaml
-
     run.config_text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        found = yaml.safe_load(run.config_text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        run.notes.append(f"config.yaml is not valid YAML: {' '.join(str(error).split())[:200]}")
-        return
-    if isinstance(found, dict):
-        run.config = {str(name): value for name, value in found.items()}
-    elif found is not None:  # it is empty where a run was made in Python
-        run.notes.append("config.yaml holds no mapping")
+        run.config = {str(name): value for name, value in table_of(run.config_text).items()}
+    except ValueError as error:
+        if run.config_text.strip() not in ("", "null"):  # as it is where a run was made in Python
+            run.notes.append(f"config.yaml is not one of raafl's: {error}")
 
 
 def _read_summary(run: RecordedRun, path: Path) -> None:
@@ -328,7 +323,7 @@ def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
         if spells and math.isinf(spells[-1][1]):
             spells[-1] = (spells[-1][0], at)
     elif kind == "assigned":
-        if event.get("id") not in settled:
+        if not isinstance(event.get("id"), int) or event["id"] not in settled:
             run.open_tasks.append((client, at))
         extra = event.get("extra")
         terms = extra.get(EXCHANGES[0]) if isinstance(extra, dict) else None

@@ -6,7 +6,10 @@ Values are what JSON or a CSV file holds of them; a folder of an earlier version
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypedDict
+from collections.abc import Mapping
+from functools import cache
+from types import UnionType
+from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 CONFIG: Final = "config.yaml"
 JOURNAL: Final = "events.jsonl"
@@ -47,18 +50,18 @@ class JournalRow(TypedDict, total=False):
     start: dict[str, Any]
     title: str
     goals: Any
-    client: Any
-    incarnation: int
-    num_samples: Any
+    client: int
+    incarnation: Any
+    num_samples: int
     own_data: bool
     profile: Any
     reason: str
-    id: Any
+    id: int
     task: int
     version: int
     spec: Any
     region: int
-    num_epochs: int
+    num_epochs: int | None
     num_steps: int | None
     seed: int
     assigned_s: float
@@ -66,7 +69,7 @@ class JournalRow(TypedDict, total=False):
     extra: Any
     assignment: int
     refusal: str | None
-    fingerprint: str
+    fingerprint: str | None
     rows: int
     last_id: int
     kept: int
@@ -205,3 +208,25 @@ class Summary(TypedDict, total=False):
     traceback: str | None
     unwritten: dict[str, int]
     warnings: list[str]
+
+
+def misfits(row: Mapping[str, Any], kind: type) -> list[str]:
+    """List the fields of a row that do not hold what ``kind``, one of the records above, says of them; unknown ones may."""
+    hints = _hints(kind)
+    return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Check whether a value read from JSON is one of a type, without a look inside."""
+    if hint is Any or get_origin(hint) is Literal:
+        return True
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, one) for one in get_args(hint))
+    if hint is int:
+        return isinstance(value, int) and abs(value) < 2**64  # a seed has 64 bits
+    return isinstance(value, int | float if hint is float else get_origin(hint) or hint)

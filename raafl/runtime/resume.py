@@ -61,6 +61,9 @@ def load(folder: Path, runtime: str) -> SavedRun:
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():  # what is written next would go to a place of somebody's choosing
+            raise BadInput(f"resume: '{path}' is a link, which is not written to: put what it stands for in its place")
     saved = checkpoint.load(folder)
     if saved.raafl.get("finished") is not None:
         raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")

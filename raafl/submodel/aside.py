@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
         def noted(layer: nn.Module, args: Any, answer: Any) -> None:
             depth[0] -= 1
             if depth[0] == 0:
-                leaves = tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer)
-                note(path, [x for x in leaves if isinstance(x, Tensor)])
+                note(path, list(_tensors_given(answer)))
 
         return noted
 
@@ -62,6 +62,15 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
     for path, layer in module.named_modules():
         handles += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end(path))]
     return handles
+
+
+def _tensors_given(answer: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module gives, nested in tables, lists and dataclasses as they may be."""
+    for one in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer):
+        if isinstance(one, Tensor):
+            yield one
+        elif is_dataclass(one) and not isinstance(one, type):
+            yield from _tensors_given([getattr(one, field.name, None) for field in fields(one)])
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:

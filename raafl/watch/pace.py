@@ -51,8 +51,9 @@ class Goals:
         """Read goals that `to_json` wrote; none from anything else."""
         try:
             targets = [Aim(str(one["metric"]), float(one["value"]), bool(one["at_most"])) for one in data["targets"]]
-            return cls(data["max_updates"], data["max_time_s"], tuple(targets))
-        except (KeyError, TypeError, ValueError):
+            updates, time_s = data["max_updates"], data["max_time_s"]
+            return cls(updates and int(updates), time_s and float(time_s), tuple(targets))
+        except (KeyError, TypeError, ValueError, OverflowError):
             return cls()
 
 

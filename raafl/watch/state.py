@@ -19,6 +19,7 @@ MAX_CLIENTS = 16
 """Clients that a view has room for."""
 _MAX_SPECS = 8  # of which a client's time is remembered
 _SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # letters
+_MOST_BLOCKS = 1000  # of a stack, that are listed
 
 
 @dataclass(slots=True)
@@ -254,8 +255,14 @@ class RunState:
 
 def spec_in_words(data: Any, most: int | None = None) -> str:
     """Return a submodel as `str(Spec)` does, from its plain data; at most so many letters."""
-    if not isinstance(data, dict):
-        return str(data or "")
+    try:
+        text = _in_words(data) if isinstance(data, dict) else str(data or "")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        text = "what cannot be read"  # in a journal that was changed
+    return text if most is None or len(text) <= most else text[: most - 1] + "…"
+
+
+def _in_words(data: dict[str, Any]) -> str:
     alike: dict[str, list[str]] = {}
     for name, kept in data.get("kept", {}).items():
         run = kept.get("range") if isinstance(kept, dict) else None
@@ -265,12 +272,11 @@ def spec_in_words(data: Any, most: int | None = None) -> str:
         words += [f"{len(axes)} axes{which}"] if len(axes) > 4 else [name + which for name in axes]
     for name, kept in data.get("blocks", {}).items():
         indices = range(*kept["range"]) if isinstance(kept, dict) else kept
-        words.append(f"{name}[{','.join(map(str, indices))}]")
+        words.append(f"{name}[{','.join(map(str, islice(indices, _MOST_BLOCKS)))}]")
     for verb, key in (("trains", "trained"), ("exits", "exits")):
         if key in data:
             words.append(f"{verb} {','.join(data[key]) or 'nothing'}")
-    text = " ".join(words) or "full"
-    return text if most is None or len(text) <= most else text[: most - 1] + "…"
+    return " ".join(words) or "full"
 
 
 def _number(value: Any) -> float | None:

@@ -17,6 +17,11 @@ from raafl.report.page import chart_html, data_json, escaped, shown, table_html
 from raafl.runfolder.reading import read
 from tests.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
 
+
+def test_what_turns_text_around_is_no_part_of_a_page():
+    assert escaped("a\u202eb\x1bc\x9bd\n<e>\t電話") == "a b c d\n&lt;e&gt;\t電話"
+
+
 OWN = "document.documentElement.dataset.owned=1"
 HOSTILE = f"</script><script>{OWN}</script><img src=x onerror={OWN}> & \"'<b>%{{x}}</b>\u2028"
 CHARTS = ("curves", "timeline", "time-spent", "participation", "staleness", "regions", "submodels", "partition")

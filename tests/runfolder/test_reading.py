@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -107,3 +108,21 @@ def test_what_is_no_run_folder_is_refused(tmp_path):
 def test_numbers_are_finite_or_nan():
     assert [number(value) for value in (1, 2.5, "3e2")] == [1.0, 2.5, 300.0]
     assert all(math.isnan(number(value)) for value in (None, True, "x", "inf", math.inf, [], {}, 10**400))
+
+
+def test_a_config_of_aliases_of_aliases_takes_no_memory(tmp_path):
+    folder = write(tmp_path / "run")
+    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"{name}: &{name} [{', '.join(['*' + before] * 9)}]" for before, name in pairwise("abcdefghij")]
+    (folder / "config.yaml").write_text("\n".join(lines))
+    run = read(folder)
+    assert run.config == {} and run.notes == ["config.yaml is not one of raafl's: it has more than 100,000 values"]
+
+
+def test_a_row_that_nothing_can_be_made_of_ends_the_reading_without_harm(tmp_path):
+    folder = write(tmp_path / "run")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"time_s": 9.0, "event": "assigned", "client": 1, "id": [1]}\n{"a": ' + "[" * 100_000 + "\n")
+    run = read(folder)
+    assert run.open_tasks == [(2, 8.0), (1, 9.0)]
+    assert len(run.notes) == 1 and run.notes[0].startswith("the journal is damaged")

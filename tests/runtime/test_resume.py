@@ -15,7 +15,7 @@ from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.rows import write_table
-from raafl.runtime.resume import SavedRun, mend
+from raafl.runtime.resume import SavedRun, load, mend
 from raafl.watch.feed import Watched
 from tests import warm
 from tests.crashed import crashed, simulated
@@ -236,3 +236,14 @@ def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
     assert mended.merged == [(number % 9, number) for number in range(kept + 1, num + 1)]
     assert rows(tmp_path / "clients.csv")[-1][3] == str(kept) and len(rows(tmp_path / "clients.csv")) == 1 + kept
     assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "100"]
+
+
+def test_nothing_is_written_through_a_link_that_somebody_left_in_a_folder(tmp_path):
+    """A torn last line would be cut off there, and rows added."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("not to be touched")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").symlink_to(mine)
+    with pytest.raises(BadInput, match=r"'.*events.jsonl' is a link, which is not written to"):
+        load(tmp_path / "run", "simulated")
+    assert mine.read_text() == "not to be touched"

@@ -47,6 +47,60 @@ def test_the_summary_of_a_run_that_has_been_resumed_since_does_not_end_the_view(
     assert watched.look() and watched.state.summary == {"finished": finished}
 
 
+STEERS = "\x1b]0;title\x07\u202e"
+
+
+def test_a_folder_that_somebody_else_made_shows_no_text_as_it_stands(tmp_path, capsys):
+    with RunFolder(tmp_path / "run", "") as run:
+        run.event({**run_row("simulated"), "title": STEERS})
+        run.event(joined(1, name=STEERS))
+        run.event(assigned(1, 1, 0.0, spec={"kept": {STEERS: {"range": [0, 2]}}}))
+        run.metrics({"version": 1, "time_s": 1.0, STEERS: 0.5})
+        run.client(ended(1, 1, 0.0, 1.0, 1, outcome=f"refused:{STEERS}", spec=STEERS))
+        run.summary({"finished": STEERS * 100, "final": {STEERS: 1.0}})
+    for mode in ("plain", "verbose"):
+        assert main(["watch", str(tmp_path / "run"), "--once", "--progress", mode]) == 0
+        said = capsys.readouterr().out.replace("\n", "")
+        assert r"\x1b]0;title\x07\u202e" in said and said.isprintable()
+
+
+DAMAGED = [
+    {"event": "assigned", "id": [1], "client": 1, "time_s": 0.0},
+    {**assigned(2, 1, 0.0), "version": "x"},
+    {"event": "joined", "client": 1, "profile": {"name": ["x"]}, "time_s": "soon"},
+    {"event": "run", "goals": {"max_updates": "x", "max_time_s": [], "targets": []}, "time_s": 0.0, "title": 3},
+]
+
+
+def test_what_is_no_row_of_a_journal_is_left_out_and_a_summary_keeps_what_fits(tmp_path, capsys):
+    """No traceback, whatever stands there."""
+    with RunFolder(tmp_path / "run", "") as run:
+        run.event(run_row("simulated"))
+        run.event(joined(1))
+        run.event(assigned(1, 1, 0.0, spec={"kept": [1], "blocks": {"b": {"range": [0, 10**9]}}}))
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        file.write("".join(f"{json.dumps(row)}\n" for row in DAMAGED) + '{"a": ' + "[" * 100_000 + "\n")
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"updates_merged": "x", "batched": 3, "versions": 7}))
+    assert main(["watch", str(tmp_path / "run"), "--once", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["num_updates"], found["damaged_lines"]) == (7, 0, 5)
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    (tmp_path / "run" / "summary.json").unlink()
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    assert main(["replay", str(tmp_path / "run")]) == 2
+    assert "events.jsonl:4: id is [1]; the journal was changed" in capsys.readouterr().err
+
+
+def test_what_may_never_end_is_not_read(tmp_path):
+    with RunFolder(tmp_path / "run", "") as run:
+        run.event(run_row("simulated"))
+    (tmp_path / "run" / "metrics.csv").unlink()
+    (tmp_path / "run" / "metrics.csv").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "run" / "summary.json")
+    watched = Watched(tmp_path / "run")
+    assert watched.look() and watched.begun and watched.state.summary is None
+
+
 def cells(**row):
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerow([row.get(name, "") for name in CLIENT_COLUMNS])
@@ -82,7 +136,7 @@ def test_a_folder_is_followed_as_it_grows_whatever_its_last_line(tmp_path):
         snapshot = watched.state.snapshot()
         assert (snapshot.num_working, snapshot.num_updates, snapshot.ends_in_s) == (0, 1, 24.0)
         assert dict(snapshot.metrics) == {"accuracy": 0.2, "f1": 0.3}
-        assert watched.num_damaged == 2
+        assert watched.num_damaged == 4
         run.summary({"finished": "max_updates", "updates_merged": 1, "time_s": 9.0, "bytes_up": 7, "bytes_down": 8})
     assert watched.look() and not watched.look()
     snapshot = watched.state.snapshot()

@@ -65,6 +65,7 @@ def bind(secret: Secret, folder: Path) -> None:
     if note is None or note.is_file():
         return
     try:
+        note.touch(0o600)  # who can write there could have the secret serve another run
         note.write_text(f"{folder.absolute()}\n", encoding="utf-8")
     except OSError as error:
         raise BadInput(

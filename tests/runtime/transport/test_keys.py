@@ -55,6 +55,7 @@ def test_a_secret_is_good_for_one_run_and_for_its_resumption(tmp_path):
     secret = load_secret("raafl.secret")
     check_run(secret, None)
     bind(secret, tmp_path / "first")
+    assert mode("raafl.secret.run") == 0o600
     bind(secret, tmp_path / "first")  # resumed
     check_run(secret, tmp_path / "x" / ".." / "first")
     for folder in (None, tmp_path / "second"):

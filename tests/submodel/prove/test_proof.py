@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -75,6 +76,38 @@ def test_an_attribute_of_a_value_keeps_it_whole(name):
     submodels = Submodels(Net(READS[name]), BATCH)
     assert list(submodels.axes) == ["fc1"]
     assert "fc2" in submodels.kept_whole
+
+
+@dataclass
+class Given:
+    """What some models give: not only what the loss sees."""
+
+    logits: torch.Tensor
+    embedding: torch.Tensor
+
+
+class Embeds(Net):
+    """Gives what lies before its logits, too, packed as it is told."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, x):
+        hidden = torch.relu(self.fc1(x))
+        return self.packed(self.fc2(hidden), hidden)
+
+    def training_step(self, batch, batch_idx):
+        given = self(batch[0])
+        if isinstance(given, dict):
+            given = given["all"][0]
+        return F.cross_entropy(given.logits, batch[1])
+
+
+@pytest.mark.parametrize("packed", [Given, lambda *both: {"all": [Given(*both)]}], ids=["alone", "nested"])
+def test_what_a_dataclass_gives_is_kept_whole_as_in_a_table(packed):
+    submodels = Submodels(Embeds(packed), BATCH)
+    assert list(submodels.axes) == [] and submodels.kept_whole["fc1"] == "it is an output of the model"
 
 
 def test_sizes_may_be_read():

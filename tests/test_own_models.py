@@ -188,3 +188,9 @@ def test_a_model_that_cannot_be_made_is_one_line(tmp_path):
         finish(experiment(tmp_path / "run", model=Unlucky))
     with pytest.raises(BadInput, match=r"the model cannot be made: width 15 is not a multiple of 2$"):
         finish(experiment(tmp_path / "run", model=Picky))
+
+
+def test_devices_that_nobody_has_checked_are_one_line(tmp_path):
+    """As those of a run folder that is replayed."""
+    with pytest.raises(BadInput, match="devices: entry 1: unknown field class_path"):
+        build(experiment(tmp_path / "run", devices="[{class_path: os.system}]"), pace=False)

@@ -78,7 +78,11 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
     """Describe clients 1..N as they are known before they join."""
-    pairs = zip(data.sizes, experiment.profiles(), strict=True)
+    try:
+        profiles = experiment.profiles()
+    except ValueError as error:  # of a run folder's config, which nobody has checked as a whole
+        raise BadInput(str(error)) from None
+    pairs = zip(data.sizes, profiles, strict=True)
     return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
 
 

@@ -8,7 +8,6 @@ it is executed.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -120,7 +119,7 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
         raise
     except Exception as error:  # torch.load and a stranger's content raise errors of many types
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to run it
+        if type(error).__name__ == "UnpicklingError":  # torch's own words advise to run it
             what = "it holds more than tensors and plain values"
         raise BadInput(
             f"checkpoint: {found} is damaged or is not one of raafl's ({what}); take an earlier one"

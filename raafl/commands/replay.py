@@ -53,13 +53,7 @@ def replay(
     experiment = load_run(folder, trusted=trust_config, again=True)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
-    start = begun.get("start", {})
-    least, counts = start.get("min_clients"), start.get("count_lost", True)
-    if not isinstance(least, int | None) or not isinstance(counts, bool):
-        raise BadInput(
-            f"the journal of '{folder}' says of the start {start!r:.80}: it was changed, and cannot be replayed"
-        )
-    parts = build(experiment, pace=False, min_clients=least, count_lost=counts)
+    parts = build(experiment, pace=False, **_start(folder, begun))
     found = conditions(experiment)
     executor = make_executor(parts, workers, own)
     try:
@@ -83,6 +77,17 @@ def replay(
     if until is not None:
         result["checkpoint"] = str(_save(folder / "replay", parts))
     return result
+
+
+def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
+    """Return how many clients the run waited for at its start, and whether lost ones counted."""
+    start = begun.get("start", {})
+    least, counts = start.get("min_clients"), start.get("count_lost", True)
+    if not isinstance(least, int | None) or not isinstance(counts, bool):
+        raise BadInput(
+            f"the journal of '{folder}' says of the start {start!r:.80}: it was changed, and cannot be replayed"
+        )
+    return {"min_clients": least, "count_lost": counts}
 
 
 def _own_data(

@@ -281,6 +281,14 @@ def test_a_run_goes_on_only_with_the_settings_it_had(tmp_path):
         federation().simulate(small_mlp, digits(), resume=tmp_path / "nothing")
 
 
+def test_a_run_goes_on_only_with_the_weights_it_began_with_and_says_how_to_have_them(tmp_path):
+    federation(tmp_path / "run", raafl.fed_raa()).simulate(seeded_net(), digits(), loss=F.cross_entropy)
+    with pytest.raises(BadInput, match=r"model not as in .*torch\.manual_seed before it is made"):
+        federation(algorithm=raafl.fed_raa()).simulate(
+            seeded_net(1), digits(), loss=F.cross_entropy, resume=tmp_path / "run"
+        )
+
+
 def test_a_run_off_the_main_thread_leaves_signals_alone(tmp_path):
     before, results = signal.getsignal(signal.SIGINT), []
     seen = raafl.LambdaCallback(on_version=lambda run, version: results.append(signal.getsignal(signal.SIGINT)))

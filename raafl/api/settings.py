@@ -165,7 +165,11 @@ def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raise `BadInput` unless a run that is to go on had the settings that it is to go on with."""
     other = [name for name in mine if name not in marked("may_change") and theirs.get(name) != mine[name]]
     if other:
-        raise BadInput(f"resume: {', '.join(other)} not as in the run's config.yaml: give the same as then")
+        seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"
+        raise BadInput(
+            f"resume: {', '.join(other)} not as in the run's config.yaml: give the same as then"
+            + (seeded if "model" in other else "")
+        )
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ The paper leaves open, and this does:
   number, per unit of learning rate at the first step: for SGD, momentum and the proximal term the paper's sums, and it holds for
   schedules, too. Adaptive optimizers are taken for SGD: tau_i.
 - Submodels: p_i and tau_eff of an element are over the clients that have it. Running statistics are averaged.
+- tau_eff moves everybody's updates by what each client says of itself, so of a merge's ||a_i||_1 none counts as more than
+  `LIMIT` times their lower median.
 - n is of the clients in the round. With equal steps it is FedAvg but for rounding.
 - With a `buffer_size` it is asynchronous: K differences make a merge, each against the model that its client was sent, and each
   weighs p_i s(staleness), s = 1/sqrt(1 + staleness).
@@ -22,6 +24,7 @@ The paper leaves open, and this does:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +41,9 @@ from raafl.submodel import Spec
 
 DONE = "done"
 """Key in `Update.extra` of ||a_i||_1."""
+
+LIMIT = 100.0
+"""Times the lower median of a merge that one client is believed to have done."""
 
 
 def fed_nova(
@@ -130,7 +136,8 @@ class Normalised(Merge):
         """Move each element by the mean of what was done, as far as the mean of how much."""
         memory = state.memory["fed_nova"]
         sums = Accumulator(state, memory)
-        on, done = sums.cover(), sums.cover(memory["done"], "mixed")
+        most = LIMIT * median_low(memory["done"])
+        on, done = sums.cover(), sums.cover([min(one, most) for one in memory["done"]], "mixed")
         for name, theta in trained_values(state).items():
             far = done[name] / on[name] if name in state.submodels.parameter_names else 1.0
             theta.copy_(torch.where(on[name] > 0, theta + sums.total[name] / on[name] * far, theta))

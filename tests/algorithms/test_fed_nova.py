@@ -36,6 +36,15 @@ def test_a_round_of_the_server():
         assert coordinator.state.values["fc1.weight"].unique().tolist() == pytest.approx([theta])
 
 
+def test_one_client_that_claims_to_have_done_very_much_does_not_carry_the_others_away():
+    """d = 2, 2 and 0, p = 1/3 each; of 1, 1 and 10^8 the last counts as 100: tau_eff = 34, 34 (2 + 2 + 0) / 3."""
+    coordinator = coordinator_for(fed_nova(), line_state(hidden=2), min_clients=3, num_clients=3)
+    tasks = assigned(join(coordinator, [1, 2, 3]))
+    for client, delta, done in ((1, 2.0, 1.0), (2, 2.0, 1.0), (3, 0.0, 1e8)):
+        give(coordinator, tasks[client], delta, 1, {"done": done})
+    assert coordinator.state.values["fc1.weight"].unique().tolist() == pytest.approx([34 * 4 / 3])
+
+
 @pytest.mark.parametrize("extra", [{}, {"done": 0.0}, {"done": "1"}, {"done": float("nan")}])
 def test_what_is_no_amount_of_work_is_refused(extra):
     coordinator = coordinator_for(fed_nova(), line_state(hidden=2))

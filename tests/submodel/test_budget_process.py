@@ -19,7 +19,7 @@ from raafl.local import heap
 
 MIB = 2**20
 BUDGET = 96 * MIB
-RESERVE = {"mlp": 16 * MIB, "cnn": 32 * MIB, "vit": 32 * MIB}
+RESERVE = {"mlp": 32 * MIB, "cnn": 32 * MIB, "vit": 32 * MIB}
 TIGHT_RESERVE = 64 * MIB
 
 # One process imports everything; each client is a fork of it, and a limit of its own.

@@ -72,6 +72,7 @@ class ClientData:
     Attributes:
         test: the samples that this client measures its submodel on, and does not train on; None = it has none.
         gathers: any number of its samples is one operation, and a batch a list of tensors.
+        source: the data set that `fetch` takes rows of, where it gathers; None = it does not, or has samples of its own.
 
     Raises:
         BadInput: `indices` is empty.
@@ -93,11 +94,12 @@ class ClientData:
         self.num_samples = len(indices)
         self.batch_size, self._drop_last = batch_size, drop_last
         self._fetch, self.gathers = fetcher(dataset, collate)
+        self.source = dataset if self.gathers else None
         self._indices: torch.Tensor | None = indices
         self._classes: frozenset[int] | None = None
         self._looked = False
         if self.gathers and copied and _num_bytes(self._fetch, len(indices)) <= _MOST_COPIED_BYTES:
-            self._fetch, self._indices = select_from(self._fetch(indices)), None
+            self._fetch, self._indices, self.source = select_from(self._fetch(indices)), None, None
 
     def num_batches(self, batch_size: int | None = None) -> int:
         """Number of batches in one epoch."""

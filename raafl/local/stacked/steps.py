@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.local.pull import Pull
+from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.clipping import clip_
 from raafl.local.stacked.logged import Logged
 from raafl.local.stacked.mode import Stacked
@@ -28,7 +28,6 @@ from raafl.local.train import Built, LocalTrainer
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
 
-_AHEAD_BYTES = 1 << 24  # batches that are gathered at a time
 _LINE_BYTES = 64
 
 Place = tuple[dict[str, Any], str, str]
@@ -106,7 +105,6 @@ class Steps:
         self.losses = torch.zeros(0)  # once there is one, of its type
         self.logged = Logged(num)
         self.seen: defaultdict[Any, set[int]] = defaultdict(set)
-        self.forms: dict[Any, Any] = {}  # of the kinds of batches
         self.states = [torch.Generator().manual_seed(member.assignment.seed).get_state() for member in members]
         trains = {id(p): name for name, p in built.module.named_parameters()}
         self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
@@ -125,15 +123,12 @@ class Steps:
         """Do all steps of all clients."""
         self.logged.attach(self.built.module)
         self.built.module.train()
-        self.num_ahead = self._look_ahead()
-        feeds = [self._feed(member) for member in self.members]
         optimizer: torch.optim.Optimizer | None = None
         num = 0
-        for index in range(self.counts[0]):
-            going = sum(count > index for count in self.counts)
-            if optimizer is None or going != num:
-                optimizer, num = self._optimizer(going, optimizer), going
-            self._gradients(optimizer, [next(feed) for feed in feeds[:num]], index)
+        for index, batch in enumerate(self._batches()):
+            if optimizer is None or batch.num != num:
+                optimizer, num = self._optimizer(batch.num, optimizer), batch.num
+            self._gradients(optimizer, batch, index)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if self.anchors:
                 Pull(parameters, [a[:num] for a in self.anchors]).add_to_gradients(self.trainer.local.prox)
@@ -154,35 +149,12 @@ class Steps:
         for (group, _), ours in zip(self.groups, optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in group.items() if key != "params"})
 
-    def _feed(self, member: Member) -> Iterator[tuple[Any, Sequence[Any]]]:
-        """Yield a client's batches: of what kind each is, and its leaves; gather several at a time, if the data set can."""
-        generator = torch.Generator().manual_seed(member.assignment.seed)
-        data, trainer = member.data, self.trainer
-        rows = data.rows(generator, trainer.training.batch_size, *trainer.length(member.assignment))
-        if not data.gathers:
-            for one in rows:
-                leaves, form = tree_flatten(data.fetch(one))
-                shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-                self.forms[form, shapes] = form
-                yield (form, shapes), leaves
-            return
-        while some := list(islice(rows, self.num_ahead)):
-            sizes = [one.shape[0] for one in some]
-            batches = zip(*(tensor.split_with_sizes(sizes) for tensor in data.fetch(torch.cat(some))), strict=True)
-            yield from zip(sizes, batches, strict=True)
-
-    def _look_ahead(self) -> int:
-        """Return how many batches of each client may be gathered at a time, and note how those are built."""
-        data = self.members[0].data
-        if not data.gathers:
-            return 1
-        sample = data.fetch(torch.zeros(1, dtype=torch.int64))
-        form = tree_structure(sample)
-        self.forms = defaultdict(lambda: form)
-        num_bytes: int = sum(tensor.nbytes for tensor in sample) * (
-            self.trainer.training.batch_size or data.batch_size or 1
-        )
-        return max(_AHEAD_BYTES // max(num_bytes * len(self.members), 1), 1)
+    def _batches(self) -> Iterator[Batch]:
+        training, rows = self.trainer.training, []
+        for assignment, _, data in self.members:
+            generator = torch.Generator().manual_seed(assignment.seed)
+            rows.append(data.rows(generator, training.batch_size, *self.trainer.length(assignment)))
+        return batches([member.data for member in self.members], rows, self.counts, training.batch_size)
 
     def _optimizer(self, num: int, last: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Make the optimiser of the first ``num`` clients, with what the ``last`` one remembers of them."""
@@ -201,19 +173,16 @@ class Steps:
                     }
         return made
 
-    def _gradients(self, optimizer: torch.optim.Optimizer, batches: list[tuple[Any, Any]], index: int) -> None:
+    def _gradients(self, optimizer: torch.optim.Optimizer, batch: Batch, index: int) -> None:
         """Give the optimiser's parameters their gradients; clients with batches of other shapes one kind after the other."""
-        kinds: dict[Any, list[int]] = {}
-        for client, (kind, _) in enumerate(batches):
-            kinds.setdefault(kind, []).append(client)
-        for kind, clients in kinds.items():
+        for kind, clients in batch.kinds.items():
             self.seen[kind].update(clients)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if len(kinds) == 1:
-            self._backward(parameters, slice(0, len(batches)), batches, index)
+        if len(batch.kinds) == 1:
+            self._backward(parameters, slice(0, batch.num), batch, index)
             return
         gradients = []
-        for clients in kinds.values():
+        for clients in batch.kinds.values():
             chosen: slice | Tensor = slice(clients[0], clients[-1] + 1)
             if clients[-1] + 1 - clients[0] != len(clients):
                 chosen = torch.tensor(clients)
@@ -221,40 +190,36 @@ class Steps:
                 self.rows.stack(self.built.present.layout.by_name[name], chosen).detach().requires_grad_()
                 for name in self.trained
             ]
-            self._backward(stacks, chosen, [batches[client] for client in clients], index)
+            self._backward(stacks, chosen, batch, index)
             gradients.append([stack.grad for stack in stacks])
-        places = torch.argsort(torch.tensor([client for clients in kinds.values() for client in clients]))
+        places = torch.argsort(torch.tensor([client for clients in batch.kinds.values() for client in clients]))
         for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
             found = [part for part in parts if part is not None]
             if len(found) not in (0, len(parts)):
                 raise Unstackable("a parameter has a gradient for batches of some shapes only")
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
-    def _backward(
-        self, stacks: Sequence[Tensor], chosen: slice | Tensor, batches: Sequence[tuple[Any, Any]], index: int
-    ) -> None:
+    def _backward(self, stacks: Sequence[Tensor], chosen: slice | Tensor, batch: Batch, index: int) -> None:
         """Compute the losses of the chosen clients, and their gradients into ``stacks``."""
         clients = range(*chosen.indices(len(self.members))) if isinstance(chosen, slice) else chosen.tolist()
         layout = self.built.present.layout
         tensors = dict(zip(self.trained, stacks, strict=True))
         others = {name for _, _, name in self.places} - set(self.trained)
         tensors |= {name: self.rows.stack(layout.by_name[name], chosen) for name in others}
-        form = self.forms[batches[0][0]]
-        columns = list(zip(*(leaves for _, leaves in batches), strict=True))
-        data = [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
+        columns, form = batch.columns(clients)
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
 
         def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
-            values, given = {name: inside(stack) for name, stack in tensors.items()}, map(inside, data)
-            leaves = [next(given) if isinstance(column[0], Tensor) else column[0] for column in columns]
-            mode = Stacked(len(batches), states, self.known)
+            values = {name: inside(stack) for name, stack in tensors.items()}
+            leaves = [inside(one) if isinstance(one, Tensor) else one for one in columns]
+            mode = Stacked(len(clients), states, self.known)
             with _Placed(self.places, values), self.choose(clients), mode:
                 answer = module.training_step(tree_unflatten(leaves, form), index)
             return answer["loss"] if isinstance(answer, dict) else answer, self.logged.take()
 
-        losses, values = within(len(batches), one)
-        self._note(clients, losses.reshape(len(batches)), values, states)
+        losses, values = within(len(clients), one)
+        self._note(clients, losses.reshape(len(clients)), values, states)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         if not isinstance(chosen, slice):
             for name in others:

@@ -1,0 +1,134 @@
+"""The batches of several clients, step by step: gathered for all of them at a time where they share a data set."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
+
+from raafl.data.federated import ClientData
+
+_AHEAD_BYTES = 1 << 24  # batches that are gathered at a time
+_LINE_BYTES = 64
+
+Rows = Iterator[Tensor]
+"""The numbers of the samples in each of a client's batches."""
+
+
+class Batch:
+    """What the clients that go on train on in one step.
+
+    Attributes:
+        kinds: places of the clients, by what their batches are like.
+        num: of the clients.
+    """
+
+    def __init__(self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec]) -> None:
+        """Take each client's kind of batch and its leaves, and how those of a kind are built."""
+        self._all, self._leaves, self._forms, self.num = kinds, leaves, forms, len(kinds)
+        self.kinds: defaultdict[Any, list[int]] = defaultdict(list)
+        for client, kind in enumerate(kinds):
+            self.kinds[kind].append(client)
+
+    def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
+        """Return a stack of each tensor of these clients, whose batches are of one kind, and how a batch is built of them.
+
+        What is no tensor is as the first of them has it.
+        """
+        columns = zip(*(self._leaves[client] for client in clients), strict=True)
+        stacks = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        return stacks, self._forms[self._all[clients[0]]]
+
+
+class Stack(Batch):
+    """Batches of one kind, gathered as stacks."""
+
+    def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
+        """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
+        super().__init__([size] * num, [], forms)
+        self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
+
+    def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
+        """Return the stacks: there is one kind, so these are all clients."""
+        return self._stacks, self._forms[self._all[0]]
+
+
+def _aligned(one: Tensor) -> Tensor:
+    """Return a tensor that begins where a new one would."""
+    return one.clone() if one.data_ptr() % _LINE_BYTES else one
+
+
+def batches(
+    clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int], batch_size: int | None
+) -> Iterator[Batch]:
+    """Yield what each step trains on; ``counts`` are of the clients' batches, most first."""
+    first = clients[0]
+    if not first.gathers:
+        yield from _one_by_one(clients, rows, counts)
+        return
+    sample = first.fetch(torch.zeros(1, dtype=torch.int64))
+    form = tree_structure(sample)
+    forms: dict[Any, TreeSpec] = defaultdict(lambda: form)
+    num_bytes = sum(tensor.nbytes for tensor in sample) * (batch_size or first.batch_size or 1) * len(clients)
+    ahead = max(_AHEAD_BYTES // max(num_bytes, 1), 1)
+    one_source = first.source is not None and all(client.source is first.source for client in clients)
+    if one_source:
+        yield from _of_one_source(first.fetch, rows, counts, ahead, forms)
+        return
+    feeds = [_ahead(client.fetch, own, ahead) for client, own in zip(clients, rows, strict=True)]
+    for going in _going(counts):
+        found = [next(feed) for feed in feeds[:going]]
+        yield Batch([size for size, _ in found], [leaves for _, leaves in found], forms)
+
+
+def _going(counts: Sequence[int]) -> Iterator[int]:
+    """Yield how many clients go on, step by step."""
+    for index in range(counts[0]):
+        yield sum(count > index for count in counts)
+
+
+def _of_one_source(
+    fetch: Callable[[Tensor], Sequence[Tensor]], rows: Sequence[Rows], counts: Sequence[int], ahead: int,
+    forms: dict[Any, TreeSpec],
+) -> Iterator[Batch]:  # fmt: skip
+    """Gather several steps of all clients at a time."""
+    steps = _going(counts)
+    while some := list(islice(steps, ahead)):
+        wanted = [[next(own) for own in rows[:going]] for going in some]
+        sizes = [[one.shape[0] for one in step] for step in wanted]
+        gathered = fetch(torch.cat([one for step in wanted for one in step]))
+        of_steps = zip(*(tensor.split_with_sizes([sum(step) for step in sizes]) for tensor in gathered), strict=True)
+        for own, tensors in zip(sizes, of_steps, strict=True):
+            if min(own) == max(own):
+                yield Stack(own[0], len(own), tensors, forms)
+            else:
+                yield Batch(own, list(zip(*(one.split_with_sizes(own) for one in tensors), strict=True)), forms)
+
+
+def _ahead(
+    fetch: Callable[[Tensor], Sequence[Tensor]], rows: Rows, ahead: int
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Gather several batches of one client at a time."""
+    while some := list(islice(rows, ahead)):
+        sizes = [one.shape[0] for one in some]
+        leaves = zip(*(tensor.split_with_sizes(sizes) for tensor in fetch(torch.cat(some))), strict=True)
+        yield from zip(sizes, leaves, strict=True)
+
+
+def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int]) -> Iterator[Batch]:
+    """Fetch batches of any form."""
+    forms: dict[Any, TreeSpec] = {}
+    for going in _going(counts):
+        kinds, every = [], []
+        for client, own in zip(clients[:going], rows, strict=False):
+            leaves, form = tree_flatten(client.fetch(next(own)))
+            kind = form, tuple((one.shape, one.dtype) if isinstance(one, Tensor) else repr(one) for one in leaves)
+            forms[kind] = form
+            kinds.append(kind)
+            every.append(leaves)
+        yield Batch(kinds, every, forms)

@@ -4,8 +4,8 @@ Each case is the same run with the same seed in one process, by forked workers a
 one thread a process; it is repeated, and a row has the median. `ratio` is trainings per second over those of one process; `equal`
 is whether the model's digest is that of one process. Seconds are the run's own, from its first to its last event: what
 processes need to start is not in it, the evaluation of the last model is. `serial` is the share of the work of one process
-that more of them do not divide (Amdahl's law, from the ratio; where there are as many cores), `of_eight` the ratio that eight
-would have with it. `bytes_per_task` are as predicted.
+that more of them do not divide (Amdahl's law, from the ratio), `of_eight` the ratio that eight would have with it.
+`bytes_per_task` are as predicted.
 
 What was measured is kept in build/bench until all rows are there: a benchmark that was cut off goes on where it was.
 
@@ -49,12 +49,11 @@ WAYS = (("one process", 1), ("workers", 2), ("ranks", 2), ("ranks", 4))
 
 def run(case: Case, way: str, num: int) -> Row:
     """Run a case in one way, and return the summary."""
-    workers = num if way == "workers" else 1
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num), "-m"] if way == "ranks" else []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", *torchrun, "raafl", "simulate", *case.options, "--workers", str(workers),
-                   "--max_updates", str(case.updates), "--eval_every", str(case.updates), "--output", f"{folder}/run",
-                   "--json", "--progress", "quiet"]  # fmt: skip
+        command = [sys.executable, "-m", *torchrun, "raafl", "simulate", *case.options, "--max_updates",
+                   str(case.updates), "--eval_every", str(case.updates), "--output", f"{folder}/run", "--json",
+                   "--progress", "quiet", "--workers", str(num if way == "workers" else 1)]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, timeout=3600)
     summary: Row = json.loads(done.stdout)
@@ -77,16 +76,16 @@ def rows() -> list[Row]:
     """Return a row for each case and way."""
     found = []
     for case in CASES:
-        taken: dict[tuple[str, int], list[Row]] = {(way, num): [] for way, num in WAYS}
+        taken: dict[tuple[str, int], list[Row]] = {way: [] for way in WAYS}
         for repeat in range(REPEATS):  # in turns, so that what else the machine does disturbs all alike
             for way, num in WAYS:
-                taken[way, num].append(once(f"{case.name}/{case.updates}/{way}/{num}/{repeat}", case, way, num))
+                key = f"{case.name}/{case.updates}/{way}/{num}/{repeat}"
+                taken[way, num].append(once(key, case, way, num))
         per_s = {key: statistics.median(case.updates / one["wall_s"] for one in all) for key, all in taken.items()}
         (digest,) = {one["model_digest"] for one in taken["one process", 1]}
         for (way, num), summaries in taken.items():
             ratio = per_s[way, num] / per_s["one process", 1]
-            divided = 1 < num <= (os.cpu_count() or 1)  # more processes than cores say nothing of what is not divided
-            serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if divided else None
+            serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if num > 1 else None
             found.append({
                 "workload": case.name, "way": way, "processes": num, "per_s": per_s[way, num],
                 "ratio": ratio, "serial": serial, "of_eight": None if serial is None else 8 / (1 + 7 * serial),

@@ -15,7 +15,7 @@ from raafl.errors import BadInput, GpuLost, RunFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
 from raafl.runtime.executors import work
-from raafl.runtime.setup import MAX_BUILT, client_parts, load_data
+from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
 from raafl.runtime.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
 from raafl.watch.progress import Progress
 
@@ -25,12 +25,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
         raise BadInput(
-            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: give --workers 1"
-        )
-    if experiment.batch_clients != 1:
-        raise BadInput(
-            f"batch_clients is {experiment.batch_clients}, but torchrun started {num_ranks} ranks, who train a client each: "
-            "leave it out"
+            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: leave it out"
         )
     transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
@@ -51,7 +46,8 @@ def train(experiment: Experiment, transport: Transport) -> None:
     device = trainer.fabric.device
     try:
         with transport.connect(device) as pair:
-            work(pair, trainer, data.client, lambda: Evaluator(submodels, data.test_batches, device))
+            inner = within_process(experiment, trainer, data.client)
+            work(pair, trainer, inner, lambda: Evaluator(submodels, data.test_batches, device))
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
         Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:

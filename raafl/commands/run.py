@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from raafl.local.trial import explained, try_training
 from raafl.loggers.loggers import Loggers
 from raafl.parts.select.submodels import Full
 from raafl.plan.axes import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
-from raafl.runfolder.journal import RunFolder, default_run_folder
+from raafl.runfolder.journal import default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
@@ -30,9 +31,10 @@ from raafl.runtime.saver import Saver
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
 from raafl.runtime.transport import Transport
 from raafl.submodel import FULL
-from raafl.watch.pace import Goals
+from raafl.watch.feed import ShownFolder, Watched
+from raafl.watch.pace import Aim, Goals
 from raafl.watch.progress import Progress
-from raafl.watch.state import RunState, follow
+from raafl.watch.state import RunState
 
 if TYPE_CHECKING:
     from raafl.runtime.executors import Executor
@@ -62,7 +64,7 @@ class Run:
         else:
             self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
             try:
-                self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
+                self._writer = ShownFolder(self.folder, config_yaml, self.progress.warn)
             except OSError as error:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
@@ -100,7 +102,7 @@ class Run:
         resume.check_limits(saved, coordinator.limits)
         try:
             mended = resume.mend(saved)
-            self._writer = RunFolder.reopen(self.folder, self.progress.warn)
+            self._writer = ShownFolder.reopen(self.folder, self.progress.warn)
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
@@ -120,7 +122,7 @@ class Run:
             "start": self._start(),
         }
         self._writer.event(row)
-        watched = follow(self.folder)
+        watched = Watched(self.folder)
         watched.look()
         self._show(watched.state)
         self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
@@ -128,8 +130,7 @@ class Run:
     def _show(self, state: RunState) -> None:
         """Let the view show ``state``, which is told of each row from now on."""
         state.say = self.progress.note if self.progress.verbose else None
-        self._state = self._writer.reader = state
-        self.progress.source = state.snapshot
+        self._writer.state, self.progress.source = state, state.snapshot
 
     def _start(self) -> dict[str, Any]:
         limits = self.parts.coordinator.limits
@@ -137,7 +138,9 @@ class Run:
 
     def _goals(self) -> Goals:
         limits = self.parts.coordinator.limits
-        return Goals(limits.max_updates, limits.max_time_s, tuple(self.parts.experiment.targets()))
+        targets = self.parts.experiment.targets()
+        aims = [Aim(one.metric, one.value, at_most=one.met({one.metric: -math.inf})) for one in targets]
+        return Goals(limits.max_updates, limits.max_time_s, tuple(aims))
 
     def _first_metrics(self, saved: resume.SavedRun | None) -> dict[str, float]:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
@@ -205,13 +208,14 @@ class Run:
 
     def train_with(self, executor: Executor) -> None:
         """Show how an executor trains."""
-        executor.note = self.progress.note
+        executor.note, executor.warn = self.progress.note, self.progress.warn
 
         def how() -> tuple[int | None, float | None, float | None]:
             told = executor.report()
             return executor.num_processes, told.get("share"), told.get("mean_cohort")
 
-        self._state.how = how
+        if self._writer.state is not None:
+            self._writer.state.how = how
 
     def finish(
         self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
@@ -269,10 +273,10 @@ def simulate(
         stack.callback(executor.close)
         run = Run(parts, config_yaml, "simulated", saved, watcher)
         stack.callback(run.close)
-        if transport is not None and isinstance(executor, OverRanks):
-            take_on, warn = executor.take_on, run.progress.warn
-            transport.listen(lambda client, peer, connect: take_on(peer, connect, warn), warn)
         run.train_with(executor)
+        if transport is not None and isinstance(executor, OverRanks):
+            take_on = executor.take_on
+            transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
         simulation = Simulation(
             parts.coordinator, parts.clients, executor, run.record, run.evaluator,

@@ -268,8 +268,6 @@ class Experiment:
             )
         if self.transport not in TRANSPORTS:
             yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
-        if self.workers > 1 and self.batch_clients != 1:
-            yield f"batch_clients is {self.batch_clients}, and workers is {self.workers}, who train a client each: use one of them"
         try:
             device = torch.device(self.server_device)
         except RuntimeError:

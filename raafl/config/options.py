@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,17 +82,13 @@ class Target:
             raise BadInput(f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93") from None
         return cls(metric.strip(), number)
 
-    @property
-    def at_most(self) -> bool:
-        """Whether less is better."""
-        return self.metric.endswith(_LOWER_IS_BETTER)
-
-    def met(self, metrics: Mapping[str, float]) -> bool:
+    def met(self, metrics: dict[str, float]) -> bool:
         """Check whether ``metrics`` reach the target."""
         if self.metric not in metrics:
             return False
-        value = metrics[self.metric]
-        return value <= self.value if self.at_most else value >= self.value
+        if self.metric.endswith(_LOWER_IS_BETTER):
+            return metrics[self.metric] <= self.value
+        return metrics[self.metric] >= self.value
 
     def __str__(self) -> str:
         """Return METRIC=VALUE."""

@@ -102,8 +102,6 @@ def make_plan(
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
     """Return why clients of a simulated run are trained one after the other, as far as it is known before any is trained."""
-    if experiment.workers > 1:
-        return f"workers is {experiment.workers}, who train a client each"
     local = experiment.algorithm.local
     reason = refusal_of(local, local.payload(submodels), experiment.fabric, device_type(experiment.fabric))
     if reason is not None:

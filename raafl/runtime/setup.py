@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -196,7 +196,8 @@ def make_executor(
     ``own`` are data of clients that do not train on their share of the run's; ``ranks``: other ranks train, too
     (`OverRanks.take_on`).
     """
-    from raafl.runtime.executors import Inline, OverRanks, Pool
+    from raafl.local.evaluate import Evaluator
+    from raafl.runtime.executors import OverRanks, Pool
 
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
@@ -205,12 +206,19 @@ def make_executor(
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)
 
+    inner = within_process(parts.experiment, trainer, data_of)
     if workers > 1:
-        return Pool(trainer, data_of, workers)
-    if ranks:
-        return OverRanks(trainer, data_of)
-    if parts.experiment.batch_clients == 1:
-        return Inline(trainer, data_of)
+        submodels, batches, device = parts.submodels, parts.data.test_batches, trainer.fabric.device
+        return Pool(trainer, inner, workers, lambda: Evaluator(submodels, batches, device))
+    return OverRanks(trainer, inner) if ranks else inner
+
+
+def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
+    """Make what trains tasks within a process: one after the other, or several as one batch."""
+    from raafl.runtime.executors import Inline
+
+    if experiment.batch_clients == 1:
+        return Inline(trainer, data)
     from raafl.runtime.executors.cohorts import Cohorts
 
-    return Cohorts(trainer, data_of, parts.experiment.batch_clients)
+    return Cohorts(trainer, data, experiment.batch_clients)

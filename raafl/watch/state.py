@@ -8,14 +8,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from raafl.config.options import Target
 from raafl.foreign import foreign
-from raafl.runfolder.following import Following
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
-from raafl.watch.pace import EVALUATIONS, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
+from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
 MAX_CLIENTS = 16
@@ -79,7 +76,7 @@ class RunState:
         self._working: dict[int, _Client] = {}
         self._evaluations: deque[dict[str, float]] = deque(maxlen=EVALUATIONS)
         self._measured: dict[str, Any] = {}  # at the last evaluation, as it was written
-        self._reached: set[Target] = set()
+        self._reached: set[Aim] = set()
         self._version = self._updates = 0
         self._marks, self._trainings = Marks(), Trainings()
         self._bytes = [0, 0]  # down, up
@@ -177,9 +174,9 @@ class RunState:
         self._reach()
 
     def _reach(self) -> None:
-        for target in self.goals.targets:
-            if any(map(target.met, self._evaluations)):
-                self._reached.add(target)
+        for aim in self.goals.targets:
+            if any(aim.metric in row and aim.met(row[aim.metric]) for row in self._evaluations):
+                self._reached.add(aim)
 
     def ended(self, summary: Summary) -> None:
         """Take in the summary of a run that has ended."""
@@ -254,11 +251,6 @@ class RunState:
             version=task.version, behind=max(self._version - task.version, 0), since_s=now_s - task.since_s,
             due_in_s=None if due_s is None else due_s - now_s,
         )  # fmt: skip
-
-
-def follow(path: Path, clock: Callable[[], float] = time.time) -> Following[RunState]:
-    """Follow how the run in a folder stands, which need not be there yet; ``clock`` is that of the files' times."""
-    return Following(path, lambda: RunState(clock=clock), clock)
 
 
 def spec_in_words(data: Any, most: int | None = None) -> str:

@@ -76,10 +76,6 @@ def test_a_sound_experiment_has_no_problem():
         ({"workers": 0}, "workers is 0: give 1 or more"),
         ({"batch_clients": 0}, "batch_clients is 0: give 1 or more"),
         ({"batch_clients": "all"}, "batch_clients is 'all': give auto, or a number from 1"),
-        (
-            {"batch_clients": "auto", "workers": 2},
-            "batch_clients is auto, and workers is 2, who train a client each: use one of them",
-        ),
         ({"threads": 0}, "threads is 0: give 1 or more"),
         ({"seed": -1}, "seed is -1: give 0 or more"),
         ({"train": Training(num_epochs=0)}, "train.num_epochs is 0: give 1 or more"),

@@ -67,8 +67,18 @@ def cohorts(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Ite
 
 @contextmanager
 def pool(bench: Bench, data: list[ClientData], num_processes: int) -> Iterator[Pool]:
-    with closing(Pool(bench.trainer, data.__getitem__, num_processes)) as executor:
+    with _pool(bench, Inline(bench.trainer, data.__getitem__), num_processes) as executor:
         yield executor
+
+
+@contextmanager
+def pool_of_cohorts(bench: Bench, data: list[ClientData], num_processes: int) -> Iterator[Pool]:
+    with _pool(bench, Cohorts(bench.trainer, data.__getitem__, 5), num_processes) as executor:
+        yield executor
+
+
+def _pool(bench: Bench, inner: Executor, num_processes: int) -> closing[Pool]:
+    return closing(Pool(bench.trainer, inner, num_processes, lambda: evaluator_of(bench)))
 
 
 @contextmanager
@@ -81,10 +91,11 @@ def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Benc
     for process, (_, end) in zip(processes, pairs, strict=True):
         process.start()
         end.close()
-    executor: Any = OverRanks(bench.trainer, data.__getitem__)
+    executor: Any = OverRanks(bench.trainer, Inline(bench.trainer, data.__getitem__))
     executor.processes, executor.warnings = processes, []
+    executor.warn = executor.warnings.append
     for number, (end, _) in enumerate(pairs, start=1):
-        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, WAIT_S), executor.warnings.append)
+        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, WAIT_S))
     try:
         yield executor
     finally:
@@ -101,7 +112,7 @@ def _rank(end: socket.socket, bench: Bench, data: list[ClientData]) -> None:
     code = 1
     try:
         with TcpPair(end, WAIT_S) as pair, suppress(PeerLost):
-            work(pair, bench.trainer, data.__getitem__, lambda: evaluator_of(bench))
+            work(pair, bench.trainer, Inline(bench.trainer, data.__getitem__), lambda: evaluator_of(bench))
             code = 0
     finally:
         os._exit(code)

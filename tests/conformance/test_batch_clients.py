@@ -15,6 +15,7 @@ from raafl.algorithms import fed_async, fed_buff, fed_raa, hetero_fl, scaffold
 from raafl.commands.run import simulate
 from raafl.data import Dirichlet
 from raafl.runtime.executors import cohorts
+from tests.conformance.executors import over_ranks
 from tests.crashed import crash
 from tests.federation import equal_replay, experiment, finish
 
@@ -54,11 +55,11 @@ def small(monkeypatch):
     monkeypatch.setattr(cohorts, "_TRIALS", (2, 3))
 
 
-def compared(tmp_path, algorithm, most=6, **fields):
-    """Run both ways; every file but the summary's `batched` is the same. Gives what the summary says of it."""
+def compared(tmp_path, algorithm, most=6, how=finish, **fields):
+    """Run both ways, the second as `how` says; every file but the summary's `batched` is the same. Gives what that says."""
     fields = {"clients": 12, "max_updates": 60, "partition": Dirichlet(0.6), **fields}
-    loop = finish(experiment(tmp_path / "loop", algorithm, **fields))
-    run = finish(experiment(tmp_path / "cohorts", algorithm, batch_clients=most, **fields))
+    loop = finish(experiment(tmp_path / "loop", algorithm, **{**fields, "workers": 1}))
+    run = how(experiment(tmp_path / "cohorts", algorithm, batch_clients=most, **fields))
     assert run.digest == loop.digest
     assert run.rows() == loop.rows() and run.journal() == loop.journal()
     batched = run.summary.pop("batched")
@@ -78,6 +79,12 @@ def test_submodels_leave_the_bits_of_the_loop(tmp_path, algorithm):
 def test_models_that_draw_keep_statistics_and_branch_leave_the_bits_of_the_loop(tmp_path, model):
     batched = compared(tmp_path, fed_buff(buffer_size=4), model=model)
     assert batched["share"] > 0.1 or model is Branching
+
+
+@pytest.mark.parametrize(("how", "workers"), [(finish, 3), (over_ranks, 1)])
+def test_processes_that_each_train_clients_as_one_leave_the_bits_of_the_loop(tmp_path, how, workers):
+    batched = compared(tmp_path, fed_buff(buffer_size=8), how=how, workers=workers, clients=24, max_updates=120)
+    assert batched["share"] > 0.2 and batched["mean_cohort"] >= 2 and batched["by_the_loop"] == []
 
 
 def test_what_goes_by_the_loop_says_why(tmp_path):

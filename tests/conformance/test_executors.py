@@ -26,12 +26,14 @@ from tests.conformance import executors
 from tests.conformance.executors import Dropping, Slow, clients, evaluator_of, in_any_order, one_by_one, tasks_of
 from tests.crashed import crash
 from tests.federation import COMING_AND_GOING, equal_replay, experiment, finish
+from tests.forked import wait_for
 from tests.local.bench import Bench, Net
 
-KINDS = [executors.inline, executors.cohorts, executors.pool, executors.ranks]
+KINDS = [executors.inline, executors.cohorts, executors.pool, executors.pool_of_cohorts, executors.ranks]
+SHARING = KINDS[2:]
 OWN_STEPS = "the algorithm has steps of its own"
-INLINE, POOL, COHORTS = {"workers": 1, "batch_clients": 1}, {"workers": 2}, {"batch_clients": 6}
-CUTS = ((13, POOL, COHORTS), (27, COHORTS, POOL))
+POOL, COHORTS, BOTH = ({"workers": workers, "batch_clients": clients} for workers, clients in ((2, 1), (1, 6), (2, 6)))
+CUTS = ((13, POOL, COHORTS), (27, COHORTS, BOTH))
 IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
 """Algorithms whose rounds are not alike: what they keep from one to another is also saved further on."""
 pytestmark = pytest.mark.timeout(120)
@@ -83,7 +85,7 @@ def test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_
         with crash(monkeypatch, at):
             simulate(made)
         assert not (Path(made.output) / "summary.json").exists()
-        run = finish(replace(made, output=None, resume=made.output, **{**INLINE, **then}))
+        run = finish(replace(made, output=None, resume=made.output, **then))
         batched = alike(run, whole)
         before = list(takewhile(lambda event: event["event"] != "resumed", run.journal()))
         assert before == whole.journal()[: len(before)] and len(before) > at
@@ -164,7 +166,7 @@ def test_an_evaluation_has_the_bits_of_one_process(monkeypatch, kind, make):
             assert set(found) == set(expected)
             same = {name: found[name] == value for name, value in expected.items() if name not in ("seen", "noise")}
             assert all(same.values()), (found, expected)
-    assert bool(added) is (SHARED[make] and kind is executors.ranks)
+    assert bool(added) is (SHARED[make] and kind in SHARING)
 
 
 class Failing(Net):
@@ -229,3 +231,18 @@ def test_a_failure_is_told_in_its_own_words_when_its_turn_comes_and_the_next_tas
             with pytest.raises(TaskFailed, match="ZeroDivisionError: in the user's code") as failed:
                 executor.result(task.id)
             assert failed.value.client == task.client
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_that_nobody_asks_for_is_never_told(kind):
+    data, bench = clients(), Bench.of(Failing, max_built=2)
+    with kind(bench, data, 2) as executor:
+        (first, _), *rest = todo = tasks_of(bench, 9)
+        for task, values in todo:
+            executor.submit(task, values, float(task.id))
+        with pytest.raises(TaskFailed):
+            executor.result(first.id)
+        if kind in SHARING:
+            wait_for(lambda: any(task.found for task in executor._tasks.values()), "a failure")
+        for task, _ in rest:
+            executor.cancel(task.id)

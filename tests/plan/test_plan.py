@@ -264,10 +264,9 @@ def test_why_clients_are_trained_one_after_the_other():
     usual = load_experiment(*SMALL[1:])
     submodels = World(usual).submodels(usual.algorithm)
     reasons = {
-        "workers is 2, who train a client each": replace(usual, workers=2),
         "the algorithm has steps of its own": replace(usual, algorithm=ALGORITHMS["scaffold"]()),
         "fabric.accumulate_grad_batches is 2": replace(usual, fabric=FabricOptions(accumulate_grad_batches=2)),
-        None: usual,
+        None: replace(usual, workers=2),
     }
     assert [planning._by_the_loop(one, submodels) for one in reasons.values()] == list(reasons)
     submodels.module.configure_optimizers = lambda: torch.optim.Rprop(submodels.module.parameters())

@@ -7,7 +7,7 @@ trained changes nothing but the time it takes. Every process computes with the s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from raafl.core.types import Assignment, Update
@@ -15,7 +15,15 @@ from raafl.data.federated import ClientData
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer
-from raafl.submodel import FlatTensors
+from raafl.submodel import FlatTensors, Spec
+
+Like = tuple[Spec, int | None, int | None]
+"""What tasks that can be trained together have alike."""
+
+
+def kind_of(assignment: Assignment) -> Like:
+    """Return what a task has to have alike with those that it is trained with."""
+    return assignment.spec, assignment.num_epochs, assignment.num_steps
 
 
 class Executor(ABC):
@@ -23,15 +31,21 @@ class Executor(ABC):
 
     Attributes:
         note: told what a user should know of how tasks are trained.
+        warn: told what has gone wrong meanwhile; in any thread.
         needed: results that will be asked for from now on, if none is refused; what is trained beyond is in vain. None = not known.
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
+    warn: Callable[[str], None] = staticmethod(lambda text: None)
     needed: int | None = None
 
     @property
     def num_processes(self) -> int:
         """Count the processes that train, this one included."""
+        return 1
+
+    def most(self, assignment: Assignment) -> int:
+        """Return how many tasks like this one are trained together at most, where so many wait."""
         return 1
 
     @abstractmethod
@@ -54,9 +68,13 @@ class Executor(ABC):
         """Measure the global model, in as many processes as can help, to the bits of one; see `Evaluator`."""
         return evaluator(values)
 
+    def counted(self) -> dict[str, Any]:
+        """Count how tasks were trained so far, as plain data that `summed` adds up; of each in turn nothing."""
+        return {}
+
     def report(self) -> dict[str, Any]:
         """Return what there is to say of how tasks were trained so far; of each in turn nothing."""
-        return {}
+        return summed([self.counted()])
 
     def close(self) -> None:
         """Release processes and memory; harmless when called twice."""
@@ -83,3 +101,18 @@ class Inline(Executor):
     def cancel(self, assignment_id: int) -> None:
         """Forget the task."""
         self._tasks.pop(assignment_id, None)
+
+
+def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return what several processes' counts come to, as a share and a mean; nothing where none counts."""
+    found = [one for one in counts if one]
+    if not found:
+        return {}
+    tasks, together, cohorts, in_cohorts, in_vain = (
+        sum(one.get(name, 0) for one in found) for name in ("tasks", "together", "cohorts", "in_cohorts", "in_vain")
+    )
+    reasons = dict.fromkeys(reason for one in found for reason in one.get("by_the_loop", ()))
+    return {
+        "share": together / max(tasks, 1), "mean_cohort": in_cohorts / max(cohorts, 1), "in_vain": in_vain,
+        "by_the_loop": list(reasons),
+    }  # fmt: skip

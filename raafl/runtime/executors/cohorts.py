@@ -25,7 +25,7 @@ from raafl.local.draws import generators, same_generators
 from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
 from raafl.local.train import LocalTrainer
-from raafl.runtime.executors.base import Executor
+from raafl.runtime.executors.base import Executor, Like, kind_of
 from raafl.submodel import FULL, FlatTensors, Spec
 
 MOST = 64
@@ -38,8 +38,7 @@ _GAIN = 1.05  # of cohorts over the loop, below which they are not worth it
 _TRIAL_S, _TRIAL_SHARE = 0.3, 0.02  # what all trials may take with auto: so long, or that share of the loop's time
 _MOST_PARTED = 3  # cohorts in which clients went different ways, after which a spec is left to the loop
 
-_Kind = tuple[Spec, int | None, int | None]
-_ALONE: _Kind = (FULL, -1, -1)  # of tasks that are to be trained by the loop
+_ALONE: Like = (FULL, -1, -1)  # of tasks that are to be trained by the loop
 
 
 @dataclass(slots=True)
@@ -94,20 +93,26 @@ class Cohorts(Executor):
         self._trainer, self._data, self._most = trainer, data, most
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer)
-        self._waiting: defaultdict[_Kind, dict[int, Member]] = defaultdict(dict)
+        self._waiting: defaultdict[Like, dict[int, Member]] = defaultdict(dict)
         # heaps of when they are needed, with some that do not wait any more
-        self._order: defaultdict[_Kind, list[tuple[float, int]]] = defaultdict(list)
-        self._kinds: dict[int, _Kind] = {}
+        self._order: defaultdict[Like, list[tuple[float, int]]] = defaultdict(list)
+        self._kinds: dict[int, Like] = {}
         self._kept: dict[int, Trained | Update | TaskFailed] = {}
-        self._standing: dict[_Kind, _Standing] = {}
+        self._standing: dict[Like, _Standing] = {}
         self._refusal = self._together.refusal()
         self._num_tasks = self._num_together = self._num_in_vain = self._num_cohorts = self._num_in_cohorts = 0
         self._loop_s = self._tried_s = 0.0
         self._reasons: dict[str, None] = {}
 
+    def most(self, assignment: Assignment) -> int:
+        """Return the cap, or one where such tasks are left to the loop."""
+        standing = self._standing.get(kind_of(assignment))
+        is_left = self._refusal is not None or (standing is not None and standing.reason is not None)
+        return 1 if is_left else max(self._cap(assignment.spec), 1)
+
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Keep the task until its result, or one of the same kind that is due before, is asked for."""
-        kind = self._kinds[assignment.id] = assignment.spec, assignment.num_epochs, assignment.num_steps
+        kind = self._kinds[assignment.id] = kind_of(assignment)
         self._waiting[kind][assignment.id] = Member(assignment, snapshot, self._data(assignment.client))
         if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):
             heapq.heappush(self._order[kind], (needed_at, assignment.id))
@@ -144,14 +149,13 @@ class Cohorts(Executor):
         self._kept.clear()
         self._waiting.clear()
 
-    def report(self) -> dict[str, Any]:
-        """Return how many tasks were trained with others, in cohorts of how many, and why others were not."""
+    def counted(self) -> dict[str, Any]:
+        """Count tasks, those trained with others, cohorts, and what was in vain; and say why others were left to the loop."""
         return {
-            "share": self._num_together / max(self._num_tasks, 1),
-            "mean_cohort": self._num_in_cohorts / max(self._num_cohorts, 1),
-            "in_vain": self._num_in_vain + len(self._kept),
+            "tasks": self._num_tasks, "together": self._num_together, "cohorts": self._num_cohorts,
+            "in_cohorts": self._num_in_cohorts, "in_vain": self._num_in_vain + len(self._kept),
             "by_the_loop": list(self._reasons),
-        }
+        }  # fmt: skip
 
     # ---- together, or not ----
 
@@ -182,7 +186,7 @@ class Cohorts(Executor):
             members = members[: _TRIALS[min(standing.trials, 1)]]
         if len(members) < self._least:
             return
-        if not (self._may_try(kind, len(members)) if trial else self._pays(standing, len(members))):
+        if not (self._may_try if trial else self._pays)(standing, len(members)):
             return
         known, begun = self._together.num_known, time.thread_time()
         try:
@@ -220,7 +224,7 @@ class Cohorts(Executor):
     def _cap(self, spec: Spec) -> int:
         return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most
 
-    def _due(self, kind: _Kind, size: int) -> list[Member]:
+    def _due(self, kind: Like, size: int) -> list[Member]:
         """Return what waits of a kind, what is due first before the rest."""
         waiting, order = self._waiting[kind], self._order[kind]
         found: list[tuple[float, int]] = []
@@ -236,16 +240,10 @@ class Cohorts(Executor):
         """Check whether a cohort is so much larger than the one timed, which was too small to be faster, that it may be."""
         return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
 
-    def _may_try(self, kind: _Kind, size: int) -> bool:
-        """Check whether all trials, with one more, take little beside the loop, or this one less than it promises to save."""
-        standing = self._standing[kind]
+    def _may_try(self, standing: _Standing, size: int) -> bool:
+        """Check whether with one more cohort that is trained in vain all of them would take little beside the loop."""
         trial_s = self._tried_s + standing.alone_s * size
-        if self._most != "auto" or trial_s <= max(_TRIAL_S, _TRIAL_SHARE * self._loop_s):
-            return True
-        if not standing.size:
-            return False
-        together_s = standing.cohort_s / standing.size  # of a task, in the cohort that was timed
-        return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
+        return self._most != "auto" or trial_s <= max(_TRIAL_S, _TRIAL_SHARE * self._loop_s)
 
     def _pays(self, standing: _Standing, size: int) -> bool:
         """Check whether a cohort is faster than the loop: one that is smaller than the one timed takes no less than it did."""
@@ -287,7 +285,7 @@ class Cohorts(Executor):
             del self._waiting[self._kinds[number]][number]
             self._kept[number] = one
 
-    def _leave(self, kind: _Kind, error: Exception) -> None:
+    def _leave(self, kind: Like, error: Exception) -> None:
         """Leave a kind of tasks to the loop; where clients have parted, not at once, if they had gone together before."""
         standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:

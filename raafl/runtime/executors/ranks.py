@@ -1,7 +1,8 @@
 """Tasks trained by other ranks, each on a processor or GPU of its own, on this machine or others.
 
 Rank 0 drives the virtual clock. A thread for each other rank takes the most urgent task that nobody has begun, sends it,
-and waits for its result; where rank 0 needs a result that is not there, it trains what is most urgent itself. Values
+and waits for its result; where rank 0 needs a result that is not there, it trains what is most urgent itself. Where each
+process trains several tasks as one batch, it takes with a task its share of what waits of the same kind. Values
 travel as flat buffers, of submodels alone.
 """
 
@@ -9,22 +10,22 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_to_json
-from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
 from raafl.foreign import foreign
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import from_meta, out_of_memory
 from raafl.local.train import LocalTrainer
-from raafl.runtime.executors.base import Executor, Inline
+from raafl.runtime.executors.base import Executor, Like, kind_of, summed
 from raafl.runtime.executors.other_rank import FOR_EVER_S, hello, nothing
 from raafl.runtime.executors.shared_evaluation import Shared
-from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.runtime.transport import Expect, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors
 
 AHEAD_BYTES = 1 << 29
@@ -35,26 +36,37 @@ _PART_S = 10.0
 
 @dataclass(slots=True)
 class _Task:
+    """A task; begun once a process has taken it, and here where that is this one, whose executor has its result."""
+
     assignment: Assignment
     snapshot: FlatTensors
+    needed_at: float
     begun: bool = False
+    here: bool = False
     sending: bool = False
     cancelled: bool = False
     found: Update | TaskFailed | None = None
 
 
 class OverRanks(Executor):
-    """This process and others that `take_on` brings. One that is lost gives its task back; the run goes on with the rest.
+    """This process and others that `take_on` brings. One that is lost gives its tasks back; the run goes on with the rest.
 
     One condition guards all that the threads share. Nobody holds it while training, sending or receiving.
     """
 
-    def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
-        """Train here with ``trainer``, on client i's ``data(i)``."""
-        self._inline, self._payload, self._submodels = Inline(trainer, data), trainer.payload, trainer.submodels
+    def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
+        """Train here by ``inner``, which trains with ``trainer``."""
+        self._inner, self._payload, self._submodels = inner, trainer.payload, trainer.submodels
+        inner.note = lambda text: self.note(text)
         self._tasks: dict[int, _Task] = {}
-        self._waiting: list[tuple[float, int]] = []
-        self._ahead_bytes = self._num_ahead = self._num_ranks = 0
+        self._waiting: list[tuple[float, int]] = []  # a heap, with some that are begun or gone
+        self._alike: defaultdict[Like, dict[int, _Task]] = defaultdict(dict)  # what nobody has begun
+        self._counted: dict[str, dict[str, Any]] = {}  # by ranks, of how they have trained
+        self._ahead_bytes = self._num_ahead = self._num_ranks = self._num_in_vain = 0
+        self._num_free, self._num_here = (
+            1,
+            0,
+        )  # processes that train nothing, this one included; tasks that are begun here
         self._changed = threading.Condition()
         self._stopping = threading.Lock()  # a rank is told to stop by whichever thread is first, and by one at a time
         self._threads: list[threading.Thread] = []
@@ -64,9 +76,9 @@ class OverRanks(Executor):
         self._shared: Shared | None = None  # the evaluation at hand
         self._measures_alone = False  # what is measured cannot be shared
 
-    def take_on(self, name: str, connect: Callable[[], Pair], warn: Callable[[str], None]) -> None:
-        """Let a rank work from when it has connected, until `close`; returns at once. ``warn`` hears of its loss, in any thread."""
-        thread = threading.Thread(target=self._serve, args=(name, connect, warn), name=name, daemon=True)
+    def take_on(self, name: str, connect: Callable[[], Pair]) -> None:
+        """Let a rank work from when it has connected, until `close`; returns at once. `warn` hears of its loss, in any thread."""
+        thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1
         thread.start()
@@ -76,36 +88,57 @@ class OverRanks(Executor):
         """Count this process and the ranks that are not lost."""
         return 1 + self._num_ranks
 
+    def most(self, assignment: Assignment) -> int:
+        """Ask the executor within: what it has found of such tasks holds for the other processes, too."""
+        return self._inner.most(assignment)
+
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Take the task; it is begun in the order in which results are needed."""
         with self._changed:
-            self._tasks[assignment.id] = _Task(assignment, snapshot)
-            heapq.heappush(self._waiting, (needed_at, assignment.id))
-            self._changed.notify()
+            task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
+            self._offer(task)
+            if len(self._alike[kind_of(assignment)]) >= self.most(assignment) // 4:  # else more are worth waiting for
+                self._changed.notify()
 
     def result(self, assignment_id: int) -> Update:
         """Return the update; while another rank trains it, train here what is needed next."""
         while True:
             with self._changed:
-                task = other = self._tasks[assignment_id]
+                task = self._tasks[assignment_id]
                 if task.found is not None:
                     self._one_less_needed()
                     return self._taken(assignment_id, task.found)
-                if task.begun:
-                    begun = self._begin()
-                    if begun is None:
-                        self._changed.wait()
-                        continue
-                    other = begun
-                other.begun = True
-            if other is task:
-                try:
-                    return self._train(task)
-                finally:
-                    with self._changed:
+                some = self._for_here(task)
+                if not some and not task.here:
+                    self._changed.wait()
+                    continue
+                self._num_free -= 1
+                if some and self._alike:  # the rest is for the others
+                    self._changed.notify_all()
+            first = some[0] if some else task
+            try:
+                for one in some:
+                    self._inner.submit(one.assignment, one.snapshot, one.needed_at)
+                if first is task:
+                    return self._inner.result(assignment_id)
+                self._keep(first, self._trained_ahead(first.assignment.id))
+            finally:
+                with self._changed:
+                    self._num_free += 1
+                    self._num_here -= 1
+                    if first is task:
                         self._one_less_needed()
                         del self._tasks[assignment_id]
-            self._keep(other, self._trained_ahead(other))
+
+    def _for_here(self, task: _Task) -> list[_Task]:
+        """Take what this process trains next, as a task's result is asked for; the caller has the condition."""
+        if task.here or (task.begun and self._num_here >= self.most(task.assignment)):
+            return []
+        some = self._begin() if task.begun else self._with(task, max(self._room(), 1))
+        for one in some:
+            one.here = True
+        self._num_here += len(some)
+        return some
 
     def cancel(self, assignment_id: int) -> None:
         """Drop the task; a rank that has begun it finishes in vain."""
@@ -113,13 +146,19 @@ class OverRanks(Executor):
             task = self._tasks[assignment_id]
             while task.sending:  # the snapshot is given back by whoever cancels
                 self._changed.wait()
-            if task.begun and task.found is None:
+            if task.begun and not task.here and task.found is None:
                 task.cancelled = True
                 return
+            del self._tasks[assignment_id]
             if task.found is not None:
-                self._taken(assignment_id, task.found)
-            else:
-                del self._tasks[assignment_id]
+                self._count(task.found, -1)
+                self._num_in_vain += 1
+            elif not task.begun:
+                self._drop(task)
+            elif task.here:
+                self._num_here -= 1
+        if task.here and task.found is None:
+            self._inner.cancel(assignment_id)
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
         """Measure the first batches here, while other ranks that have nothing else begun measure the last ones."""
@@ -137,14 +176,19 @@ class OverRanks(Executor):
                 shared.close()
                 self._shared, self._measures_alone = None, shared.is_refused
 
+    def report(self) -> dict[str, Any]:
+        """Return what all processes together have to say of how they train."""
+        here = self._inner.counted()
+        with self._changed:
+            kept = sum(task.found is not None for task in self._tasks.values())
+            there = list(self._counted.values())
+        return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
+
     def close(self) -> None:
         """Let the ranks go, also in the middle of a task."""
+        self._end()
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            while any(
-                task.sending for task in self._tasks.values()
-            ):  # one message at a time; no other is begun any more
+            while any(task.sending for task in self._tasks.values()):  # a message at a time; no other is begun any more
                 self._changed.wait()
         for pair in list(self._pairs):
             self._stop(pair)
@@ -152,47 +196,79 @@ class OverRanks(Executor):
             thread.join(timeout=_PART_S)
         for pair in list(self._pairs):
             pair.close()
+        self._inner.close()
 
-    # ---- in this process ----
+    def _end(self) -> None:
+        """Have nothing begun any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
-    def _train(self, task: _Task) -> Update:
-        self._inline.submit(task.assignment, task.snapshot, 0.0)
-        return self._inline.result(task.assignment.id)
+    # ---- which task is next; whoever calls has the condition ----
 
-    def _trained_ahead(self, task: _Task) -> Update | TaskFailed:
-        try:
-            update = self._train(task)
-        except TaskFailed as failed:  # said when its turn comes, wherever it was trained
-            return failed
-        update.tensors = update.tensors.clone()  # the trainer's own, used again for the next task
-        return update
+    def _offer(self, task: _Task) -> None:
+        """Let whoever is free begin a task."""
+        heapq.heappush(self._waiting, (task.needed_at, task.assignment.id))
+        self._alike[kind_of(task.assignment)][task.assignment.id] = task
 
-    def _begin(self) -> _Task | None:
-        """Find the most urgent task that nobody has begun, if there is room for its result; the caller has the condition."""
-        if self.needed is not None and self.needed < len(self._tasks) and self.needed <= self._num_under_way():
-            return None
-        if self._ahead_bytes > AHEAD_BYTES and self._num_ahead >= _LEAST_AHEAD * (self._num_ranks + 1):
-            return None
+    def _drop(self, task: _Task) -> None:
+        """Let nobody begin it any more."""
+        kind = kind_of(task.assignment)
+        del self._alike[kind][task.assignment.id]
+        if not self._alike[kind]:
+            del self._alike[kind]
+
+    def _begin(self) -> list[_Task]:
+        """Take the most urgent task that nobody has begun, and what is trained with it, if there is room for results."""
+        room = self._room()
+        if not room or (self._ahead_bytes > AHEAD_BYTES and self._num_ahead >= _LEAST_AHEAD * (self._num_ranks + 1)):
+            return []
         while self._waiting:
             task = self._tasks.get(heapq.heappop(self._waiting)[1])
             if task is not None and not task.begun:
-                return task
-        return None
+                return self._with(task, room)
+        return []
+
+    def _with(self, task: _Task, room: int) -> list[_Task]:
+        """Take a task, and with it a process's share of what waits of its kind, what is needed first before the rest."""
+        alike = self._alike[kind_of(task.assignment)]
+        size = min(self._inner.most(task.assignment), -(-len(alike) // self._num_free), room)
+        some = [task]
+        if size > 1:
+            others = (one for one in alike.values() if one is not task)
+            some += heapq.nsmallest(size - 1, others, key=lambda one: one.needed_at)
+        for one in some:
+            one.begun = True
+            self._drop(one)
+        return some
+
+    def _room(self) -> int:
+        """Count how many tasks more may be begun before what is trained may be in vain."""
+        if self.needed is None or self.needed >= len(self._tasks):
+            return len(self._tasks)
+        return max(self.needed - sum(task.begun and not task.cancelled for task in self._tasks.values()), 0)
 
     def _one_less_needed(self) -> None:
         """Count down at once: a thread that looked before whoever sets `needed` would begin a task in vain."""
         if self.needed is not None:
             self.needed -= 1
 
-    def _num_under_way(self) -> int:
-        """Count the tasks that are begun, or done, and will be asked for."""
-        return sum(task.begun and not task.cancelled for task in self._tasks.values())
+    # ---- results ----
+
+    def _trained_ahead(self, assignment_id: int) -> Update | TaskFailed:
+        try:
+            update = self._inner.result(assignment_id)
+        except TaskFailed as failed:  # said when its turn comes, wherever it was trained
+            return failed
+        update.tensors = update.tensors.clone()  # the trainer's own, used again for the next task
+        return update
 
     def _keep(self, task: _Task, found: Update | TaskFailed) -> None:
         """Hold a result until it is asked for."""
         with self._changed:
             if task.cancelled:
                 del self._tasks[task.assignment.id]
+                self._num_in_vain += 1
             else:
                 task.found = found
                 self._count(found, 1)
@@ -201,7 +277,6 @@ class OverRanks(Executor):
     def _taken(self, assignment_id: int, found: Update | TaskFailed) -> Update:
         del self._tasks[assignment_id]
         self._count(found, -1)
-        self._changed.notify_all()  # there may be room again
         if isinstance(found, TaskFailed):
             raise found
         return found
@@ -209,11 +284,12 @@ class OverRanks(Executor):
     def _count(self, found: Update | TaskFailed, sign: int) -> None:
         self._num_ahead += sign
         self._ahead_bytes += sign * (0 if isinstance(found, TaskFailed) else found.tensors.num_bytes)
+        self._changed.notify_all()  # there may be room again
 
     # ---- with another rank; each in a thread of its own ----
 
-    def _serve(self, name: str, connect: Callable[[], Pair], warn: Callable[[str], None]) -> None:
-        task: _Task | None = None
+    def _serve(self, name: str, connect: Callable[[], Pair]) -> None:
+        out: list[_Task] = []
         try:
             with connect() as pair:
                 self._pairs.append(pair)
@@ -222,13 +298,13 @@ class OverRanks(Executor):
                     if isinstance(found, Shared):
                         found.measure_at(pair)
                     else:
-                        task = found
-                        self._keep(task, self._exchange(pair, task))
-                    task = found = None  # nothing is kept while the next is waited for
+                        out = found
+                        self._exchange(name, pair, out)
+                    found = None  # nothing is kept while the next is waited for
                 self._stop(pair)  # it may have come when the others had been told
         except Exception as error:  # whatever it is, the others can do what this one cannot
-            if self._lose(task):
-                warn(f"{name} is lost ({foreign(error)}); the run goes on without it")
+            if self._lose(out):
+                self.warn(f"{name} is lost ({foreign(error)}); the run goes on without it")
 
     def _greet(self, pair: Pair) -> None:
         """Check that the rank has the same raafl and model, and tell it which axes are whole."""
@@ -244,56 +320,69 @@ class OverRanks(Executor):
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta={"reason": "the run has ended"}), 1.0)
 
-    def _next(self) -> _Task | Shared | None:
-        """Wait for an evaluation to help with, or a task to begin; None = the run has ended."""
+    def _next(self) -> list[_Task] | Shared | None:
+        """Wait for an evaluation to help with, or tasks to begin; None = the run has ended."""
         with self._changed:
-            while not self._closed:
-                if self._shared is not None and self._shared.has_more:
-                    return self._shared
-                task = self._begin()
-                if task is not None:
-                    task.begun = task.sending = True
-                    return task
-                self._changed.wait()
+            self._num_free += 1
+            try:
+                while not self._closed:
+                    if self._shared is not None and self._shared.has_more:
+                        return self._shared
+                    some = self._begin()
+                    for task in some:
+                        task.sending = True
+                    if some:
+                        return some
+                    self._changed.wait()
+            finally:
+                self._num_free -= 1
         return None
 
-    def _exchange(self, pair: Pair, task: _Task) -> Update | TaskFailed:
-        assignment = task.assignment
-        try:
-            pair.send(Message(Kind.ASSIGN, assignment.id, 0, assignment_to_json(assignment), task.snapshot))
-        finally:
-            with self._changed:
-                task.sending = False
-                self._changed.notify_all()
+    def _exchange(self, name: str, pair: Pair, out: list[_Task]) -> None:
+        """Have a rank train tasks, and keep what it answers; those that are done leave ``out``."""
+        for place, task in enumerate(out, start=1):
+            meta = {"task": assignment_to_json(task.assignment), "more": place < len(out)}
+            try:
+                pair.send(Message(Kind.ASSIGN, task.assignment.id, 0, meta, task.snapshot))
+            finally:
+                with self._changed:
+                    task.sending = False
+                    self._changed.notify_all()
+        while out:
+            answer = pair.recv(self._expected(out[0].assignment), FOR_EVER_S)
+            if "counted" in answer.meta:
+                self._counted[name] = answer.meta["counted"]
+            self._keep(out[0], _found(out.pop(0).assignment, answer))
 
+    def _expected(self, assignment: Assignment) -> Expect:
         def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
             if number != assignment.id or kind not in (Kind.UPDATE, Kind.FAILED):
                 raise Refused("bad-kind", f"{kind.name} of {number} came in the place of {assignment.id}'s answer")
             return FlatTensors.empty(self._payload.layout(assignment.spec, "trained")) if kind is Kind.UPDATE else None
 
-        answer = pair.recv(expect, FOR_EVER_S)
-        if answer.tensors is not None:
-            return _update(assignment, answer.meta, answer.tensors)
-        if answer.meta.get("reason") == OUT_OF_MEMORY:
-            return out_of_memory(assignment)
-        return from_meta(assignment.client, answer.meta)
+        return expect
 
-    def _lose(self, task: _Task | None) -> bool:
-        """Go on without a rank, whose task is trained again, to the same bits; return whether the run had not ended."""
+    def _lose(self, out: list[_Task]) -> bool:
+        """Go on without a rank, whose tasks are trained again, to the same bits; return whether the run had not ended."""
         with self._changed:
             self._num_ranks -= 1
-            if task is not None and task.cancelled:
-                del self._tasks[task.assignment.id]
-            elif task is not None:
-                task.begun = task.sending = False
-                heapq.heappush(self._waiting, (0.0, task.assignment.id))  # somebody may wait for it already
+            for task in out:
+                if task.cancelled:
+                    del self._tasks[task.assignment.id]
+                else:
+                    task.begun, task.sending, task.needed_at = False, False, 0.0  # somebody may wait for it already
+                    self._offer(task)
             self._changed.notify_all()
             return not self._closed
 
 
-def _update(assignment: Assignment, meta: Mapping[str, Any], tensors: FlatTensors) -> Update:
+def _found(assignment: Assignment, answer: Message) -> Update | TaskFailed:
+    meta = answer.meta
+    if answer.tensors is None:
+        is_memory = meta.get("reason") == OUT_OF_MEMORY
+        return out_of_memory(assignment) if is_memory else from_meta(assignment.client, meta)
     metrics = {name: float(text) for name, text in meta["metrics"].items()}
     return Update(
-        assignment.id, assignment.client, assignment.incarnation, tensors, meta["num_samples"], meta["num_steps"],
+        assignment.id, assignment.client, assignment.incarnation, answer.tensors, meta["num_samples"], meta["num_steps"],
         metrics, extra=meta["extra"], refusal=meta["refusal"],
     )  # fmt: skip

@@ -78,7 +78,8 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
     """Return the axes that are not proven -> the reason.
 
     All axes together are cut to one unit and to a random half, and so are subsets of them, such that of any two axes there
-    is a subset with either one alone (not of a model above `LARGE`). What fails is looked for axis by axis; the others stay.
+    is a subset with either one alone (not of a model above `LARGE`). What is wrong among them is found by halves, and where
+    axes only fail together one by one; the others stay.
     A model above `LARGE` is cut to a narrow one of the same axes first, and that one is proven in its place.
 
     Args:
@@ -139,32 +140,44 @@ class _Proof:
 
     def refuted(self) -> dict[str, str]:
         """Return the axes that are not proven -> the reason."""
-        names = list(self.submodels.axes)
-        found: dict[str, str] = {}
-        if self._all_hold(names):
-            return found
-        for name in names:  # one by one, then one more at a time
-            problem = self._problem([name])
-            if problem is not None:
-                found[name] = f"not proven: {problem}"
-        alone = [name for name in names if name not in found]
-        if not alone or self._all_hold(alone):
-            return found
-        together: list[str] = []
-        for name in alone:
-            problem = self._problem([*together, name])
-            if problem is None:
-                together.append(name)
-            else:
-                found[name] = f"not proven beside other axes: {problem}"
+        rest, found = list(self.submodels.axes), dict[str, str]()
+        while failing := self._failing(rest):
+            wrong = dict(self._halved(failing))
+            if not wrong:
+                return found | self._one_by_one(rest)
+            found |= wrong
+            rest = [name for name in rest if name not in wrong]
         return found
 
-    def _all_hold(self, names: Sequence[str]) -> bool:
+    def _halved(self, failing: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield those of axes that fail together that fail alone, and why: a half that holds is not looked into."""
+        middle = len(failing) // 2
+        for half in (failing[:middle], failing[middle:]):
+            if half and (problem := self._problem(half)) is not None:
+                if len(half) == 1:
+                    yield half[0], f"not proven: {problem}"
+                else:
+                    yield from self._halved(half)
+
+    def _one_by_one(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the axes that fail though halves of them hold -> the reason: alone, or beside those before them."""
+        found: dict[str, str] = {}
+        together: list[str] = []
+        for name in names:
+            if (problem := self._problem([name])) is not None:
+                found[name] = f"not proven: {problem}"
+            elif together and (problem := self._problem([*together, name])) is not None:
+                found[name] = f"not proven beside other axes: {problem}"
+            else:
+                together.append(name)
+        return found
+
+    def _failing(self, names: list[str]) -> list[str]:
+        """Return axes that fail together, of all and of subsets that separate them; empty = they hold."""
         if self._problem(names) is not None:
-            return False
-        if num_values(self.submodels) > LARGE:
-            return True
-        return all(self._differs(self._spec(part, _half)) is None for part in _separating(names))
+            return names
+        subsets = () if num_values(self.submodels) > LARGE else _separating(names)
+        return next((part for part in subsets if self._differs(self._spec(part, _half)) is not None), [])
 
     def _problem(self, names: Sequence[str]) -> str | None:
         """Compare a model with these axes cut, to one unit or to random ones, with the whole; None = alike."""

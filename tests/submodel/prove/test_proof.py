@@ -178,7 +178,54 @@ def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):
                 return gather(plan, other, out)
 
             monkeypatch.setattr(CopyPlan, "gather", shifted)
-            assert not proof._all_hold(list(axes)), member
+            assert proof._failing(list(axes)), member
+
+
+class Chain(nn.Module):
+    """Layers one after the other, whose hidden units are all declared; the ones at `soft` may not go, nor those at `pair` both."""
+
+    def __init__(self, num, soft=None, pair=()):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 if i else 6, 3 if i == num else 4) for i in range(num + 1))
+        self.soft, self.pair = soft, pair
+
+    def submodel_axes(self):
+        return {
+            f"units{i}": [(f"layers.{i}.weight", 0), (f"layers.{i}.bias", 0), (f"layers.{i + 1}.weight", 1)]
+            for i in range(len(self.layers) - 1)
+        }
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for i, layer in enumerate(self.layers[:-1]):
+            x = torch.tanh(layer(x))
+            x = x.softmax(-1) if i == self.soft else x
+        if self.pair and all(len(self.layers[i].weight) < 4 for i in self.pair):
+            x = x + 1
+        return F.cross_entropy(self.layers[-1](x), batch[1])
+
+
+def num_compared(monkeypatch, module):
+    """Refute what is wrong of a model; return it, and how many small ones it took."""
+    compared = []
+    differs = _Proof._differs
+    monkeypatch.setattr(_Proof, "_differs", lambda proof, spec: compared.append(spec) or differs(proof, spec))
+    return refuted(Submodels(module, BATCH), module, BATCH), len(compared)
+
+
+def test_one_wrong_axis_of_many_is_found_by_halves(monkeypatch):
+    found, num = num_compared(monkeypatch, Chain(32, soft=20))
+    assert list(found) == ["units20"] and found["units20"].startswith("not proven: ")
+    # all, two halves five times, the others to one unit and to a half, and seven subsets of them, of which C(7, 3) > 31:
+    # a model that fails is compared once, one that holds twice
+    assert num == 1 + 5 * (1 + 2) + 2 + 7
+
+
+def test_of_two_axes_that_only_fail_together_one_stays(monkeypatch):
+    found, num = num_compared(monkeypatch, Chain(8, pair=(1, 6)))
+    assert list(found) == ["units6"] and found["units6"].startswith("not proven beside other axes: ")
+    # all, two halves that hold, and each of eight alone and beside those before it, of which one fails at once
+    assert num == 1 + 2 * 2 + 8 * 2 + 6 * 2 + 1
 
 
 def test_nothing_is_disturbed():

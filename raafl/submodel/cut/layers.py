@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from raafl.submodel.packages import type_names
 
@@ -37,7 +39,22 @@ def resize(layer: nn.Module) -> None:
     """Set the size attributes of a layer whose tensors have been replaced by smaller ones."""
     names = (key for pair in zip(type(layer).__mro__, type_names(layer), strict=True) for key in pair)
     if (found := next((RESIZES[key] for key in names if key in RESIZES), None)) is not None:
-        found(layer)
+        with _looked_at(layer):
+            found(layer)
+
+
+@contextmanager
+def _looked_at(layer: nn.Module) -> Iterator[None]:
+    """Let weights be looked at that are worked out: in training mode, a spectral norm changes its vectors each time."""
+    parts = list(layer.parametrizations.modules()) if parametrize.is_parametrized(layer) else []  # type: ignore[union-attr]
+    modes = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:

@@ -44,7 +44,7 @@ class Atom:
         size: number of indices.
         pin: why none of them can go; None = they can.
         span: why the others change when some go, though they can: a norm takes its statistics across them.
-        marks: what happened to it: "read" where a product summed over it; "batch" where products ran over it side by side,
+        marks: what happened to it: "read" where a product, or a sum, ran over it; "batch" where products ran over it side by side,
             as over the heads of an attention, and "scored" where one of those summed over it; "gated" where a value of it
             multiplied another; "given" where it is of an input, so that another batch may have another size.
         factors: the atoms whose product this is, the slowest first; empty = it is no product.

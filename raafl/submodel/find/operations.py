@@ -13,6 +13,7 @@ alone. A rule for another operation is added from anywhere:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -168,7 +169,7 @@ def pointwise(call: Call) -> list[Dims]:
 @rule(
     "clone", "detach", "alias", "_to_copy", "lift_fresh", "lift", "lift_fresh_copy", "native_dropout", "bernoulli",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "fill", "zero", "uniform", "normal",
-    "_conj", "view_as_real_copy",
+    "_conj", "view_as_real_copy", "log_sigmoid_forward", "rrelu_with_noise",
 )  # fmt: skip
 def _same(call: Call) -> list[Dims]:
     return [call.dims()] * len(call.outs)
@@ -193,12 +194,31 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
     "t": lambda call, dims: dims[::-1],
     "permute": lambda call, dims: [dims[i] for i in call["dims"]],
     "unsqueeze": lambda call, dims: [*dims[: call.place(1)], Dim(), *dims[call.place(1) :]],
-    **dict.fromkeys(
-        ("view", "_unsafe_view", "_reshape_alias"),
-        lambda call, dims: dims if call.ins[0].shape == call.outs[0].shape else call.labels.regroup(dims, call.outs[0].shape),
-    ),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), lambda call, dims: _viewed(call, dims)),
 }  # fmt: skip
 """By name: the labels of the one output, from those of the one input."""
+
+
+def _viewed(call: Call, dims: list[Dim]) -> Dims:
+    """Follow a view from border to border that both forms have: what is dealt out anew in between costs itself alone."""
+    rest, wanted, found = list(dims), list(call.outs[0].shape), list[Dim]()
+    while rest or wanted:
+        ours, sizes = [rest.pop(0)] if rest else [], [wanted.pop(0)] if wanted else []
+        while (n := math.prod(dim.size for dim in ours)) != (m := math.prod(sizes)):
+            if n < m:
+                ours.append(rest.pop(0))
+            else:
+                sizes.append(wanted.pop(0))
+        if [dim.size for dim in ours] == sizes:
+            found += ours
+            continue
+        try:
+            found += call.labels.regroup(ours, sizes)
+        except Misfit:
+            for dim in ours:
+                call.labels.pin(dim, "a view cuts through it")
+            found += call.new(sizes, "a view cuts through it")
+    return found
 
 
 @rule(*FORMS)
@@ -286,12 +306,3 @@ def _glu(call: Call) -> list[Dims]:
     call.labels.unify(one, other)
     dims[place] = one
     return [dims]
-
-
-@rule("pixel_shuffle")
-def _pixel_shuffle(call: Call) -> list[Dims]:
-    dims, factor = call.dims(), call["upscale_factor"]
-    channels, *inner = call.labels.regroup([dims[-3]], [dims[-3].size // factor**2, factor, factor])
-    for dim in (*inner, *dims[-2:]):
-        call.labels.pin(dim, "they are pixels")
-    return [[*dims[:-3], channels, *call.new(call.outs[0].shape[-2:], "they are pixels")]]

@@ -129,6 +129,8 @@ def _group_norm(call: Call) -> list[Dims]:
 def _batch_norm(call: Call) -> list[Dims]:
     x = call.dims("input")
     call.unify_named(x[1], "weight", "bias", "running_mean", "running_var")
+    for dim in (x[0], *x[2:]):  # samples and pixels; of a weight that is standardised, what it reads
+        call.labels.span(dim, "a norm takes statistics across it")
     return call.others(x)
 
 
@@ -137,3 +139,41 @@ def _weight_norm(call: Call) -> list[Dims]:
     v, g, place = call.dims("v"), call.dims("g"), call["dim"]
     call.labels.unify(v[place], next((dim for dim in g if dim.size != 1), Dim()))
     return call.others(v)
+
+
+@rule("_trilinear")
+def _trilinear(call: Call) -> list[Dims]:
+    """Follow the product of three tensors, each with dimensions of one index where it has none, summed over some."""
+    rows, summed = [call.dims(name) for name in ("i1", "i2", "i3")], call["sumdim"]
+    for row, name in zip(rows, ("expand1", "expand2", "expand3"), strict=True):
+        for place in sorted(call[name]):
+            row.insert(place, Dim())
+    found: list[Dim] = []
+    for place, column in enumerate(zip(*rows, strict=True)):
+        first, *others = [dim for dim in column if dim.size != 1] or [Dim()]
+        for dim in others:
+            call.labels.unify(first, dim)
+        if place in summed:
+            call.labels.mark(first, "read")
+        else:
+            found.append(first)
+        for dim in (first, *others):
+            dim.is_read, dim.is_made = place in summed, place not in summed
+    return [found]
+
+
+@rule("linalg_solve_triangular")
+def _solve(call: Call) -> list[Dims]:
+    one, other = call.dims(0), call.dims(1)
+    for dim in (*one[-2:], other[-2 if call["left"] else -1]):
+        call.labels.pin(dim, "equations are solved in it")
+    call.unify_last(one[:-2], other[:-2])
+    return [other]
+
+
+@rule("_cdist_forward", "_euclidean_dist")
+def _distances(call: Call) -> list[Dims]:
+    one, other = call.dims(0), call.dims(1)
+    _reads(call, one[-1], other[-1])
+    call.unify_last(one[:-2], other[:-2])
+    return [[*one[:-1], other[-2]]]

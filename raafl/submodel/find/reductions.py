@@ -34,6 +34,8 @@ class Along(NamedTuple):
         places = self.places(call)
         for place in places if self.why else ():
             (call.labels.span if self.is_span else call.labels.pin)(call.dims()[place], self.why.format(call.name))
+        for place in () if self.why else places:  # a sum, to which zeros add nothing
+            call.labels.mark(call.dims()[place], "read")
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
@@ -91,22 +93,6 @@ def _slice(call: Call) -> list[Dims]:
     else:
         return Along("dim", "new", "a slice takes every other one")(call)
     return [dims]
-
-
-@rule("constant_pad_nd")
-def _pad(call: Call) -> list[Dims]:
-    dims, pad = call.dims(), call["pad"]
-    for back in range(len(pad) // 2):
-        if pad[2 * back] or pad[2 * back + 1]:
-            call.labels.pin(dims[-1 - back], "it is padded")
-            dims[-1 - back] = call.labels.new(call.outs[0].shape[-1 - back], "it is padded")
-    return [dims]
-
-
-@rule("unfold")
-def _unfold(call: Call) -> list[Dims]:
-    (dims,) = Along("dimension", "new", "windows of it are taken")(call)
-    return [[*dims, call.labels.new(call.outs[0].shape[-1], "windows of it are taken")]]
 
 
 # ---- by index: what is looked up by number keeps its numbers ----

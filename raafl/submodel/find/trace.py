@@ -24,7 +24,7 @@ from raafl.submodel import aside
 from raafl.submodel.cost.ledger import storage_key
 from raafl.submodel.cut.copying import on_meta, remade
 from raafl.submodel.declared import within
-from raafl.submodel.find import products, reductions  # noqa: F401  # the rules they register
+from raafl.submodel.find import products, reductions, windows  # noqa: F401  # the rules they register
 from raafl.submodel.find.examples import made_batch
 from raafl.submodel.find.labels import Dim, Labels
 from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of

@@ -22,6 +22,7 @@ from raafl.submodel.aside import line_of, loss_of, mapped, settle, undisturbed, 
 from raafl.submodel.axes import Axis
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.declared import within
+from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
@@ -39,6 +40,9 @@ FORCED = 1e-6
 
 LARGE = 2_000_000
 """Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
+
+TINY = 1e-30
+"""Stands for zero where code divides by what is dropped, as weight norm does by the length of each unit's weights."""
 
 _EDGES = ("LayerNorm", "RMSNorm")
 
@@ -198,15 +202,22 @@ class _Proof:
             small = self._step(self._made(equal, plan.gather(self.values)))
         except Exception as error:
             return f"its training step does not run: {line_of(error)}"
+        whole = self._masked(plan, 0.0)
+        if whole.loss is not None and not torch.isfinite(whole.loss).all():
+            whole = self._masked(plan, TINY)
+        return self._compared(equal, small, whole)
+
+    def _masked(self, plan: CopyPlan, instead: float) -> _Step:
+        """Do a step of the whole model with ``instead`` in the place of what is dropped."""
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, 1)
-        for name, value in kept.items():
-            value.mul_(self.values[name])
         tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
         with torch.no_grad():
-            for name, value in kept.items():
-                tensors[name].copy_(value)
-        return self._compared(equal, small, self._step(self.whole))
+            for name, is_kept in kept.items():
+                value = tensors[name].copy_(is_kept * self.values[name])
+                if instead and value.is_floating_point():
+                    value.masked_fill_(is_kept == 0, instead)
+        return self._step(self.whole)
 
     def _runs(self, spec: Spec) -> str | None:
         """Check a step where a norm spans an axis, so that results are others: shapes, finiteness."""

@@ -1,0 +1,97 @@
+"""Patterns of code that people write: the axes that each has, all of them proven."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from raafl.submodel import Submodels
+from raafl.submodel.prove.proof import refuted
+
+ROWS = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
+PICTURES = [torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])]
+
+
+class Pattern(nn.Module):
+    """These layers, called as ``forward(layers, x)`` says."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.layers, self.answer = nn.ModuleDict(layers), forward
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.answer(self.layers, batch[0]), batch[1])
+
+
+def rows(forward, units=8, of=lambda layer: layer, **more):
+    return Pattern(forward, a=of(nn.Linear(6, units)), b=nn.Linear(units, 3), **more), ROWS
+
+
+def pictures(forward, **more):
+    return Pattern(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Linear(8, 3), **more), PICTURES
+
+
+def plain(own, x):
+    return own["b"](torch.tanh(own["a"](x)))
+
+
+def standardised(own, x):
+    """Weights whose statistics are taken over what each unit reads."""
+    weight = F.batch_norm(own["c"].weight[None], None, None, training=True)[0]
+    return own["b"](F.linear(own["a"](x).relu(), weight, own["c"].bias))
+
+
+def shuffled(own, x):
+    return own["b"](F.channel_shuffle(own["a"](x), 2).mean((2, 3)))
+
+
+def unpooled(own, x):
+    y, places = F.max_pool2d(own["a"](x), 2, return_indices=True)
+    return own["b"](F.max_unpool2d(own["c"](y), places, 2).square().mean((2, 3)))
+
+
+def windows(own, x):
+    """Windows of three of six rows that overlap, of features that stay as they are."""
+    y = own["a"](x).flatten(2).transpose(1, 2).contiguous()
+    size, step = y.size(), y.stride()
+    y = y.as_strided((size[0], 7, 4, size[2]), (step[0], 2 * step[1], step[1], step[2]))
+    return own["b"](y.square().sum((1, 2)))
+
+
+def unfolded(own, x):
+    y = own["a"](x)
+    return own["b"](F.unfold(y, 2).view(len(y), y.shape[1], 4, 9).square().mean((2, 3)))
+
+
+def shifted(own, x):
+    """A view that deals rows and columns out anew, as relative positions are shifted."""
+    n, channels, height, width = own["a"](x).shape
+    y = F.pad(own["a"](x), (1, 0)).view(n, channels, width + 1, height)[:, :, 1:]
+    return own["b"](y.square().mean((2, 3)))
+
+
+PATTERNS = {
+    "weight norm": (partial(rows, plain, of=parametrizations.weight_norm), [8]),
+    "spectral norm": (partial(rows, plain, of=parametrizations.spectral_norm), [8]),
+    "standardised weights": (lambda: rows(standardised, c=nn.Linear(8, 8)), [8]),
+    "shuffled channels": (partial(pictures, shuffled), [4]),
+    "unpooled": (lambda: pictures(unpooled, c=nn.Conv2d(8, 8, 1)), [8]),
+    "overlapping windows": (partial(pictures, windows), [8]),
+    "unfolded": (partial(pictures, unfolded), [8]),
+    "shifted": (partial(pictures, shifted), [8]),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_its_axes_are_found_and_proven(name):
+    make, sizes = PATTERNS[name]
+    torch.manual_seed(0)
+    module, batch = make()
+    submodels = Submodels(module, batch)
+    assert [axis.size for axis in submodels.axes.values()] == sizes
+    assert refuted(submodels, module, batch) == {}

@@ -37,7 +37,7 @@ from raafl.runtime.replay import Replay
 from raafl.runtime.setup import build
 from raafl.runtime.simulated import Simulation
 from raafl.submodel import FlatTensors
-from raafl.watch.feed import Watched
+from raafl.watch.state import follow as followed
 
 UPDATES = (50_000, 500_000)
 CLIENTS, AT_WORK = 1000, 100
@@ -87,7 +87,7 @@ def write(folder: Path, updates: int) -> None:
 
 def follow(folder: Path, updates: int) -> None:
     """Look at a run as `raafl watch` does for the first time."""
-    watched = Watched(folder)
+    watched = followed(folder)
     watched.look()
     if watched.state.snapshot().num_updates != updates:
         raise RuntimeError(f"{watched.state.snapshot().num_updates} updates were seen, not {updates}")

@@ -17,7 +17,7 @@ from raafl.local.trial import explained, try_training
 from raafl.loggers.loggers import Loggers
 from raafl.parts.select.submodels import Full
 from raafl.plan.axes import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
-from raafl.runfolder.journal import default_run_folder
+from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
@@ -31,10 +31,9 @@ from raafl.runtime.saver import Saver
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
 from raafl.runtime.transport import Transport
 from raafl.submodel import FULL
-from raafl.watch.feed import ShownFolder, Watched
 from raafl.watch.pace import Aim, Goals
 from raafl.watch.progress import Progress
-from raafl.watch.state import RunState
+from raafl.watch.state import RunState, follow
 
 if TYPE_CHECKING:
     from raafl.runtime.executors import Executor
@@ -64,7 +63,7 @@ class Run:
         else:
             self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
             try:
-                self._writer = ShownFolder(self.folder, config_yaml, self.progress.warn)
+                self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
             except OSError as error:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
@@ -102,7 +101,7 @@ class Run:
         resume.check_limits(saved, coordinator.limits)
         try:
             mended = resume.mend(saved)
-            self._writer = ShownFolder.reopen(self.folder, self.progress.warn)
+            self._writer = RunFolder.reopen(self.folder, self.progress.warn)
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
@@ -122,7 +121,7 @@ class Run:
             "start": self._start(),
         }
         self._writer.event(row)
-        watched = Watched(self.folder)
+        watched = follow(self.folder)
         watched.look()
         self._show(watched.state)
         self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
@@ -130,7 +129,8 @@ class Run:
     def _show(self, state: RunState) -> None:
         """Let the view show ``state``, which is told of each row from now on."""
         state.say = self.progress.note if self.progress.verbose else None
-        self._writer.state, self.progress.source = state, state.snapshot
+        self._state = self._writer.reader = state
+        self.progress.source = state.snapshot
 
     def _start(self) -> dict[str, Any]:
         limits = self.parts.coordinator.limits
@@ -214,8 +214,7 @@ class Run:
             told = executor.report()
             return executor.num_processes, told.get("share"), told.get("mean_cohort")
 
-        if self._writer.state is not None:
-            self._writer.state.how = how
+        self._state.how = how
 
     def finish(
         self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None

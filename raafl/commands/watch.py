@@ -13,9 +13,10 @@ from typing import Any, TextIO
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
-from raafl.watch.feed import Watched
+from raafl.runfolder.following import Following
 from raafl.watch.progress import Progress
 from raafl.watch.show import briefly, plain
+from raafl.watch.state import RunState, follow
 
 LOOK_S = 0.25
 """Seconds between two looks."""
@@ -62,7 +63,7 @@ def _options(argv: Sequence[str]) -> Namespace:
 
 
 def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
-    watched = Watched(path)
+    watched = follow(path)
     watched.look()
     if not watched.begun:
         raise BadInput(f"'{path}' is not a run folder: there is no run in it yet, and --once does not wait")
@@ -82,12 +83,13 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
 
 
 def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> None:
-    watched = Watched(path, say=progress.note if progress.verbose else None)
+    watched = follow(path)
     said: str | None = None
     progress.start(str(path))
     try:
         while True:
             news = watched.look()
+            watched.state.say = progress.note if progress.verbose else None  # what was there before is not news
             if watched.begun:
                 progress.update(watched.state.snapshot, evaluated=watched.state.summary is not None)
             to_say = None if news else _silence(watched)
@@ -101,7 +103,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
         progress.stop()
 
 
-def _silence(watched: Watched) -> str | None:
+def _silence(watched: Following[RunState]) -> str | None:
     if not watched.begun:
         return "waiting: there is no run in it yet"
     silent_s = watched.silent_s

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from raafl.errors import BadInput
+from raafl.runfolder.following import Reader
 from raafl.runfolder.rows import KEPT_ROWS, RETRY_S, Rows, atomic_file, read_table, remove_leftovers, say, write_table
 from raafl.runfolder.schema import (
     CHECKPOINTS,
@@ -50,6 +51,9 @@ _READ_BYTES = 2**16  # at a time, of a file's end
 class RunFolder:
     """The files of one run, opened for writing.
 
+    Attributes:
+        reader: told of each row as it is written, such as what shows the run; None = nobody is.
+
     Args:
         path: The folder; made if it is not there.
         config_yaml: The text of `config.yaml`.
@@ -61,6 +65,8 @@ class RunFolder:
         BadInput: The folder holds something already, or `path` is not a folder.
         OSError: It cannot be made; nothing of it is left.
     """
+
+    reader: Reader | None = None
 
     def __init__(
         self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = say, *,
@@ -136,6 +142,8 @@ class RunFolder:
     def event(self, event: JournalRow) -> None:
         """Append one object to the journal; NaN and infinities become null, TypeError for what JSON cannot hold."""
         self._events.event(event)
+        if self.reader is not None:
+            self.reader.event(event)
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one evaluation: `version`, `time_s`, `wall_s` and any metrics.
@@ -148,6 +156,8 @@ class RunFolder:
         if new:
             table.widen(new if table.columns else [*METRIC_COLUMNS, *(n for n in new if n not in METRIC_COLUMNS)])
         table.append(row)
+        if self.reader is not None:
+            self.reader.metrics(row)
 
     def client(self, row: Mapping[str, Any]) -> None:
         """Append one finished task: a `ClientRow`, whose missing cells are left empty; `spec` may be a mapping.
@@ -165,6 +175,8 @@ class RunFolder:
         if new:
             self._clients.widen(new)
         self._clients.append(row)
+        if self.reader is not None:
+            self.reader.client(row)
 
     def gap(self, num_rows: int) -> None:
         """Say in the journal that so many rows are missing here."""

@@ -8,9 +8,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from raafl.foreign import foreign
+from raafl.runfolder.following import Following
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
 from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.snapshot import ClientProgress, ProgressState
@@ -251,6 +253,11 @@ class RunState:
             version=task.version, behind=max(self._version - task.version, 0), since_s=now_s - task.since_s,
             due_in_s=None if due_s is None else due_s - now_s,
         )  # fmt: skip
+
+
+def follow(path: Path, clock: Callable[[], float] = time.time) -> Following[RunState]:
+    """Follow how the run in a folder stands, which need not be there yet; ``clock`` is that of the files' times."""
+    return Following(path, lambda: RunState(clock=clock), clock)
 
 
 def spec_in_words(data: Any, most: int | None = None) -> str:

@@ -16,7 +16,7 @@ from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.rows import write_table
 from raafl.runtime.resume import SavedRun, load, mend
-from raafl.watch.feed import Watched
+from raafl.watch.state import follow
 from tests import warm
 from tests.crashed import crashed, simulated
 from tests.forked import command, wait_for
@@ -167,7 +167,7 @@ def test_a_resumed_run_keeps_the_limits_that_it_is_given(tmp_path, monkeypatch, 
     assert {name: resumed[name] for name in same} == {name: whole[name] for name in same}
     assert rows(tmp_path / "cut" / "clients.csv") == rows(tmp_path / "whole" / "clients.csv")
     assert replay(tmp_path / "cut")["equal"] is True
-    view = Watched(tmp_path / "cut")
+    view = follow(tmp_path / "cut")
     view.look()
     goals = view.state.goals
     assert set(then.split()) & {f"--max_updates={goals.max_updates}", f"--max_time={goals.max_time_s}"}

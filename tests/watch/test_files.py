@@ -21,9 +21,9 @@ from raafl.commands.watch import watch
 from raafl.errors import BadInput
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
-from raafl.watch.feed import Watched
 from raafl.watch.show import plain, sentence
 from raafl.watch.snapshot import ProgressState
+from raafl.watch.state import follow
 from tests.federation import experiment
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
 
@@ -40,7 +40,7 @@ def test_the_summary_of_a_run_that_has_been_resumed_since_does_not_end_the_view(
         run.summary({"finished": finished})
         os.utime(tmp_path / "run" / "summary.json", (1000.0, 1000.0))
         run.event({"event": "resumed", "kept": 0, "version": 0, "time_s": 0.0})
-        watched = Watched(tmp_path / "run")
+        watched = follow(tmp_path / "run")
         watched.look()
         assert watched.state.summary is None
         run.summary({"finished": finished})
@@ -97,7 +97,7 @@ def test_what_may_never_end_is_not_read(tmp_path):
     (tmp_path / "run" / "metrics.csv").unlink()
     (tmp_path / "run" / "metrics.csv").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "run" / "summary.json")
-    watched = Watched(tmp_path / "run")
+    watched = follow(tmp_path / "run")
     assert watched.look() and watched.begun and watched.state.summary is None
 
 
@@ -109,7 +109,7 @@ def cells(**row):
 
 def test_a_folder_is_followed_as_it_grows_whatever_its_last_line(tmp_path):
     folder = tmp_path / "later" / "run"
-    watched = Watched(folder)
+    watched = follow(folder)
     assert not watched.look() and not watched.begun
     with RunFolder(folder, "") as run:
         assert watched.look() and watched.begun
@@ -150,7 +150,7 @@ def test_the_clock_of_a_real_run_goes_on_between_rows(tmp_path):
     for name in ("events.jsonl", "metrics.csv", "clients.csv"):
         os.utime(tmp_path / "run" / name, (1000.0, 1000.0))
     clock = Clock(1005.0)
-    watched = Watched(tmp_path / "run", clock=clock)
+    watched = follow(tmp_path / "run", clock=clock)
     watched.look()
     assert watched.state.snapshot().clients[0].since_s == watched.silent_s == 5.0
 
@@ -187,7 +187,7 @@ def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch)
 
     def update(progress, snapshot=None, evaluated=False):
         if evaluated:
-            watched = Watched(folder)
+            watched = follow(folder)
             watched.look()
             seen.append((progress.source(), watched.state.snapshot()))
         show(progress, snapshot, evaluated)
@@ -212,11 +212,11 @@ def test_a_resumed_run_is_shown_without_what_it_has_gone_back_behind(tmp_path):
     (folder / "summary.json").write_text('{"finished": "interrupted"}')
     os.utime(folder / "summary.json", ns=(1, 1))
     assert load(folder, "simulated").section["coordinator"]["version"] == 5
-    watched = Watched(folder)
+    watched = follow(folder)
     watched.look()
     resumed, _ = simulate(experiment(folder, "fed_async", checkpoint_every=5, resume=str(folder)))
     assert resumed["model_digest"] == whole["model_digest"]
-    watched = Watched(folder)
+    watched = follow(folder)
     watched.look()
     snapshot = watched.state.snapshot(None)
     assert {str(client.client): client.num_tasks for client in snapshot.clients} == whole["participation"]

@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
         if not 0 <= min_delta < math.inf:
             raise BadInput(f"EarlyStopping: min_delta is {min_delta}: give 0 or more")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.mode = mode or ("min" if Target(metric, 0.0).met({metric: -1.0}) else "max")
+        self.mode = mode or ("min" if Target(metric, 0.0).at_most else "max")
         self.best: float | None = None
         self.num_bad = 0
 

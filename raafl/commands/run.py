@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +30,7 @@ from raafl.runtime.saver import Saver
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
 from raafl.runtime.transport import Transport
 from raafl.submodel import FULL
-from raafl.watch.pace import Aim, Goals
+from raafl.watch.pace import Goals
 from raafl.watch.progress import Progress
 from raafl.watch.state import RunState, follow
 
@@ -138,9 +137,7 @@ class Run:
 
     def _goals(self) -> Goals:
         limits = self.parts.coordinator.limits
-        targets = self.parts.experiment.targets()
-        aims = [Aim(one.metric, one.value, at_most=one.met({one.metric: -math.inf})) for one in targets]
-        return Goals(limits.max_updates, limits.max_time_s, tuple(aims))
+        return Goals(limits.max_updates, limits.max_time_s, tuple(self.parts.experiment.targets()))
 
     def _first_metrics(self, saved: resume.SavedRun | None) -> dict[str, float]:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,13 +83,17 @@ class Target:
             raise BadInput(f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93") from None
         return cls(metric.strip(), number)
 
-    def met(self, metrics: dict[str, float]) -> bool:
+    @property
+    def at_most(self) -> bool:
+        """Whether less is better."""
+        return self.metric.endswith(_LOWER_IS_BETTER)
+
+    def met(self, metrics: Mapping[str, float]) -> bool:
         """Check whether ``metrics`` reach the target."""
         if self.metric not in metrics:
             return False
-        if self.metric.endswith(_LOWER_IS_BETTER):
-            return metrics[self.metric] <= self.value
-        return metrics[self.metric] >= self.value
+        value = metrics[self.metric]
+        return value <= self.value if self.at_most else value >= self.value
 
     def __str__(self) -> str:
         """Return METRIC=VALUE."""

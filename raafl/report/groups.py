@@ -87,7 +87,7 @@ def _experiment(run: RecordedRun) -> dict[str, Any]:
     found = {name: value for name, value in run.config.items() if name not in _NOT_THE_EXPERIMENT}
     if run.goals:  # it went on with other limits than its config's
         goals = Goals.from_json(run.goals)
-        targets = [f"{aim.metric}={aim.value:g}" for aim in goals.targets]
+        targets = list(map(str, goals.targets))
         target = targets[0] if len(targets) == 1 else targets or None
         found |= {"max_updates": goals.max_updates, "max_time": goals.max_time_s, "target": target}
     return found

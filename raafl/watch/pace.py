@@ -8,6 +8,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raafl.config.options import Target
+
 MERGES = 20
 """Merges over which rates are taken."""
 EVALUATIONS = 10
@@ -17,40 +19,23 @@ _SECONDS = 10  # over which the trainings of a simulation are counted
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
-    """A metric's value to reach; ``at_most`` from above."""
-
-    metric: str
-    value: float
-    at_most: bool = False
-
-    def met(self, value: float) -> bool:
-        """Check whether ``value`` reaches it."""
-        return value <= self.value if self.at_most else value >= self.value
-
-    def __str__(self) -> str:
-        """Return METRIC=VALUE, as a config says it."""
-        return f"{self.metric}={self.value:g}"
-
-
-@dataclass(frozen=True, slots=True)
 class Goals:
     """What ends a run, whichever comes first: so many updates, so many seconds, or every target reached."""
 
     max_updates: int | None = None
     max_time_s: float | None = None
-    targets: tuple[Aim, ...] = ()
+    targets: tuple[Target, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data, for the journal."""
-        targets = [{"metric": aim.metric, "value": aim.value, "at_most": aim.at_most} for aim in self.targets]
+        targets = [{"metric": one.metric, "value": one.value, "at_most": one.at_most} for one in self.targets]
         return {"max_updates": self.max_updates, "max_time_s": self.max_time_s, "targets": targets}
 
     @classmethod
     def from_json(cls, data: Any) -> Goals:
         """Read goals that `to_json` wrote; none from anything else."""
         try:
-            targets = [Aim(str(one["metric"]), float(one["value"]), bool(one["at_most"])) for one in data["targets"]]
+            targets = [Target(str(one["metric"]), float(one["value"])) for one in data["targets"]]
             updates, time_s = data["max_updates"], data["max_time_s"]
             return cls(updates and int(updates), time_s and float(time_s), tuple(targets))
         except (KeyError, TypeError, ValueError, OverflowError):
@@ -122,7 +107,7 @@ class Eta:
 
 def etas(
     goals: Goals, now_s: float, updates: int, updates_per_s: float, evaluations: Sequence[Mapping[str, float]],
-    reached: Container[Aim] = (),
+    reached: Container[Target] = (),
 ) -> tuple[Eta, ...]:  # fmt: skip
     """Return when each goal is met.
 
@@ -136,8 +121,8 @@ def etas(
         found.append(Eta("max_updates", in_s))
     if goals.max_time_s is not None:
         found.append(Eta("max_time", max(goals.max_time_s - now_s, 0.0)))
-    for aim in goals.targets:
-        found.append(Eta(str(aim), 0.0 if aim in reached else _reached_in_s(aim, now_s, evaluations)))
+    for target in goals.targets:
+        found.append(Eta(str(target), 0.0 if target in reached else _reached_in_s(target, now_s, evaluations)))
     return tuple(found)
 
 
@@ -145,23 +130,23 @@ def ends_in_s(goals: Goals, found: Iterable[Eta]) -> float | None:
     """Return in how many seconds the first of the goals ends the run; None where nothing says so."""
     by_goal = {eta.goal: eta.in_s for eta in found}
     limits = [by_goal[name] for name in ("max_updates", "max_time") if name in by_goal]
-    targets = [by_goal[str(aim)] for aim in goals.targets]
+    targets = [by_goal[str(target)] for target in goals.targets]
     known = [in_s for in_s in limits if in_s is not None]
     if targets and None not in targets:
         known.append(max(in_s for in_s in targets if in_s is not None))
     return min(known, default=None)
 
 
-def _reached_in_s(aim: Aim, now_s: float, evaluations: Sequence[Mapping[str, float]]) -> float | None:
-    points = [(row["time_s"], row[aim.metric]) for row in evaluations if aim.metric in row][-EVALUATIONS:]
+def _reached_in_s(target: Target, now_s: float, evaluations: Sequence[Mapping[str, float]]) -> float | None:
+    points = [(row["time_s"], row[target.metric]) for row in evaluations if target.metric in row][-EVALUATIONS:]
     if len(points) < 3:
         return None
     time_s, value = (math.fsum(column) / len(points) for column in zip(*points, strict=True))
     spread = math.fsum((at - time_s) ** 2 for at, _ in points)
     slope = math.fsum((at - time_s) * (found - value) for at, found in points) / spread if spread > 0 else 0.0
-    if slope == 0 or (slope < 0) != aim.at_most:
+    if slope == 0 or (slope < 0) != target.at_most:
         return None
-    return max(time_s + (aim.value - value) / slope - now_s, 0.0)
+    return max(time_s + (target.value - value) / slope - now_s, 0.0)
 
 
 def speed(evaluations: Sequence[Mapping[str, float]]) -> float | None:

@@ -11,10 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from raafl.config.options import Target
 from raafl.foreign import foreign
 from raafl.runfolder.following import Following
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
-from raafl.watch.pace import EVALUATIONS, Aim, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
+from raafl.watch.pace import EVALUATIONS, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
 MAX_CLIENTS = 16
@@ -78,7 +79,7 @@ class RunState:
         self._working: dict[int, _Client] = {}
         self._evaluations: deque[dict[str, float]] = deque(maxlen=EVALUATIONS)
         self._measured: dict[str, Any] = {}  # at the last evaluation, as it was written
-        self._reached: set[Aim] = set()
+        self._reached: set[Target] = set()
         self._version = self._updates = 0
         self._marks, self._trainings = Marks(), Trainings()
         self._bytes = [0, 0]  # down, up
@@ -176,9 +177,9 @@ class RunState:
         self._reach()
 
     def _reach(self) -> None:
-        for aim in self.goals.targets:
-            if any(aim.metric in row and aim.met(row[aim.metric]) for row in self._evaluations):
-                self._reached.add(aim)
+        for target in self.goals.targets:
+            if any(map(target.met, self._evaluations)):
+                self._reached.add(target)
 
     def ended(self, summary: Summary) -> None:
         """Take in the summary of a run that has ended."""

@@ -8,8 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
+from raafl.config.options import Target
 from raafl.submodel.spec import Spec
-from raafl.watch.pace import Aim, Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
+from raafl.watch.pace import Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.show import briefly, plain, sentence, table
 from raafl.watch.snapshot import ClientProgress
 from raafl.watch.state import RunState, spec_in_words
@@ -53,7 +54,7 @@ def test_several_updates_of_one_merge_are_one_mark():
 
 
 def test_when_it_ends_is_when_the_first_limit_or_all_targets_are_met():
-    accuracy, loss = Aim("accuracy", 0.9), Aim("loss", 0.5, at_most=True)
+    accuracy, loss = Target("accuracy", 0.9), Target("loss", 0.5)
     goals = Goals(100, 60.0, (accuracy, loss))
     # accuracy rises by 0.1 in 10 s, from 0.5 at 0 s; loss falls by 0.25 in 10 s, from 2.0
     rows = [{"time_s": t, "accuracy": 0.5 + t / 100, "loss": 2.0 - t / 40} for t in (0.0, 10.0, 20.0)]
@@ -79,7 +80,7 @@ def test_when_it_ends_is_when_the_first_limit_or_all_targets_are_met():
 )
 def test_a_target_is_met_where_the_line_through_the_evaluations_meets_it(values, in_s):
     rows = [{"time_s": 10.0 * i, "accuracy": value} for i, value in enumerate(values)]
-    (found,) = etas(Goals(targets=(Aim("accuracy", 0.9),)), 25.0, 0, 0.0, rows)
+    (found,) = etas(Goals(targets=(Target("accuracy", 0.9),)), 25.0, 0, 0.0, rows)
     assert found.in_s == in_s
 
 
@@ -198,7 +199,7 @@ def test_targets_that_were_met_stay_met():
     state.metrics(
         {"version": "0", "time_s": "0.0", "wall_s": "0.1", "accuracy": "0.95"}
     )  # before the journal's first row
-    state.event(run_row("simulated", targets=(Aim("accuracy", 0.9), Aim("loss", 1.0, at_most=True))))
+    state.event(run_row("simulated", targets=(Target("accuracy", 0.9), Target("loss", 1.0))))
     for version in range(1, 20):
         state.metrics({"version": version, "time_s": 2.0 * version, "wall_s": 0.1, "accuracy": 0.5, "loss": 2.0})
     assert state.snapshot().etas == (Eta("accuracy=0.9", 0.0), Eta("loss=1", None))

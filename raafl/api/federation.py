@@ -6,7 +6,6 @@ import copy
 import csv
 import dataclasses
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import numpy as np
 import torch
 import yaml
 from torch import nn
@@ -41,6 +39,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
+from raafl.submodel.aside import undisturbed
 
 OnInterrupt = Literal["raise", "return"]
 
@@ -336,15 +335,8 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
 @contextmanager
 def _left_as_it_was() -> Iterator[None]:
     """Leave the process's random numbers, and how torch computes, as they were: a run sets its own."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda: Any = torch.cuda
     # where nothing has used a GPU yet, asking would start what forked processes cannot have
-    on_gpus = cuda.get_rng_state_all() if cuda.is_initialized() else []
-    try:
-        with numerics_left():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        cuda.set_rng_state_all(on_gpus)
+    gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
+    with undisturbed(gpus), numerics_left():
+        yield

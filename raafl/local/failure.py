@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -14,7 +14,7 @@ from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import LONGEST, BadInput, CodeFailed, GpuLost, TaskFailed, said
 from raafl.foreign import foreign
-from raafl.local.train import Stopped
+from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
@@ -23,27 +23,7 @@ _FILE: Final = "failure.txt"
 _LONG: Final = 20_000
 
 
-class Trains(Protocol):
-    """What runs a task: `LocalTrainer`, or a half of one."""
-
-    crew: Any
-    fabric: Any
-
-    @property
-    def place(self) -> str:
-        """Where in its task it is, in words."""
-        ...
-
-    def run(self, assignment: Assignment, received: FlatTensors, data: ClientData, /) -> Update:
-        """Train."""
-        ...
-
-    def release(self) -> None:
-        """Let go of all memory that is not needed between two tasks."""
-        ...
-
-
-def attempt(trainer: Trains, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
+def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
     """Train a task; of one for which the memory is too small return a refused update, and free what it had taken.
 
     Raises:
@@ -77,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def _failed(trainer: Trains, assignment: Assignment, error: Exception) -> TaskFailed:
+def _failed(trainer: LocalTrainer, assignment: Assignment, error: Exception) -> TaskFailed:
     where = f"task {assignment.task}, {_in_words(assignment.spec)}, {trainer.place}"
     if _is_lost(trainer.fabric.device):
         return GpuLost(assignment.client, where, f"{said(error)}; its GPU takes no more work from it", in_full(error))

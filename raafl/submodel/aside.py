@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -20,11 +20,11 @@ Note = Callable[[str, list[Tensor]], None]
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Leave all random states as they are."""
+def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
+    """Leave all random states as they are, those of ``gpus`` by their index, too."""
     states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng(list(gpus)):
             yield
     finally:
         random.setstate(states[0])

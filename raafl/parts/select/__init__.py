@@ -6,7 +6,6 @@
 | `rolling` | a window that moves on with the round | FedRolex |
 | `at_random` | drawn anew in each round | Federated Dropout |
 | `magnitude` | of the largest weights | structured pruning |
-| `window` | of the blocks: a window that trains, frozen ones below | Co-S2P |
 | `shared_fragments` | all, in ranges by ratio, at least one each | Fed-RAA |
 
 The first four take ``(axes, rate, *, state, seed, round)`` and return a spec; `shared_fragments` returns one for each
@@ -28,7 +27,6 @@ from collections.abc import Callable
 from raafl.errors import fraction
 from raafl.parts.select.budget import Budget, largest_rate, steps
 from raafl.parts.select.coverage import RegionCoverage, mask_level, of_regions
-from raafl.parts.select.depth import stack_of, window, window_starts
 from raafl.parts.select.importance import magnitude, unit_scores
 from raafl.parts.select.units import (
     Axes,
@@ -87,10 +85,7 @@ __all__ = [
     "shared_fragments",
     "size_of",
     "spec_of",
-    "stack_of",
     "steps",
     "unit_scores",
     "width_of",
-    "window",
-    "window_starts",
 ]  # fmt: skip

@@ -9,17 +9,14 @@ from typing import Literal
 from raafl.core.algorithm import Fleet, Select
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, one_of, positive, refuse_unused
-from raafl.parts.select import SELECTORS, Budget, largest_rate, leading, steps, width_of, window, window_starts
-from raafl.parts.select.depth import stack_of
+from raafl.parts.select import SELECTORS, Budget, largest_rate, leading, steps, width_of
 from raafl.parts.select.submodels import uncut
-from raafl.parts.select.units import Axes, axes_of
-from raafl.submodel import Spec, Submodels
+from raafl.submodel import Spec
 
 Rates = float | list[float] | dict[str, float]
 """One for all clients; a list dealt to them in turn; or by name of device."""
 
 RateOf = Literal["model", "width", "parameters"]
-Depth = Literal["whole", "leading", "window"]
 Rounds = Literal["client", "server"]
 
 
@@ -37,9 +34,7 @@ class Rated(Select):
         rates: one for all clients; a list dealt to clients 1, 2, ... and again from its beginning; or by name of device.
         rate_of: what a rate is a share of: the model, nominally, where each axis keeps its square root (`width_of`); the
             width of each axis; or the parameters as counted, for which the width is searched.
-        depth: whole keeps all blocks; leading cuts them like an axis; window trains that share of them, moving over the
-            rounds, with those below frozen and those above absent (Co-S2P).
-        rounds: what moves rolling, random and window on: each client's own merged updates, or the versions of the server.
+        rounds: what moves rolling and random on: each client's own merged updates, or the versions of the server.
         seconds: limit on a task's predicted time, links included; None = no limit.
         flops: limit on a task's training FLOPs.
         wire_bytes: limit on a task's bytes, down and up.
@@ -48,14 +43,13 @@ class Rated(Select):
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
     rates: Rates = 1.0
     rate_of: RateOf = "model"
-    depth: Depth = "whole"
     rounds: Rounds = "client"
     seconds: float | None = None
     flops: float | None = None
     wire_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        choices = {"selector": SELECTORS, "rate_of": RateOf, "depth": Depth, "rounds": Rounds}
+        choices = {"selector": SELECTORS, "rate_of": RateOf, "rounds": Rounds}
         for name, known in choices.items():
             one_of(name, getattr(self, name), known)
         for rate in self._all_rates():
@@ -84,7 +78,7 @@ class Rated(Select):
 
     def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
         """Return the work for ``client``; it counts as region ``client.id``. Raises `BadInput` when nothing fits."""
-        width, starts = self._size(client, fleet)
+        width = self._size(client, fleet)
         submodels, counts = fleet.state.submodels, fleet.state.counts
         round = fleet.state.version if self.rounds == "server" else counts.get(client.id, 0)
         state = None
@@ -92,7 +86,7 @@ class Rated(Select):
             state = {name: fleet.state.values[name] for name in submodels.parameters}
         seed = derive_seed(fleet.seed, "rated", client.id)
         spec = SELECTORS[self.selector](submodels.axes, width, state=state, seed=seed, round=round)
-        return Work(self._with_depth(submodels, spec, width, starts, round), region=client.id)
+        return Work(spec, region=client.id)
 
     def check(self, fleet: Fleet) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
@@ -105,69 +99,42 @@ class Rated(Select):
     def notes(self, fleet: Fleet) -> list[str]:
         """Say where rates come to nothing."""
         submodels = fleet.state.submodels
-        cuts = min(self._all_rates()) < 1 and not self._axes(submodels)
+        cuts = min(self._all_rates()) < 1 and not submodels.axes
         return uncut(submodels, "cut by rates") if cuts else []
 
     # ---- how much ----
 
-    def _size(self, client: ClientInfo, fleet: Fleet) -> tuple[float, list[int]]:
-        """Return the client's rate for each axis, and where its windows of blocks may begin."""
+    def _size(self, client: ClientInfo, fleet: Fleet) -> float:
+        """Return the client's rate for each axis."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._found(client, fleet)
-        size: tuple[float, list[int]] = fleet.cache[client.id]
+        size: float = fleet.cache[client.id]
         return size
 
-    def _found(self, client: ClientInfo, fleet: Fleet) -> tuple[float, list[int]]:
-        submodels, budget, rate = fleet.state.submodels, self._budget(client, fleet), self.rate(client)
-        axes = self._axes(submodels)
+    def _found(self, client: ClientInfo, fleet: Fleet) -> float:
+        axes, budget, rate = fleet.state.submodels.axes, self._budget(client, fleet), self.rate(client)
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]
-
-        def spec(width: float, starts: Sequence[int] = (0,)) -> Spec:
-            # which units are kept makes no difference to the cost
-            return self._with_depth(submodels, leading(submodels.axes, width), width, starts, 0)
-
-        def fits(spec: Spec) -> bool:
-            return not budget.over(fleet.cost(spec))
-
-        width = largest_rate(spec, fleet.cost, budget, rates=rates, who=f"client {client.id}")
-        if self.depth != "window":
-            return width, []
-        # the lowest window is the cheapest, and fits; frozen blocks below make others dearer
-        starts = window_starts(len(stack_of(submodels)), width)
-        return width, [start for start in starts if start == 0 or fits(spec(width, [start]))]
+        # which units are kept makes no difference to the cost
+        return largest_rate(
+            lambda width: leading(axes, width), fleet.cost, budget, rates=rates, who=f"client {client.id}"
+        )
 
     def _budget(self, client: ClientInfo, fleet: Fleet) -> Budget:
         limits = {name: getattr(self, name) for name in ("seconds", "flops", "wire_bytes")}
-        if self.rate_of == "parameters" and self._axes(fleet.state.submodels):
+        if self.rate_of == "parameters" and fleet.state.submodels.axes:
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
         given = {name: limit for name, limit in limits.items() if limit is not None}
         memory_bytes, tested = client.profile.memory_bytes, fleet.tested(client)
         return Budget(memory_bytes, profile=client.profile, samples=max(samples, 1), tested=tested, **given)
 
-    def _axes(self, submodels: Submodels) -> Axes:
-        if self.depth == "whole":
-            return submodels.axes
-        if self.depth == "window" or not submodels.stacks:
-            stack_of(submodels)  # complains
-        return axes_of(submodels)
-
-    def _with_depth(self, submodels: Submodels, spec: Spec, rate: float, starts: Sequence[int], round: int) -> Spec:
-        if self.depth == "whole":
-            return spec
-        kept = dict(spec.kept)
-        if self.depth == "window":
-            return window(submodels, rate, kept=kept, starts=starts, round=round)
-        return Spec.keep(kept, blocks=dict(leading(submodels.stacks, rate).blocks))
-
     def __str__(self) -> str:
         if isinstance(self.rates, dict):
             rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
         else:
             rates = ", ".join(f"{rate:g}" for rate in self._all_rates())
-        depth = {"whole": "", "leading": " and the first blocks", "window": " of a window of blocks"}[self.depth]
-        words = f"{self.selector} units{depth}, at most {rates} of the {self.rate_of}"
+        words = f"{self.selector} units, at most {rates} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
         return words + "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
 

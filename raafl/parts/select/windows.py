@@ -14,7 +14,7 @@ from raafl.errors import BadInput, one_of, positive
 from raafl.parts.local.distilled import exit_depths
 from raafl.parts.local.mask_training import best
 from raafl.parts.merge.personal import scores_of
-from raafl.parts.select import Budget, largest_rate, window_starts
+from raafl.parts.select import Budget, largest_rate
 from raafl.parts.select.rated import Rated, Rates
 from raafl.parts.select.segments import Segments, cuts_of, stack_of
 from raafl.parts.select.units import count
@@ -48,6 +48,16 @@ def window_notes(submodels: Submodels) -> list[str]:
     if not submodels.axes:
         found.append(Warn(f"the model's width stays whole: {submodels.why_whole()}"))
     return found
+
+
+def window_starts(num_blocks: int, rate: float) -> list[int]:
+    """Return where windows of ``ceil(rate * num_blocks)`` blocks may begin.
+
+    They follow each other, and the last ends with the last block: of all rolling windows these train the blocks most
+    evenly, as Co-S2P asks for.
+    """
+    length = count(num_blocks, rate)
+    return [min(start, num_blocks - length) for start in range(0, num_blocks, length)]
 
 
 def first_window(client: int, num: int) -> int:

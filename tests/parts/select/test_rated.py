@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
@@ -21,10 +20,8 @@ from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.select import window
 from raafl.submodel import FULL, Spec, Submodels
 from tests.federation import Finished
-from tests.submodel.models import Blocks
 from tests.tools import Line, answer, assigned, coordinator_for, join, line_state
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -103,8 +100,8 @@ def test_rounds_are_the_clients_own_or_the_servers():
 # ---- limits ----
 
 
-def needed(spec, state=None):
-    return (state or line_state(16)).submodels.cost(spec, 1)
+def needed(spec):
+    return line_state(16).submodels.cost(spec, 1)
 
 
 def test_memory_decides_what_a_client_may_get():
@@ -166,41 +163,7 @@ def test_a_client_that_comes_back_with_less_memory_gets_less():
     assert select(weaker, fleet).spec == hidden(range(6))
 
 
-# ---- depth ----
-
-
-def blocks_state(**arguments):
-    torch.manual_seed(0)
-    module = Blocks()
-    submodels = Submodels(module, torch.zeros(2, 4), **arguments)
-    return GlobalState(submodels, submodels.state(module))
-
-
-def test_depth_is_one_more_axis():
-    one, state = client(), blocks_state()
-    fleet = fleet_of(one, state=state)
-    # the root of a quarter, of 4 blocks and of 6 units in each
-    spec = Rated(rates=0.25, depth="leading")(one, fleet).spec
-    assert dict(spec.blocks) == {"depth": range(2)}
-    assert {len(units) for _, units in spec.kept} == {3}
-    assert not Rated(rates=0.25)(one, fleet_of(one, state=state)).spec.blocks
-
-
-def test_a_window_moves_over_the_rounds_as_far_as_memory_allows():
-    one, state = client(), blocks_state()
-    seen = []
-    for merged in range(4):
-        state.counts[1] = merged
-        seen.append(Rated(rates=0.25, depth="window")(one, fleet_of(one, state=state)).spec)
-    kept = {axis: range(3) for axis in state.submodels.axes}
-    assert seen == [window(state.submodels, 0.5, kept=kept, round=q) for q in (0, 1, 0, 1)]
-    low, high = (needed(spec, state).peak_bytes for spec in seen[:2])
-    assert low < high
-    small = client(1, memory_bytes=high - 1)
-    for merged in range(3):
-        state.counts[1] = merged
-        spec = Rated(rates=0.25, depth="window")(small, fleet_of(small, state=state)).spec
-        assert spec.trained == seen[0].trained
+# ---- what cannot be had ----
 
 
 @pytest.mark.parametrize("rate_of", ["model", "width", "parameters"])
@@ -225,11 +188,6 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
     assert Rated(rates=0.5, rate_of=rate_of).notes(fleet_of(one)) == []
 
 
-def test_a_depth_that_is_not_there_is_named():
-    one = client()
-    assert "leave depth whole" in Rated(depth="leading").check(fleet_of(one))[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -238,7 +196,6 @@ def test_a_depth_that_is_not_there_is_named():
         ({"rates": {"phone": 2.0}}, "a rate in rates is 2.0"),
         ({"rates": []}, "rates is empty"),
         ({"rate_of": "params"}, "rate_of is 'params': did you mean 'parameters'"),
-        ({"depth": "windows"}, "depth is 'windows': did you mean 'window'"),
         ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
         ({"seconds": 0}, "seconds is 0"),
     ],
@@ -250,8 +207,9 @@ def test_bad_arguments_are_named(arguments, message):
 
 def test_in_words():
     assert str(Rated(rates=RATES)) == "leading units, at most 1, 0.5625, 0.25, 0.0625 of the model"
-    assert str(Rated("rolling", {"phone": 0.5}, "width", "window", seconds=9)) == (
-        "rolling units of a window of blocks, at most phone 0.5 of the width, 9 s"
+    assert (
+        str(Rated("rolling", {"phone": 0.5}, "width", seconds=9))
+        == "rolling units, at most phone 0.5 of the width, 9 s"
     )
 
 

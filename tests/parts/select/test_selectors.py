@@ -24,10 +24,9 @@ from raafl.parts.select import (
     steps,
     unit_scores,
     width_of,
-    window,
-    window_starts,
 )
-from raafl.submodel import FULL, Axis, Member, Spec, SpecError, Stack, Submodels
+from raafl.parts.select.windows import window_starts
+from raafl.submodel import FULL, Axis, Member, Spec, Stack, Submodels
 from tests.submodel.models import Blocks, FusedAttention
 from tests.tools import Line
 
@@ -199,17 +198,6 @@ def test_windows_follow_each_other_to_the_last_block():
     assert window_starts(8, 0.375) == [0, 3, 5]
     assert window_starts(8, 0.75) == [0, 2]
     assert window_starts(8, 1.0) == [0]
-
-
-def test_a_window_freezes_what_is_below_and_leaves_out_what_is_above():
-    submodels = Submodels(Blocks())
-    low, high = (window(submodels, 0.5, round=q) for q in (0, 1))
-    assert (dict(low.blocks)["depth"], dict(high.blocks)["depth"]) == (range(2), range(4))
-    assert low.trained == ("head", "stack.0", "stack.1") and high.trained == ("head", "stack.2", "stack.3")
-    assert window(submodels, 0.5, round=2) == low
-    assert window(submodels, 0.5, round=1, starts=[0]) == low
-    with pytest.raises(SpecError, match="the model; it has none: declare `submodel_blocks`"):
-        window(Submodels(Line()), 0.5)
 
 
 def test_a_name_for_two_things_is_refused():

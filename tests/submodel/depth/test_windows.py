@@ -218,7 +218,7 @@ def test_exits_are_the_same_under_a_skeleton():
         (lambda: depth_window(Submodels(made("vit")), 1, 1), "window is blocks 1 to 1"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, exit="exit1"), "it has none"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, stack="layers"), "stack is 'layers'.*did you mean 'vit.layers'"),
-        (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "it has none: declare `submodel_blocks` on it, or leave"),
+        (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "it has none: declare `submodel_blocks` on it"),
         (lambda: last_fraction(Submodels(MLP(4, (3,), 2)), 0.0), "share is 0.0"),
     ],
 )  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from raafl.config import remote_options
 from raafl.config.argv import names_section, values
@@ -75,16 +75,11 @@ def make_parser(command: str) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", metavar="FILE", help="a YAML file with any of the fields below")
     parser.add_argument("--json", action="store_true", help="print the summary, and nothing else, on standard output")
-    special: dict[str, Any] = {
-        "model": Callable[[], LightningModule],
-        "data": Callable[[], LightningDataModule],
-        "algorithm": Algorithm,
-        "logger": str
-        | dict[str, Any]
-        | list[str | dict[str, Any]]
-        | None,  # built by the server alone, in its own time
-    }
-    hints = _hints(Experiment, special)
+    hints = get_type_hints(
+        Experiment, localns={"LightningModule": LightningModule, "LightningDataModule": LightningDataModule}
+    )
+    # built by the server alone, in its own time
+    hints["logger"] = str | dict[str, Any] | list[str | dict[str, Any]] | None
     groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
     for field in sorted(fields(Experiment), key=lambda field: [*GROUPS].index(ABOUT[field.name].group)):
         about = ABOUT[field.name]
@@ -129,21 +124,6 @@ def _formatter() -> type[Any]:
             return re.sub(r", --[\w.]+\+.*", "", super()._format_action_invocation(action))
 
     return Formatter
-
-
-def _hints(cls: type, special: dict[str, Any]) -> dict[str, Any]:
-    module = sys.modules[cls.__module__]
-    names = {**vars(module), "LightningModule": object, "LightningDataModule": object}
-    return {name: special.get(name) or eval_hint(text, names) for name, text in cls.__annotations__.items()}
-
-
-def eval_hint(text: str, names: dict[str, Any]) -> Any:
-    """Return the type that an annotation of raafl's own source stands for (never text from a config or the wire)."""
-    import typing
-
-    reference = typing.ForwardRef(text)
-    holder = type("Holder", (), {"__annotations__": {"hint": reference}})
-    return typing.get_type_hints(holder, globalns=names)["hint"]
 
 
 def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:

@@ -8,8 +8,9 @@ floats only the samples it owns.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -261,13 +262,7 @@ class HuggingFace(Classes):
         return TensorImages(images, labels, [self.mean] * num_channels, [self.std] * num_channels)
 
 
-class _Downloads(Protocol):
-    """The constructor of a torchvision data set."""
-
-    def __call__(self, root: str, train: bool, download: bool) -> object: ...
-
-
-def _download(dataset: _Downloads, root: Path) -> None:
+def _download(dataset: Callable[..., object], root: Path) -> None:
     before_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)  # without one, a network that swallows packets would hang the run
     try:

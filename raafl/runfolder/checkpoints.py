@@ -61,15 +61,12 @@ def save(
         state_dict: The global tensors by name; read, not kept.
         module: The LightningModule, for its `hparams`. One that is not plain data is left out with a warning.
         raafl: Plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
-        keep_last: How many checkpoints to keep, this one included; None keeps all.
+        keep_last: How many checkpoints to keep, this one included, from 1; None keeps all.
 
     Raises:
         OSError, RuntimeError: It cannot be written; what was there stays as it was.
-        BadInput: `keep_last` is below 1.
         TypeError: `raafl` holds something that is not plain data; the message names where.
     """
-    if keep_last is not None and keep_last < 1:
-        raise BadInput(f"keep_last is {keep_last}: give a number from 1, or null to keep every checkpoint")
     section = dict(raafl or {})
     for where, value in _not_plain(section, "raafl"):
         raise TypeError(

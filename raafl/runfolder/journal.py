@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from raafl.errors import BadInput
 from raafl.runfolder.following import Reader
-from raafl.runfolder.rows import KEPT_ROWS, RETRY_S, Rows, atomic_file, read_table, remove_leftovers, say, write_table
+from raafl.runfolder.rows import Rows, atomic_file, read_table, remove_leftovers, say, write_table
 from raafl.runfolder.schema import (
     CHECKPOINTS,
     CLIENT_COLUMNS,
@@ -58,8 +58,6 @@ class RunFolder:
         path: The folder; made if it is not there.
         config_yaml: The text of `config.yaml`.
         warn: Told what cannot be written, once for each file; standard error unless given.
-        kept_rows: How many rows of each file to keep in memory while they cannot be written.
-        retry_s: Seconds between two tries to write them.
 
     Raises:
         BadInput: The folder holds something already, or `path` is not a folder.
@@ -68,17 +66,14 @@ class RunFolder:
 
     reader: Reader | None = None
 
-    def __init__(
-        self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = say, *,
-        kept_rows: int = KEPT_ROWS, retry_s: float = RETRY_S,
-    ) -> None:  # fmt: skip
+    def __init__(self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = say) -> None:
         self.path = Path(path)
         was_there = self.path.exists()
         if was_there and (not self.path.is_dir() or any(self.path.iterdir())):
             raise BadInput(
                 f"output: {str(self.path)!r} exists and is not an empty folder; name a new one, or remove it first"
             )
-        self._config, self._warn, self._options = config_yaml, warn, {"kept_rows": kept_rows, "retry_s": retry_s}
+        self._config, self._warn = config_yaml, warn
         try:
             self._remake()
             self._open(new=True)
@@ -104,14 +99,14 @@ class RunFolder:
         for place in (folder.path, folder.path / CHECKPOINTS):
             remove_leftovers(place)
         folder._config = (folder.path / CONFIG).read_text(encoding="utf-8")
-        folder._warn, folder._options = warn, {}
+        folder._warn = warn
         folder._open(new=False)
         return folder
 
     def _open(self, *, new: bool) -> None:
-        self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new, **self._options)
-        self._metrics = _Table(self.path / METRICS, (), self._warn, self._remake, new=new, **self._options)
-        self._clients = _Table(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new, **self._options)
+        self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new)
+        self._metrics = _Table(self.path / METRICS, (), self._warn, self._remake, new=new)
+        self._clients = _Table(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
 
     def _remake(self) -> None:
         """Make the folder and its config, where they are not there (any more)."""

@@ -82,7 +82,7 @@ class Rows(Generic[Item]):
 
     def __init__(
         self, path: Path, encode: Callable[[Item], bytes], warn: Callable[[str], None] = say, *,
-        new: bool = True, remake: Callable[[], None] = lambda: None, kept_rows: int = KEPT_ROWS, retry_s: float = RETRY_S,
+        new: bool = True, remake: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Open the file.
 
@@ -94,8 +94,7 @@ class Rows(Generic[Item]):
             OSError: the file cannot be opened.
         """
         self.path, self._encode, self._warn, self._remake = path, encode, warn, remake
-        self._kept_rows, self._retry_s, self._tried_s = kept_rows, retry_s, 0.0
-        self._looked_s = time.monotonic()
+        self._tried_s, self._looked_s = 0.0, time.monotonic()
         self._file = io.FileIO(path, "xb" if new else "ab")
         self._kept: deque[Item] = deque()
         self.num_rows = self.num_dropped = self._num_new_dropped = 0
@@ -127,12 +126,12 @@ class Rows(Generic[Item]):
                 return
             except OSError as error:
                 self._fail(error)
-        if len(self._kept) < self._kept_rows:
+        if len(self._kept) < KEPT_ROWS:
             self._kept.append(item)
         else:
             self.num_dropped += 1
             self._num_new_dropped += 1
-        if time.monotonic() - self._tried_s >= self._retry_s:
+        if time.monotonic() - self._tried_s >= RETRY_S:
             self.flush()
 
     def flush(self) -> None:
@@ -160,7 +159,7 @@ class Rows(Generic[Item]):
 
     def _put(self, data: bytes) -> None:
         """Write one row, whole or not at all."""
-        if time.monotonic() - self._looked_s >= self._retry_s:
+        if time.monotonic() - self._looked_s >= RETRY_S:
             self._look()
         self._prepare()
         self._write(data)

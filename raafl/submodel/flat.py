@@ -5,6 +5,7 @@ A merge, a checksum or a send then touches one buffer, not hundreds of tensors.
 
 from __future__ import annotations
 
+import cmath
 import hashlib
 import json
 import math
@@ -289,15 +290,8 @@ class FlatTensors:
         return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
 
     def is_finite(self) -> bool:
-        """Check that no element is NaN or infinite. A sum is enough unless it overflows."""
-        for dtype, buffer in self.buffers.items():
-            if not (dtype.is_floating_point or dtype.is_complex) or buffer.numel() == 0:
-                continue
-            # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN
-            total = buffer.sum(dtype=torch.float32 if dtype.itemsize == 2 else None)
-            if not math.isfinite(abs(total.item())) and not bool(torch.isfinite(buffer).all()):
-                return False
-        return True
+        """Check that no element is NaN or infinite."""
+        return all(is_finite(buffer) for buffer in self.buffers.values())
 
     def fingerprint(self) -> str:
         """Return the hex xxh3_128 digest of the bytes, buffer by buffer."""
@@ -331,3 +325,12 @@ def _same_layout(one: Layout, other: Layout) -> None:
 
 def _bytes(buffer: Tensor) -> Any:
     return buffer.detach().cpu().view(torch.uint8).numpy()
+
+
+def is_finite(piece: Tensor) -> bool:
+    """Check whether no element is NaN or infinite; a sum is enough unless it overflows."""
+    if not (piece.dtype.is_floating_point or piece.dtype.is_complex):
+        return True
+    # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN
+    total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
+    return cmath.isfinite(total.item()) or bool(torch.isfinite(piece).all())

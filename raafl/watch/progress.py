@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raafl.config.options import MODES, Mode
+from raafl.config.options import Mode
 from raafl.watch.show import sentence, table
 from raafl.watch.snapshot import ProgressState
 
@@ -51,8 +51,6 @@ class Progress:
         if mode in ("auto", "verbose"):
             watched = self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
             mode = "live" if watched else "plain"
-        if mode not in _PERIOD_S:
-            raise ValueError(f"progress is {mode!r}: give {', '.join(MODES[:-1])} or {MODES[-1]}")
         self.mode: Mode = mode
         self._clock = clock
         self._period_s, self._evaluation_period_s = _PERIOD_S[mode], _EVALUATION_PERIOD_S[mode]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from raafl.runfolder import rows as rows_module
 from raafl.runfolder.events import read_events
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.rows import Rows, atomic_file, read_table, remove_leftovers
@@ -27,8 +28,10 @@ def warned():
 
 
 @pytest.fixture
-def folder(tmp_path, warned):
-    with RunFolder(tmp_path / "run", "seed: 1\n", warned.append, kept_rows=3, retry_s=0.0) as run:
+def folder(tmp_path, warned, monkeypatch):
+    monkeypatch.setattr(rows_module, "KEPT_ROWS", 3)
+    monkeypatch.setattr(rows_module, "RETRY_S", 0.0)
+    with RunFolder(tmp_path / "run", "seed: 1\n", warned.append) as run:
         yield run
 
 
@@ -176,9 +179,10 @@ def test_a_folder_for_which_there_is_no_room_leaves_nothing(tmp_path, monkeypatc
     RunFolder(tmp_path / "run", "").close()
 
 
-def test_a_device_that_is_always_full(tmp_path, warned):
+def test_a_device_that_is_always_full(tmp_path, warned, monkeypatch):
+    monkeypatch.setattr(rows_module, "KEPT_ROWS", 2)
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    rows = Rows(tmp_path / "events.jsonl", bytes, warned.append, new=False, kept_rows=2)
+    rows = Rows(tmp_path / "events.jsonl", bytes, warned.append, new=False)
     for _ in range(5):
         rows.add(b"row\n")
     rows.close()
@@ -189,8 +193,10 @@ def test_a_device_that_is_always_full(tmp_path, warned):
 LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from raafl.runfolder import rows
 from raafl.runfolder.journal import RunFolder
-run = RunFolder(sys.argv[1], "", print, kept_rows=10_000, retry_s=0.0)
+rows.RETRY_S = 0.0
+run = RunFolder(sys.argv[1], "", print)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 for number in range(1000):
     run.event({"time_s": 0.0, "event": "timer", "id": number})

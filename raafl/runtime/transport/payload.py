@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raafl.runtime.transport.codec import byte_view, declared
-from raafl.submodel.flat import FlatTensors
+from raafl.submodel.flat import FlatTensors, is_finite
 
 CHUNK_BYTES = 4 << 20
 """Longest piece. How a payload is cut belongs to the wire format: both ends must do it alike."""
@@ -38,14 +37,6 @@ def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
         yield from itertools.repeat(CHUNK_BYTES, whole)
         if rest:
             yield rest
-
-
-def is_finite(piece: Tensor) -> bool:
-    """Check whether no element is NaN or infinite; a sum is enough unless it overflows."""
-    if not (piece.dtype.is_floating_point or piece.dtype.is_complex):
-        return True
-    total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
-    return cmath.isfinite(total.item()) or bool(torch.isfinite(piece).all())
 
 
 def is_sound(piece: Tensor) -> bool:

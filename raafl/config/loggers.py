@@ -181,7 +181,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
     if not chosen and not _has_wandb_key(url):
         note(f"wandb: there is no API key, so it logs offline; {later}, after wandb login")
         init["mode"] = chosen = "offline"
-    elif not chosen and not _answers(url):  # wandb itself would try for half a minute
+    elif not chosen and not _answers(url):  # wandb would try for long, then write to stdout
         warn(f"logger WandbLogger: {url} does not answer, so it logs offline; {later}")
         init["mode"] = chosen = "offline"
     try:

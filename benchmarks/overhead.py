@@ -4,8 +4,8 @@ The bare loop does the same local steps with nothing around them: parameters are
 a client's start and averaging are one operation each; batches are index_select of tensors; the optimiser is made anew for
 each client. In two processes it splits each round's clients, sums in shared memory, and meets at a barrier. raafl runs
 whole: coordinator, journal, clients.csv, checks of every update. Both are timed from the first task to the last merge,
-in turns, in one run; the row shows the medians. An asynchronous run is compared with the same bare loop, which does the
-same number of trainings.
+in turns, in one run; a row shows medians, `ratio` that of each turn's ratio, so that a machine which is slower for a
+while is so for both. An asynchronous run is compared with the same bare loop, which does the same number of trainings.
 
     python -m benchmarks.overhead [--json] [--out FILE]
 """
@@ -34,7 +34,7 @@ from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Iid
 from raafl.local.train import FabricOptions
 
-REPEATS = 3
+REPEATS = 5
 
 
 def cross_entropy(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -240,15 +240,14 @@ def measure(work: Workload, data: RandomData, bare: Bare, processes: int) -> lis
     bare_per_s = work.trainings / statistics.median(bare_s)
     found = []
     for name, seconds in raafl_s.items():
-        per_s = work.trainings / statistics.median(seconds)
         found.append(
             {
                 "workload": work.name,
                 "algorithm": name,
                 "processes": processes,
-                "per_s": per_s,
+                "per_s": work.trainings / statistics.median(seconds),
                 "bare_per_s": bare_per_s,
-                "ratio": per_s / bare_per_s,
+                "ratio": statistics.median(bare / ours for bare, ours in zip(bare_s, seconds, strict=True)),
             }
         )
     return found

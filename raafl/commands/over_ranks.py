@@ -25,7 +25,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
         raise BadInput(
-            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: leave it out"
+            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: give --workers 1"
         )
     transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:

@@ -186,7 +186,7 @@ class Cohorts(Executor):
             members = members[: _TRIALS[min(standing.trials, 1)]]
         if len(members) < self._least:
             return
-        if not (self._may_try if trial else self._pays)(standing, len(members)):
+        if not (self._may_try(kind, len(members)) if trial else self._pays(standing, len(members))):
             return
         known, begun = self._together.num_known, time.thread_time()
         try:
@@ -240,10 +240,16 @@ class Cohorts(Executor):
         """Check whether a cohort is so much larger than the one timed, which was too small to be faster, that it may be."""
         return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
 
-    def _may_try(self, standing: _Standing, size: int) -> bool:
-        """Check whether with one more cohort that is trained in vain all of them would take little beside the loop."""
+    def _may_try(self, kind: Like, size: int) -> bool:
+        """Check whether all trials, with one more, take little beside the loop, or this one less than it promises to save."""
+        standing = self._standing[kind]
         trial_s = self._tried_s + standing.alone_s * size
-        return self._most != "auto" or trial_s <= max(_TRIAL_S, _TRIAL_SHARE * self._loop_s)
+        if self._most != "auto" or trial_s <= max(_TRIAL_S, _TRIAL_SHARE * self._loop_s):
+            return True
+        if not standing.size:
+            return False
+        together_s = standing.cohort_s / standing.size  # of a task, in the cohort that was timed
+        return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
 
     def _pays(self, standing: _Standing, size: int) -> bool:
         """Check whether a cohort is faster than the loop: one that is smaller than the one timed takes no less than it did."""

@@ -63,10 +63,8 @@ class OverRanks(Executor):
         self._alike: defaultdict[Like, dict[int, _Task]] = defaultdict(dict)  # what nobody has begun
         self._counted: dict[str, dict[str, Any]] = {}  # by ranks, of how they have trained
         self._ahead_bytes = self._num_ahead = self._num_ranks = self._num_in_vain = 0
-        self._num_free, self._num_here = (
-            1,
-            0,
-        )  # processes that train nothing, this one included; tasks that are begun here
+        self._num_free = 1  # processes that train nothing, this one included
+        self._num_here = 0  # tasks that are begun here
         self._changed = threading.Condition()
         self._stopping = threading.Lock()  # a rank is told to stop by whichever thread is first, and by one at a time
         self._threads: list[threading.Thread] = []

@@ -15,7 +15,7 @@ from model_zoo import hub
 from model_zoo.adamw import Optimizer, adamw
 from model_zoo.classifier import Classifier
 from model_zoo.language import Batch, LanguageModel
-from model_zoo.lora import LoRA, adapt, base_of, merged, save_adapter
+from model_zoo.lora import LoRA, adapt, base_of, hold, merged, save_adapter
 from model_zoo.metrics import IGNORED
 
 
@@ -25,6 +25,7 @@ class _Wrapped:
     model: Any
     hparams: Any
     lora: LoRA | None = None
+    submodel_bases: tuple[str, ...] = ()
 
     def _wrap(self, model: Any, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -35,6 +36,11 @@ class _Wrapped:
         self.lora = LoRA.of(lora)
         if self.lora is not None:
             adapt(self.model, self.lora, trains_head=trains_head)
+            self.submodel_bases = self.lora.bases if len(self.lora.bases) > 1 else ()
+
+    def submodel_hold(self, base: str) -> None:
+        """Keep what is frozen as ``base``, one of the less precise ``submodel_bases``, in place."""
+        hold(self.model, base)
 
     def _checkpoint(self, wanted: bool) -> None:
         """Keep the inputs of blocks alone for the backward pass, which runs these again, if that is wanted.

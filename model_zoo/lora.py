@@ -14,10 +14,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from model_zoo.nf4 import NF4Linear, quantise
+from model_zoo.nf4 import NF4Linear, linear_layers, quantise
+
+Base = Literal["fp32", "bf16", "nf4"]
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "nf4": torch.bfloat16}
-"""What the frozen model may be kept in; with nf4 what is no linear layer of its body."""
+"""What the frozen model may be kept in, the most precise first; with nf4 what is no linear layer of its body."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ class LoRA:
             adapts in this architecture.
         base: fp32, or bf16: the frozen model takes half of the memory, and is rounded. nf4 (QLoRA, Dettmers et al. 2023,
             arXiv:2305.14314): its linear layers take a seventh. What trains is in float32 all the same.
+            A list of them, the most precise first: each client has the first with which its task fits its memory, and the
+            server the first of all.
     """
 
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: list[str] | str | None = None
-    base: Literal["fp32", "bf16", "nf4"] = "fp32"
+    base: Base | list[Base] = "fp32"
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the field, for a value that cannot be."""
@@ -50,8 +54,16 @@ class LoRA:
             raise ValueError(f"lora.dropout is {self.dropout}: give 0 or more, and less than 1")
         if self.target_modules is not None and not self.target_modules:
             raise ValueError("lora.target_modules is empty: name layers to adapt, or leave it out")
-        if self.base not in DTYPES:
-            raise ValueError(f"lora.base is '{self.base}': give one of {', '.join(DTYPES)}")
+        unknown = [one for one in self.bases if one not in DTYPES]
+        if unknown or not self.bases:
+            raise ValueError(f"lora.base is {self.base!r}: give one of {', '.join(DTYPES)}, or a list of them")
+        if list(self.bases) != [one for one in DTYPES if one in self.bases]:
+            raise ValueError(f"lora.base is {self.base!r}: give each once, the most precise first: {', '.join(DTYPES)}")
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """What the frozen model may be kept in, the most precise first."""
+        return (self.base,) if isinstance(self.base, str) else tuple(self.base)
 
     @classmethod
     def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
@@ -66,7 +78,7 @@ class LoRA:
 def base_of(lora: LoRA | Mapping[str, Any] | None) -> torch.dtype:
     """Look up the dtype in which a model that is to be adapted so is kept."""
     found = LoRA.of(lora)
-    return torch.float32 if found is None else DTYPES[found.base]
+    return torch.float32 if found is None else DTYPES[found.bases[0]]
 
 
 def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
@@ -84,10 +96,13 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
         import peft
     except ImportError as error:
         raise ValueError(f"lora needs the package peft ({error}): pip install peft") from error
-    if lora.base == "nf4" and not quantise(model):
+    if "nf4" in lora.bases and not linear_layers(model):
         raise ValueError(
-            f"lora.base is 'nf4', but this {model.config.model_type} has no torch.nn.Linear in its body: give bf16"
+            f"lora.base is {lora.base!r}, but this {model.config.model_type} has no torch.nn.Linear in its body: "
+            f"{'give bf16' if lora.base == 'nf4' else 'leave nf4 out'}"
         )
+    if lora.bases[0] == "nf4":
+        quantise(model)
     targets = lora.target_modules
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]
@@ -106,8 +121,23 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
         for parameter in model.parameters():
             if id(parameter) not in body:
                 parameter.requires_grad_(True)
-    if lora.base != "fp32":
+    if lora.bases[0] != "fp32":
         _train_in_float32(model)
+
+
+def hold(model: Any, base: str) -> None:
+    """Keep what is frozen of a model with adapters as ``base``, which is less precise than what it is kept in, in place.
+
+    It then is what `adapt` would have made of the same weights with that base. Adapters stay as they are, one that a method
+    freezes, too.
+    """
+    for name, parameter in model.named_parameters():
+        is_base = not parameter.requires_grad and ".lora_" not in name
+        if is_base and parameter.is_floating_point():
+            parameter.data = parameter.data.to(DTYPES[base])
+    if base == "nf4":
+        quantise(model)
+    _train_in_float32(model)
 
 
 def _train_in_float32(model: Any) -> None:

@@ -93,10 +93,15 @@ class NF4Linear(nn.Linear):
         return layer
 
 
-def quantise(model: Any) -> int:
-    """Replace the linear layers of a transformers model, but for heads and tied ones, in place; return how many there were."""
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers of a transformers model by name, but for heads, tied ones and adapters."""
     body, head = getattr(model, model.base_model_prefix, model), model.get_output_embeddings()
-    names = [name for name, layer in body.named_modules() if type(layer) is nn.Linear and layer is not head]
-    for name in names:
-        body.set_submodule(name, NF4Linear(body.get_submodule(name)))
-    return len(names)
+    heads = (head, getattr(head, "base_layer", None))  # the second where the head has an adapter
+    own = {id(layer) for name, layer in body.named_modules() if type(layer) is nn.Linear and ".lora_" not in name}
+    return {name: layer for name, layer in model.named_modules() if id(layer) in own and layer not in heads}
+
+
+def quantise(model: Any) -> None:
+    """Replace the linear layers of a transformers model, but for heads, tied ones and adapters, in place."""
+    for name, layer in linear_layers(model).items():
+        model.set_submodule(name, NF4Linear(layer))

@@ -75,14 +75,32 @@ class Fleet:
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Predict the cost of a task of ``spec`` for a client; ``extra`` is the work's."""
+        """Predict the cost of a task of ``spec`` for a client; ``extra`` is the work's.
+
+        Where the model has several forms of its frozen base and ``spec`` names none, it is that with the least precise: what
+        fits so can be handed out, and `held` says in which form.
+        """
+        if spec.base is None and (bases := self.state.submodels.bases.names):
+            spec = replace(spec, base=bases[-1])
         cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
         return cost if self.plan is None else self.plan.cost(cost, spec)
+
+    def held(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
+        """Return ``spec`` with the form in which ``client`` is to hold the frozen base, where there are several.
+
+        That is the most precise with which the task is predicted to fit the client's memory, or else the least precise.
+        """
+        bases = self.state.submodels.bases.names
+        if not bases or spec.base is not None:
+            return spec
+        budget, forms = client.profile.memory_bytes, [replace(spec, base=base) for base in bases]
+        return next((one for one in forms if self.cost(one, extra).peak_bytes <= budget), forms[-1])
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Return the predicted seconds of ``work`` on ``client``: download, compute (its own test part included) and upload."""
         samples = self.training.samples(work, client.num_samples, self.batch_size)
-        return time_on(client.profile, self.cost(work.spec, work.extra), samples, self.tested(client, work.extra))
+        spec = self.held(client, work.spec, work.extra)
+        return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
     def terms(self, client: ClientInfo) -> dict[str, Any]:
         """Return the part of `Work.extra` that all tasks of ``client`` share: see `Local.terms`."""

@@ -132,7 +132,7 @@ class Coordinator:
         self.standing.accept(client.id)
         update.num_samples = self._weight(client, update.num_samples)
         staleness = self.state.version - assignment.version
-        self.algorithm.merge.receive(self.state, update, assignment.spec, staleness)
+        self.algorithm.merge.receive(self.state, update, assignment.spec.cut, staleness)
         self.waiting.append((assignment, update, staleness))
         self.arrived_s.append(now)
 
@@ -151,7 +151,7 @@ class Coordinator:
             return "wrong-layout"
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
         staleness = self.state.version - assignment.version
-        return self.algorithm.merge.problem(self.state, update, assignment.spec, staleness)
+        return self.algorithm.merge.problem(self.state, update, assignment.spec.cut, staleness)
 
     def _weight(self, client: ClientInfo, num_samples: int) -> int:
         """Return ``num_samples``, cut to what a client with data of its own may weigh beside the others."""
@@ -290,11 +290,17 @@ class Coordinator:
     def _work_for(self, client: ClientInfo) -> Work:
         """Choose a client's work; where nothing smaller suits one whose memory was too small, that which suited it before."""
         try:
-            return self.algorithm.select(client, self.fleet)
+            return self._selected(client)
         except BadInput:
             if client.id not in self.roster.said_bytes:
                 raise
-            return self.algorithm.select(self._with_memory(client, self.roster.said_bytes.pop(client.id)), self.fleet)
+            return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
+
+    def _selected(self, client: ClientInfo) -> Work:
+        """Choose a client's work, and in which form it holds the frozen base."""
+        work = self.algorithm.select(client, self.fleet)
+        spec = self.fleet.held(client, work.spec, work.extra)
+        return work if spec is work.spec else replace(work, spec=spec)
 
     def _narrow(self, assignment: Assignment) -> None:
         """Take it that a client's memory is less than a task was predicted to need, which it did not have."""

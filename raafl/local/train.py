@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,8 @@ class Built:
     """A small module that lives on between tasks while only its values change, with its optimiser."""
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
-        shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=submodels.base)
+        self.base = submodels.base_of(spec)
+        shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=self.base)
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
         self.down: Bundles = {}
         self._answer = FlatTensors.empty(payload.layout(spec, "trained"), fabric.device) if local.up else self.trained
@@ -82,8 +84,8 @@ class Built:
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
-        named = () if submodels.base is None else self.module.named_parameters()
-        self.frozen = [(name, p) for name, p in named if name in submodels.frozen]
+        named, frozen = () if self.base is None else self.module.named_parameters(), submodels.form(spec).frozen
+        self.frozen = [(name, p) for name, p in named if name in frozen]
 
     def load(self, values: FlatTensors) -> None:
         """Take the values of another task."""
@@ -199,7 +201,7 @@ class LocalTrainer:
         self._built: OrderedDict[Spec, Built] = OrderedDict()
         self._max_built = max_built
         self._generator = torch.Generator()
-        self._checked: FrozenBase | None = None
+        self._checked: WeakSet[FrozenBase] = WeakSet()
         self.stop: threading.Event | None = None  # once set, a task ends before its next batch, with `Stopped`
         self.crew: ClientProcesses | None = None  # the processes that train together; None = this is the only one
         self.link: ClientLink | None = None  # to the server in the middle of a task; None = there is none
@@ -280,10 +282,10 @@ class LocalTrainer:
         Counters of changes in place are looked at after each task; the values, which `.data` changes past them, after the
         first.
         """
-        base, now = self.submodels.base, zip(built.frozen, built.versions, strict=True)
+        base, now = built.base, zip(built.frozen, built.versions, strict=True)
         name = next((name for (name, p), version in now if p._version != version), None)
-        if name is None and base is not None and self._checked is not base:
-            self._checked = base
+        if name is None and base is not None and base not in self._checked:
+            self._checked.add(base)
             name = base.changed(self.fabric.device)
         if name is not None:
             raise BadInput(

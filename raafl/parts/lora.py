@@ -86,6 +86,11 @@ class Adapted(Local):
             for pair in found:
                 module.get_parameter(pair.a).requires_grad_(False)
         elif self.lora in MERGES and MERGES[self.lora].moves_base:
+            if bases := getattr(module, "submodel_bases", ()):
+                raise BadInput(
+                    f"lora is '{self.lora}', which adds to the base, but clients hold that as {', '.join(bases)}: use flexlora or "
+                    "raflora, or give the model one base"
+                )
             for pair in found:
                 _check_base(module, pair, self.lora)
             module.submodel_sent = frozenset(pair.base for pair in found)

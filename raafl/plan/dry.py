@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Prediction:
         least, most: merged updates of the client with the fewest, and with the most.
         problem: why it cannot be run; the figures are then None or 0.
         note: why it will not learn at this staleness, or takes no time.
+        bases: form in which each client, by id, held the frozen base in its last task, where there are several.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Prediction:
     most: int = 0
     problem: str | None = None
     note: str | None = None
+    bases: Mapping[int, str] = field(default_factory=dict)
 
 
 class World:
@@ -144,16 +146,19 @@ class Unmerged(Merge):
 
 
 class Untrained(Executor):
-    """Answers every task at once, with tensors that nobody looks at."""
+    """Answers every task at once, with tensors that nobody looks at; ``bases`` as in `Prediction`."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int]) -> None:
         """Answer for clients with ``sizes`` samples by id."""
         self._payload, self._sizes = payload, sizes
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
+        self.bases: dict[int, str] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Keep the task."""
         self._tasks[assignment.id] = assignment, snapshot.device
+        if assignment.spec.base is not None:
+            self.bases[assignment.client] = assignment.spec.base
 
     def result(self, assignment_id: int) -> Update:
         """Return an update of the layout that is expected."""
@@ -213,5 +218,5 @@ def _gone_through(
         name, updates, versions, time_s, time_s / versions, time_s / updates, summary["utilisation"],
         staleness, (summary["bytes_up"] + summary["bytes_down"]) / updates,
         None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
-        note=algorithm.merge.too_stale(staleness) or (None if time_s else FREE),
+        note=algorithm.merge.too_stale(staleness) or (None if time_s else FREE), bases=executor.bases,
     )  # fmt: skip

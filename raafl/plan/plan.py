@@ -130,4 +130,4 @@ def _others(world: World, name: str, advice: Advice, max_updates: int | None) ->
 
 def _without_spec(row: SubmodelRow) -> dict[str, Any]:
     names = ("name", "params", "peak_bytes", "down_bytes", "up_bytes", "flops_per_sample")
-    return {name: getattr(row, name) for name in names}
+    return {name: getattr(row, name) for name in names} | ({"peaks": row.peaks} if row.peaks else {})

@@ -14,7 +14,7 @@ from raafl.submodel.find.trace import MOST_VALUES
 
 _NO_END = 100_000
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
-_LEFT = ("submodel", "device", "algorithm", "note", "field", "source", "axis", "on it", "reason", "stays whole")
+_LEFT = ("submodel", "device", "algorithm", "note", "field", "source", "axis", "on it", "reason", "stays whole", "base")
 
 Table = tuple[str, list[str], list[list[str]]]
 """Title, names of the columns, cells."""
@@ -82,12 +82,13 @@ def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width
 
 
 def _submodels(plan: Plan) -> Table:
-    names = ["submodel", "parameters", "left", "peak memory", "down", "up", "MFLOP/sample", "FLOPs left"]
     whole = plan.submodels[0]
+    peaks = [f"peak on {base}" for base in whole.peaks] or ["peak memory"]
+    names = ["submodel", "parameters", "left", *peaks, "down", "up", "MFLOP/sample", "FLOPs left"]
     rows = [
         [
-            row.name, f"{row.params:,}", f"{row.params / max(whole.params, 1):.2f}", size(row.peak_bytes),
-            size(row.down_bytes), size(row.up_bytes),
+            row.name, f"{row.params:,}", f"{row.params / max(whole.params, 1):.2f}",
+            *map(size, row.peaks.values() or [row.peak_bytes]), size(row.down_bytes), size(row.up_bytes),
             f"{row.flops_per_sample / 1e6:.4g}", f"{row.flops_per_sample / max(whole.flops_per_sample, 1e-9):.2f}",
         ]
         for row in plan.submodels
@@ -96,8 +97,9 @@ def _submodels(plan: Plan) -> Table:
 
 
 def _devices(plan: Plan) -> Table:
-    submodels = plan.submodels[:_MOST_SUBMODELS]
-    names = ["device", "clients", "samples", "GFLOP/s", "memory", *(row.name for row in submodels), "note"]
+    submodels, bases = plan.submodels[:_MOST_SUBMODELS], plan.algorithms[0].bases
+    base = ["base"] if plan.submodels[0].peaks else []
+    names = ["device", "clients", "samples", "GFLOP/s", "memory", *base, *(row.name for row in submodels), "note"]
     rows = []
     for row in plan.devices:
         slow, num = len(row.stragglers), len(row.clients)
@@ -107,10 +109,11 @@ def _devices(plan: Plan) -> Table:
             note = f"{note}, whole: {seconds(least)} to {seconds(most)}".removeprefix(", ")
         is_client = row.clients[0] > 0
         cells = ["-" if one is None else seconds(one) for one in row.seconds[: len(submodels)]]
+        held = [", ".join(sorted({bases[i] for i in row.clients if i in bases})) or "-"] if base else []
         rows.append(
             [
                 row.name, str(num) if is_client else "-", str(row.num_samples), f"{row.flops_per_s / 1e9:.4g}",
-                size(row.memory_bytes), *cells, note if is_client else "not a client",
+                size(row.memory_bytes), *held, *cells, note if is_client else "not a client",
             ]
         )  # fmt: skip
     return "Seconds per task of the middle client of each kind (- does not fit its memory)", names, rows

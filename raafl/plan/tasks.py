@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import median_low
 
@@ -21,7 +21,11 @@ STRAGGLER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SubmodelRow:
-    """What a task of one submodel costs whoever trains it; bytes as they travel, FLOPs for each sample."""
+    """What a task of one submodel costs whoever trains it; bytes as they travel, FLOPs for each sample.
+
+    ``peaks`` has the peak with each form in which the frozen base may be held, the first is ``peak_bytes``; empty where there is
+    one form alone.
+    """
 
     name: str
     spec: Spec = field(repr=False)
@@ -30,6 +34,7 @@ class SubmodelRow:
     down_bytes: int
     up_bytes: int
     flops_per_sample: float
+    peaks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +98,15 @@ def submodel_rows(fleet: Fleet, select: object = None) -> list[SubmodelRow]:
         for j, spec in enumerate(pieces if len(pieces) > 1 else (), start=1):
             named.setdefault(spec, f"piece {j}")
     rows = []
+    bases: tuple[str | None, ...] = fleet.state.submodels.bases.names or (None,)
     for spec, name in named.items():
-        cost = fleet.cost(spec)
+        costs = {base: fleet.cost(replace(spec, base=base)) for base in bases}
+        cost, peaks = costs[bases[0]], {base: one.peak_bytes for base, one in costs.items() if base is not None}
         rows.append(
-            SubmodelRow(name, spec, cost.params, cost.peak_bytes, cost.down_bytes, cost.up_bytes, cost.flops_per_sample)
-        )
+            SubmodelRow(
+                name, spec, cost.params, cost.peak_bytes, cost.down_bytes, cost.up_bytes, cost.flops_per_sample, peaks
+            )
+        )  # fmt: skip
     return rows
 
 

@@ -209,6 +209,8 @@ class Client:
         metrics |= {PEAK: float(peak_bytes(device))}
         meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": metrics}
         meta |= {"extra": dict(update.extra)} if update.extra else {}
+        if assignment.spec.base is not None:
+            meta["base"] = self._submodels.bases.digest(assignment.spec.base)
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
         try:
             self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, packed))

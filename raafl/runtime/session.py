@@ -330,6 +330,8 @@ class Session(threading.Thread):
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
         if (num_samples := count_of(meta, "num_samples", least=1)) > self._num_samples:
             raise Refused("too-many-samples", f"{num_samples}, of {self._num_samples} that the client has said it has")
+        if spec.base is not None and meta.get("base") != self._submodels.bases.digest(spec.base):
+            raise Refused("other-base", f"the frozen parameters, held as {spec.base}, are not those of the server")
         try:
             tensors = self._up.unpack(spec, answer.tensors, self._received)
         except Unsound as unsound:

@@ -180,7 +180,8 @@ def client_parts(
         module = _prepared(experiment)
     submodels = experiment.submodels.of(module, data.example_batch(2))
     if submodels.frozen:
-        submodels.hold(make_model(experiment))
+        # of several forms of the base, a process that trains one client's tasks holds the one that these need
+        submodels.hold(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
     return submodels, make_trainer(experiment, submodels, options, max_built)
 
 

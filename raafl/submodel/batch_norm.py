@@ -6,7 +6,7 @@ collected once the model is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -37,6 +37,20 @@ def keep_static(module: nn.Module) -> None:
     """Make batch norms train on the statistics of the batch and leave their running ones as they are, in place."""
     for _, norm in _norms(module):
         norm.momentum = 0.0
+
+
+def still_buffers(
+    module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
+) -> set[str]:
+    """Return the buffers that do not come back: statistics that are static, and those of layers that a spec has frozen."""
+    still = {name for pair in statistics_of(module) for name in pair} if static else set()
+    if frozen:
+        own: dict[str, bool] = {}
+        for name, _ in module.named_parameters():
+            path = name.rpartition(".")[0]
+            own[path] = own.get(path, False) or name in trains
+        still |= {name for name in buffers if own.get(name.rpartition(".")[0]) is False}
+    return still
 
 
 @torch.no_grad()

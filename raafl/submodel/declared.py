@@ -137,8 +137,14 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
     return exits
 
 
-def check_names(spec: Spec, names: Sequence[str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> None:
-    """Raise `SpecError` unless the stacks, blocks, parameters (of ``names``) and exits that ``spec`` names are there."""
+def check_names(
+    spec: Spec, names: Sequence[str], aliases: Mapping[str, str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]
+) -> None:
+    """Raise `SpecError` unless the stacks, blocks, parameters (of ``names``) and exits that ``spec`` names are there.
+
+    Nor may it leave out the first of several places that share a tensor, which has its name from there; ``aliases`` are the
+    other names.
+    """
     for name, indices in spec.blocks:
         if name not in stacks:
             known = nearest(name, stacks, "it declares none (`submodel_blocks`)")
@@ -147,6 +153,7 @@ def check_names(spec: Spec, names: Sequence[str], stacks: Mapping[str, Stack], e
             raise SpecError(
                 f"spec keeps block {indices[-1]} of '{name}', which has {len(stacks[name])}: give lower indices"
             )
+    names = [*names, *aliases]
     for prefix in spec.trained or ():
         if not any(within(name, (prefix,)) for name in names):
             modules = {name.rpartition(".")[0] for name in names} - {""}
@@ -157,3 +164,26 @@ def check_names(spec: Spec, names: Sequence[str], stacks: Mapping[str, Stack], e
         if name not in exits:
             known = nearest(name, exits, "it declares none (`submodel_exits`)")
             raise SpecError(f"spec keeps the exit '{name}', which this model does not have; {known}")
+    gone = absent(spec, stacks, exits)
+    for alias, name in aliases.items() if gone else ():
+        if within(name, gone) and not within(alias, gone):
+            raise SpecError(
+                f"spec leaves out '{name}', which is also '{alias}': keep what it lies in, or leave out both"
+            )
+
+
+def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
+    """Return the places that modules of kept exits take -> their paths; of several exits, the last has the place."""
+    kept = [one for name, one in exits.items() if name in (spec.exits or ())]
+    return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
+
+
+def absent(spec: Spec, stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> tuple[str, ...]:
+    """Return the paths of the modules that ``spec`` leaves out."""
+    gone = []
+    for name, kept in spec.blocks:
+        stack = stacks[name]
+        gone += [stack.block(i) for i in range(len(stack)) if i not in kept]
+    for name, one in exits.items() if spec.exits is not None else ():
+        gone += () if name in spec.exits else one.paths  # type: ignore[operator]
+    return (*gone, *stand_ins(spec, exits))

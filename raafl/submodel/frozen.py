@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from raafl.submodel.axes import Runs
+from raafl.submodel.cut.copying import on_meta
 from raafl.submodel.flat import Layout
 
 Selections = Mapping[str, Mapping[int, Runs]]
@@ -49,6 +50,12 @@ class FrozenBase:
             for name, digest in sorted(self._digests.items())
         ]
         return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
+
+    def let_go(self) -> None:
+        """Keep the digest of the values, and no values: tensors are on the meta device from now on."""
+        self.note()
+        self.tensors = {name: on_meta(tensor) for name, tensor in self.tensors.items()}
+        self._on.clear()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
         """Return the part of ``layout`` that a submodel keeps on ``device``: what is whole is shared, what is cut copied."""

@@ -1,9 +1,9 @@
-"""What a client gets: which indices of each axis, which blocks, which parameters train, which exits."""
+"""What a client gets: which indices of each axis, which blocks, which parameters train, which exits, on which base."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,12 +28,14 @@ class Spec:
         blocks: ``(stack, indices)`` of the blocks present; a stack not named is kept whole.
         trained: names of parameters, or of the modules they are in, that train; None = all that the model trains.
         exits: names of the exit heads present; None = all.
+        base: the form in which the frozen base is held (`raafl.submodel.bases`); None = the model's own, or not said yet.
     """
 
     kept: tuple[tuple[str, Kept], ...] = ()
     blocks: tuple[tuple[str, Kept], ...] = ()
     trained: tuple[str, ...] | None = None
     exits: tuple[str, ...] | None = None
+    base: str | None = None
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class Spec:
         put(self, "trained", None if self.trained is None else tuple(sorted(set(self.trained))))
         put(self, "exits", None if self.exits is None else tuple(sorted(set(self.exits))))
         # long index lists are looked up in caches all the time: hash them once
-        put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits)))
+        put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits, self.base)))
 
     @classmethod
     def keep(
@@ -76,14 +78,19 @@ class Spec:
     def leading(self) -> Spec:
         """The spec that keeps as many of the first indices of each axis: it costs the same."""
         kept = tuple((name, range(len(indices))) for name, indices in self.kept)
-        return Spec(kept, self.blocks, self.trained, self.exits)
+        return Spec(kept, self.blocks, self.trained, self.exits, self.base)
+
+    @property
+    def cut(self) -> Spec:
+        """The spec without a word on how the frozen base is held: what trains is the same, and so is what is merged."""
+        return self if self.base is None else replace(self, base=None)
 
     def indices(self, axis: str) -> Kept | None:
         """Return the kept indices of ``axis``, or None when it is kept whole."""
         return next((indices for name, indices in self.kept if name == axis), None)
 
     def __str__(self) -> str:
-        """Name the spec in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2``.
+        """Name the spec in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2 on nf4``.
 
         Where more than four axes keep the same, they are only counted: ``12 axes[0:8]``.
         """
@@ -98,7 +105,7 @@ class Spec:
         for verb, names in (("trains", self.trained), ("exits", self.exits)):
             if names is not None:
                 words.append(f"{verb} {','.join(names) or 'nothing'}")
-        return " ".join(words) or "full"
+        return (" ".join(words) or "full") + ("" if self.base is None else f" on {self.base}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data; `FULL` is ``{}``."""
@@ -111,7 +118,7 @@ class Spec:
         for name, names in (("trained", self.trained), ("exits", self.exits)):
             if names is not None:
                 data[name] = list(names)
-        return data
+        return data if self.base is None else {**data, "base": self.base}
 
     @classmethod
     def from_json(cls, data: Any) -> Spec:
@@ -124,14 +131,18 @@ class Spec:
             raise SpecError(
                 f"spec is {str(data)[:80]!r}: give an object such as {{'kept': {{'fc1': {{'range': [0, 40]}}}}}}"
             )
-        unknown = sorted(set(data) - {"kept", "blocks", "trained", "exits"})
+        unknown = sorted(set(data) - {"kept", "blocks", "trained", "exits", "base"})
         if unknown:
-            raise SpecError(f"spec has the field '{unknown[0]}': use kept, blocks, trained or exits")
+            raise SpecError(f"spec has the field '{unknown[0]}': use kept, blocks, trained, exits or base")
+        base = data.get("base")
+        if base is not None and not isinstance(base, str):
+            raise SpecError(f"spec has base = {str(base)[:80]!r}: give the name of a form")
         return cls(
             _read_pairs("kept", data.get("kept", {})),
             _read_pairs("blocks", data.get("blocks", {})),
             _read_names("trained", data.get("trained")),
             _read_names("exits", data.get("exits")),
+            base,
         )
 
 

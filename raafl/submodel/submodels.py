@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
-from raafl.submodel.batch_norm import BatchNorm, keep_static, statistics_of
+from raafl.submodel.bases import Bases
+from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
 from raafl.submodel.caches import Caches
 from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
-from raafl.submodel.declared import Exit, Stack, check_names, find_exits, find_stacks, within
+from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.frozen import FrozenBase
@@ -38,6 +39,8 @@ class Submodels:
     loop over it), ``submodel_exits()`` (see `find_exits`). Any submodule may have ``submodel_resize(counts)``, called on the
     small copy with the number of indices kept of each shrunk axis. Stacks and exits of a part have its path before their
     names. ``submodel_sent`` names parameters that do not train and are sent all the same: the server changes them.
+    ``submodel_bases`` names forms in which what is frozen may be held, the module's own and most precise first, and
+    ``submodel_hold(base)``, called on a copy, changes that copy's frozen parameters to one of the others, in place.
     """
 
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
@@ -72,6 +75,7 @@ class Submodels:
         sent = getattr(module, "submodel_sent", ())
         self.frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad and n not in sent}
         self.base: FrozenBase | None = None
+        self.bases = Bases(module, self.frozen)
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
@@ -175,23 +179,12 @@ class Submodels:
     def _normal(self, spec: Spec) -> Spec:
         if spec.kept:
             self._check_axes(spec)
-        check_names(spec, [*self._parameters, *self.aliases], self.stacks, self.exits)
+        check_names(spec, list(self._parameters), self.aliases, self.stacks, self.exits)
         kept = tuple((axis, k) for axis, k in spec.kept if not self._table.is_whole(axis, k))
         blocks = tuple((stack, k) for stack, k in spec.blocks if len(k) < len(self.stacks[stack]))
-        all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not self._stand_ins(spec)
-        parts = kept, blocks, spec.trained, None if all_kept else spec.exits
-        normal = spec if parts == (spec.kept, spec.blocks, spec.trained, spec.exits) else Spec(*parts)
-        self._check_shared(normal)
-        return normal
-
-    def _check_shared(self, spec: Spec) -> None:
-        """Refuse to leave out the first of several places that share a tensor: it has its name from there."""
-        absent = self._absent(spec)
-        for alias, name in self.aliases.items() if absent else ():
-            if within(name, absent) and not within(alias, absent):
-                raise SpecError(
-                    f"spec leaves out '{name}', which is also '{alias}': keep what it lies in, or leave out both"
-                )
+        all_kept = spec.exits is not None and len(spec.exits) == len(self.exits) and not stand_ins(spec, self.exits)
+        parts = kept, blocks, spec.trained, None if all_kept else spec.exits, self.bases.normal(spec.base)
+        return spec if parts == (spec.kept, spec.blocks, spec.trained, spec.exits, spec.base) else Spec(*parts)
 
     def _check_axes(self, spec: Spec) -> None:
         table = self._table
@@ -220,9 +213,12 @@ class Submodels:
         return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
+        if spec.base is not None:
+            return self.form(spec).layout(spec.cut, part)
         trains, lengths = self._trains(spec), self._table.lengths(spec) if spec.kept else {}
         absent = self._absent(spec)
-        still = self._still_buffers(spec, trains)
+        static = self.batch_norm == "static"
+        still = still_buffers(self.module, trains, self._buffers, static=static, frozen=spec.trained is not None)
         found: dict[str, list[tuple[str, list[int], torch.dtype]]] = {"trained": [], "other": [], "frozen": []}
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
             if within(name, absent):
@@ -237,19 +233,6 @@ class Submodels:
         held = part == "sent" and self.base is not None
         return Layout.pack(found["trained"] + found["other"] + ([] if held else found["frozen"]))
 
-    def _still_buffers(self, spec: Spec, trains: frozenset[str]) -> set[str]:
-        """Return the buffers that do not come back: static statistics, and those of layers that the spec freezes."""
-        still = set()
-        if self.batch_norm == "static":
-            still = {name for pair in statistics_of(self.module) for name in pair}
-        if spec.trained is not None:
-            own: dict[str, bool] = {}
-            for name in self._parameters:
-                path = name.rpartition(".")[0]
-                own[path] = own.get(path, False) or name in trains
-            still |= {name for name in self._buffers if own.get(name.rpartition(".")[0]) is False}
-        return still
-
     def _trains(self, spec: Spec) -> frozenset[str]:
         if spec.trained is None:
             return self._requires_grad
@@ -262,19 +245,7 @@ class Submodels:
         return self._table.selections(spec) if spec.kept else {}
 
     def _absent(self, spec: Spec) -> tuple[str, ...]:
-        """Return the paths of the modules that the submodel leaves out."""
-        gone = []
-        for name, kept in spec.blocks:
-            stack = self.stacks[name]
-            gone += [stack.block(i) for i in range(len(stack)) if i not in kept]
-        for name, one in self.exits.items() if spec.exits is not None else ():
-            gone += () if name in spec.exits else one.paths  # type: ignore[operator]
-        return (*gone, *self._stand_ins(spec))
-
-    def _stand_ins(self, spec: Spec) -> dict[str, str]:
-        """Return the places that modules of the exit take -> their paths; of several exits, the last has the place."""
-        kept = [one for name, one in self.exits.items() if name in (spec.exits or ())]
-        return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
+        return absent(spec, self.stacks if spec.blocks else {}, self.exits)
 
     def plan(
         self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present", only: frozenset[str] | None = None
@@ -298,18 +269,38 @@ class Submodels:
 
     # ---- what does not travel ----
 
-    def hold(self, values: nn.Module | FlatTensors) -> None:
+    def hold(self, values: nn.Module | FlatTensors, again: Callable[[], nn.Module] | None = None) -> None:
         """Take the values of the frozen parameters, which then are not sent: server and client each have them.
 
         Args:
             values: a real instance of this model, or the global state. What is frozen in it is held, not copied: it must
                 stay as it is.
+            again: makes that instance anew, where only the form of the base that a task needs is to be held; see `Bases`.
         """
         if not self.frozen:
             return
         named = dict(values.named_parameters()) if isinstance(values, nn.Module) else values
         self.base = FrozenBase({name: named[name] for name in self.frozen})
+        self.bases.take(self.base, again)
         self._caches.clear()
+
+    def form(self, spec: Spec) -> Submodels:
+        """Return these submodels, or where ``spec`` holds the frozen base in another form those of a copy that has it so."""
+        base = self.normal(spec).base
+        return self if base is None else self.cached("form", base, lambda: self._form(base))
+
+    def _form(self, base: str) -> Submodels:
+        module = self.bases.module(base)
+        form = type(self)(module, self.example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
+        form._table, form.found = self._table, self.found
+        form.hold(module)
+        if form.layout(part="trained") != self.layout(part="trained"):
+            raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} changes more than what is frozen")
+        return form
+
+    def base_of(self, spec: Spec) -> FrozenBase | None:
+        """Return the values of the frozen base as ``spec`` holds it, to share; None where nobody holds it."""
+        return self.bases.held(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
         """Bytes of the frozen base that a client of ``spec`` holds for other submodels: what is absent, or kept in part."""
@@ -340,6 +331,8 @@ class Submodels:
                 ``layout(spec, "sent")``.
         """
         spec = self.normal(spec)
+        if spec.base is not None:
+            return self.form(spec).shrink(spec.cut, rescale, device, present, base)
         layout = self.layout(spec) if base is None else self.layout(spec, "sent")
         if present is None:
             present = FlatTensors.empty(layout, device)
@@ -351,7 +344,7 @@ class Submodels:
             selections=selections,
             trains=self._trains(spec),
             absent=self._absent(spec),
-            stand_ins=self._stand_ins(spec),
+            stand_ins=stand_ins(spec, self.exits),
             counts={name: len(kept) for name, kept in spec.kept},
             **({} if self.found is None else self.found.follows()),
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
@@ -386,6 +379,8 @@ class Submodels:
         return self.cached("cost", key, lambda: self._cost(*key))
 
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
+        if spec.base is not None:
+            return self.form(spec).cost(spec.cut, batch_size)
         from raafl.submodel.cost.predicted import predict
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}

@@ -284,7 +284,7 @@ def _in_words(data: dict[str, Any]) -> str:
     for verb, key in (("trains", "trained"), ("exits", "exits")):
         if key in data:
             words.append(f"{verb} {','.join(data[key]) or 'nothing'}")
-    return " ".join(words) or "full"
+    return (" ".join(words) or "full") + (f" on {data['base']}" if "base" in data else "")
 
 
 def _number(value: Any) -> float | None:

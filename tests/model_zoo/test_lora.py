@@ -121,6 +121,10 @@ def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
         ({"alpha": 0.0}, r"lora.alpha is 0.0: give more than 0"),
         ({"dropout": 1.0}, r"lora.dropout is 1.0: give 0 or more, and less than 1"),
         ({"base": "int4"}, r"lora.base is 'int4': give one of fp32, bf16, nf4"),
+        ({"base": ["fp32", "int4"]}, r"lora.base is \['fp32', 'int4'\]: give one of fp32, bf16, nf4, or a list of them"),
+        ({"base": []}, r"lora.base is \[\]: give one of fp32, bf16, nf4, or a list of them"),
+        ({"base": ["nf4", "fp32"]}, r"lora.base is \['nf4', 'fp32'\]: give each once, the most precise first"),
+        ({"base": ["bf16", "bf16"]}, r"give each once, the most precise first: fp32, bf16, nf4"),
         ({"target_modules": []}, r"lora.target_modules is empty: name layers"),
     ],
 )  # fmt: skip

@@ -121,6 +121,47 @@ def test_an_encoder_and_its_decoder_train_too():
     assert grads and all(grad is not None and grad.any() for grad in grads)
 
 
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(HFCausalLM, LLAMA), (HFSequenceClassifier, BERT), (HFSeq2SeqLM, T5)],
+    ids=["LLaMA", "BERT", "T5"],
+)
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_base_that_is_held_as_another_is_the_one_made_so_of_the_same_weights(make, shape, base, tmp_path):
+    make(architecture=shape).save_pretrained(tmp_path)
+
+    def made(base):
+        torch.manual_seed(0)
+        return make(name_or_path=str(tmp_path), lora=LoRA(rank=2, target_modules="all-linear", base=base))
+
+    alone, several = made(base), made(["fp32", "bf16", "nf4"])
+    assert several.submodel_bases == ("fp32", "bf16", "nf4") and alone.submodel_bases == ()
+    several.submodel_hold(base)
+    others = dict(several.named_parameters())
+    assert list(others) == [name for name, _ in alone.named_parameters()]
+    for name, parameter in alone.named_parameters():
+        other = others[name]
+        assert (parameter.requires_grad, parameter.dtype) == (other.requires_grad, other.dtype), name
+        assert parameter.requires_grad or torch.equal(parameter, other), name
+    alone.load_state_dict(several.state_dict())  # where adapters and heads begin may differ by a rounding
+    x = torch.randint(4, 30, (3, 6), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": x, "labels": x} if make is HFSeq2SeqLM else (x, x if make is HFCausalLM else x[:, 0] % 2)
+    losses = [one.eval().training_step(batch, 0) for one in (alone, several)]
+    assert torch.equal(*losses)
+    losses[1].backward()
+
+
+def test_adapters_that_a_method_freezes_are_not_the_base():
+    module = HFCausalLM(architecture=LLAMA, lora=LoRA(rank=2, target_modules="all-linear", base=["bf16", "nf4"]))
+    frozen = [parameter for name, parameter in module.named_parameters() if ".lora_A." in name]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in frozen]
+    module.submodel_hold("nf4")
+    after = [parameter for name, parameter in module.named_parameters() if ".lora_A." in name]
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
 def test_a_run_with_ranks_of_its_own_for_each_client(tmp_path):
     lora = LoRA(rank=RANK, target_modules=["query", "value"], base="nf4")
     algorithm = fed_buff(buffer_size=2, lora="raflora", submodel=rated())
@@ -134,3 +175,5 @@ def test_what_has_no_linear_layers_is_refused():
     gpt2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 30, "n_positions": 8}
     with pytest.raises(ValueError, match=r"lora.base is 'nf4', but this gpt2 has no torch.nn.Linear .*: give bf16"):
         HFCausalLM(architecture=gpt2, lora=LoRA(base="nf4"))
+    with pytest.raises(ValueError, match=r"lora.base is \['bf16', 'nf4'\], but this gpt2 has no .*: leave nf4 out"):
+        HFCausalLM(architecture=gpt2, lora=LoRA(base=["bf16", "nf4"]))

@@ -66,8 +66,13 @@ class Split(Local):
         """Return where the model is cut; None where it cannot be.
 
         Raises:
-            BadInput: it cannot be cut at ``cut``.
+            BadInput: it cannot be cut at ``cut``, or its clients hold its frozen base in several forms.
         """
+        if submodels.bases.names:
+            raise BadInput(
+                f"the frozen base may be held as {', '.join(submodels.bases.names)}, but both halves of a model in two need one: "
+                "give one base"
+            )
         found, reason = cuts_of(submodels)
         if self.cut is not None:
             cut = next((one for one in found if one.path == self.cut), None)

@@ -1,0 +1,85 @@
+"""The forms in which a frozen base can be held, such as 32, 16 or 4 bits a weight: each client has one that fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from raafl.errors import nearest
+from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.frozen import FrozenBase
+from raafl.submodel.spec import SpecError
+
+
+class Bases:
+    """A model's frozen base in each of its forms. The module makes the others of its own, so that they need not travel either.
+
+    Attributes:
+        names: of the forms, the most precise first, which is the module's own; none where there is no other.
+    """
+
+    def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
+        """Read what ``module``, which has no values, says of its base; ``frozen`` are its frozen parameters."""
+        self.names: tuple[str, ...] = tuple(getattr(module, "submodel_bases", ()))
+        self._module, self._frozen = module, frozen
+        self._own: FrozenBase | None = None
+        self._made: dict[str | None, FrozenBase] = {}
+        self._digests: dict[str, str] = {}
+        self._again: Callable[[], nn.Module] | None = None
+
+    def normal(self, name: str | None) -> str | None:
+        """Return ``name``, or None for the module's own form; raises `SpecError` for one that it has not."""
+        if name is not None and name not in self.names:
+            known = nearest(name, self.names, "this model has one form of it: name none")
+            raise SpecError(f"spec holds the frozen base as '{name}'; {known}")
+        return None if self.names and name == self.names[0] else name
+
+    def module(self, name: str, values: Mapping[str, Tensor] | None = None) -> Any:
+        """Return a copy of the module whose base is held as ``name``, made of ``values``; without them it has none."""
+        memo = {id(self._frozen[n]): nn.Parameter(value, requires_grad=False) for n, value in (values or {}).items()}
+        module: Any = copy_structure(self._module, memo)
+        module.submodel_hold(name)
+        return module
+
+    def take(self, own: FrozenBase, again: Callable[[], nn.Module] | None = None) -> None:
+        """Take the base in the module's own form, of which others are made and kept, for all who train here.
+
+        With ``again``, which makes the model anew, one form at a time is held: that of the last task, before the first none.
+        """
+        self._own, self._again = own, again if self.names else None
+        self._made, self._digests = {}, {}
+        if self._again is not None:
+            own.let_go()
+
+    def held(self, name: str | None) -> FrozenBase | None:
+        """Return the values in a form; None where the model has no frozen base, or nobody holds it."""
+        name = self.normal(name)
+        if self._own is None or (name is None and self._again is None):
+            return self._own
+        if name not in self._made:
+            values: Mapping[str, Tensor] = self._own.tensors
+            if self._again is not None:
+                self._made.clear()
+                values = {n: p for n, p in self._again().named_parameters() if n in self._frozen}
+            self._made[name] = self._make(name, values)
+        return self._made[name]
+
+    def digest(self, name: str | None) -> str | None:
+        """Return the digest of the values in a form, which are made for it where they are not held, and let go."""
+        name = self.normal(name)
+        if self._own is None or name is None or self._again is not None:
+            base = self.held(name)
+            return None if base is None else base.digest
+        if name not in self._digests:
+            base = self._made.get(name) or self._make(name, self._own.tensors)
+            self._digests[name] = base.digest
+        return self._digests[name]
+
+    def _make(self, name: str | None, values: Mapping[str, Tensor]) -> FrozenBase:
+        if name is None:
+            return FrozenBase(values)
+        others = dict(self._module.named_parameters()).keys() - self._frozen.keys()
+        named = self.module(name, values).named_parameters()
+        return FrozenBase({n: parameter for n, parameter in named if n not in others})

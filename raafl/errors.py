@@ -161,3 +161,24 @@ def fraction(field: str, value: float, *, zero: bool = False) -> None:
     """Raise `BadInput` unless ``value`` lies in (0, 1], or [0, 1] where ``zero``."""
     if not (0 <= value <= 1) or (value == 0 and not zero):
         raise BadInput(f"{field} is {value}: give a number {'from 0 to 1' if zero else 'above 0, at most 1'}")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the host and port of ``HOST:PORT``; an IPv6 host stands in brackets, and port 0 means any.
+
+    Raises:
+        BadInput: anything else.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host:
+        raise BadInput(
+            f"address is '{text}': give HOST:PORT, e.g. 127.0.0.1:29500 for this machine only or 0.0.0.0:29500 for all "
+            f"of its interfaces"
+        )
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise BadInput(f"address is '{text}': put an IPv6 address in brackets, e.g. [::1]:29500")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise BadInput(f"address is '{text}', whose port is '{port}': give 0 to 65535")
+    return host, int(port)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import own_options, values, whole_number
-from raafl.errors import BadInput, at_least
+from raafl.errors import BadInput, at_least, parse_address
 from raafl.lean_import import quick_imports
 from raafl.local.heap import keep_freed
 
@@ -104,10 +104,10 @@ def _say(text: str) -> None:
 
 
 def _answer(address: str) -> str:
-    from raafl.devices.link import Answerer, host_and_port
+    from raafl.devices.link import Answerer
 
     answerer = Answerer(address)
-    _say(f"answering on {host_and_port(address)[0]}:{answerer.port}, until interrupted")
+    _say(f"answering on {parse_address(address)[0]}:{answerer.port}, until interrupted")
     try:
         answerer.serve()
     finally:

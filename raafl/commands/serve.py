@@ -16,12 +16,11 @@ from raafl.commands.fit import host
 from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
-from raafl.errors import BadInput
+from raafl.errors import BadInput, parse_address
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Terms
 from raafl.runtime.transport import TRANSPORTS, Meeting
 from raafl.runtime.transport.keys import bind, check_run
-from raafl.runtime.transport.listener import parse_address
 
 if TYPE_CHECKING:
     from raafl.runtime.transport.handshake import Secret

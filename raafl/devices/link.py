@@ -14,7 +14,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, parse_address
 
 MAGIC = b"RAAFLNK1"
 MOST_BYTES = 1 << 28
@@ -33,20 +33,12 @@ class Link:
     latency_s: float
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Return both; raises `BadInput` where ``address`` is not HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise BadInput(f"address is '{address}': give HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
 class Answerer:
     """Answers the questions of one peer after the other, on the machine that is to be the server."""
 
     def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
         """Listen; port 0 takes a free one. Raises `BadInput` where that cannot be."""
-        host, port = host_and_port(address)
+        host, port = parse_address(address)
         self._deadline_s = deadline_s
         try:
             self._listener = socket.create_server((host, port))
@@ -101,7 +93,7 @@ def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEAD
     Raises:
         BadInput: nobody answers there, or something else does.
     """
-    host, port = host_and_port(address)
+    host, port = parse_address(address)
     try:
         with socket.create_connection((host, port), timeout=deadline_s) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -14,10 +14,10 @@ import yaml
 
 from raafl.commands.join import join
 from raafl.commands.serve import serve
-from raafl.errors import RunFailed
+from raafl.errors import RunFailed, parse_address
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, sockets
 from raafl.runtime.transport.handshake import Secret
-from raafl.runtime.transport.listener import Listener, parse_address
+from raafl.runtime.transport.listener import Listener
 from raafl.runtime.transport.tcp import TcpPair
 from tests.federation import experiment
 

@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from raafl.errors import parse_address
 from raafl.runtime.transport import Meeting, Pair, Transport
 from raafl.runtime.transport.gloo import GlooPair
 from raafl.runtime.transport.handshake import Secret
-from raafl.runtime.transport.listener import parse_address
 from raafl.runtime.transport.ranks import Ranks
 from raafl.runtime.transport.sockets import Sockets
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from raafl.devices.link import MAGIC, MOST_BYTES, Answerer, host_and_port, measure_link
+from raafl.devices.link import MAGIC, MOST_BYTES, Answerer, measure_link
 from raafl.errors import BadInput
 
 
@@ -49,6 +49,7 @@ def test_whoever_says_something_else_gets_nothing(answerer, said):
 def test_nobody_there_and_bad_addresses_are_said(free_port):
     with pytest.raises(BadInput, match=f"127.0.0.1:{free_port}', where nobody measures links"):
         measure_link(f"127.0.0.1:{free_port}", duration_s=0.05)
-    for address in ("somewhere", "host:", "host:99999", ":5"):
-        with pytest.raises(BadInput, match="give HOST:PORT"):
-            host_and_port(address)
+    with pytest.raises(BadInput, match="address is 'somewhere': give HOST:PORT"):
+        measure_link("somewhere")
+    with pytest.raises(BadInput, match="address is 'host:99999', whose port is '99999': give 0 to 65535"):
+        Answerer("host:99999")

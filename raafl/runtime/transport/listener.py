@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, parse_address
 from raafl.runtime.transport.codec import Refused
 from raafl.runtime.transport.handshake import ClientKey, Secret, greet, introduce
 from raafl.runtime.transport.pair import PeerLost, PeerTimeout
@@ -44,27 +44,6 @@ _MAX_TOLD = 10
 _log = logging.getLogger(__name__)
 
 Admit = Callable[[TcpPair, int, str], None]
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT``; an IPv6 host stands in brackets, and port 0 means any.
-
-    Raises:
-        BadInput: anything else.
-    """
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or not host:
-        raise BadInput(
-            f"address is '{text}': give HOST:PORT, e.g. 127.0.0.1:29500 for this machine only or 0.0.0.0:29500 for all "
-            f"of its interfaces"
-        )
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise BadInput(f"address is '{text}': put an IPv6 address in brackets, e.g. [::1]:29500")
-    if not (port.isascii() and port.isdigit() and int(port) < 65536):
-        raise BadInput(f"address is '{text}', whose port is '{port}': give 0 to 65535")
-    return host, int(port)
 
 
 def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:

@@ -11,9 +11,10 @@ import threading
 import torch
 import xxhash
 
+from raafl.errors import parse_address
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.handshake import Secret
-from raafl.runtime.transport.listener import Listener, call, parse_address
+from raafl.runtime.transport.listener import Listener, call
 from raafl.submodel.flat import FlatTensors, Layout
 from tests.whole_frames import encode
 

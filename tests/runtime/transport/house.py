@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import socket
 
+from raafl.errors import parse_address
 from raafl.runtime.transport.handshake import Secret
-from raafl.runtime.transport.listener import Listener, call, parse_address
+from raafl.runtime.transport.listener import Listener, call
 
 SECRET = Secret(b"sixteen bytes or more")
 WAIT_S = 30

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from raafl.errors import parse_address
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, handshake
 from raafl.runtime.transport import listener as module
-from raafl.runtime.transport.listener import parse_address
 from raafl.runtime.transport.stream import SocketStream, TimeBudget
 from tests.runtime.transport.house import SECRET, WAIT_S, House, all_bytes, nothing, raw
 

@@ -11,11 +11,11 @@ import threading
 import pytest
 import torch
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, parse_address
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, handshake
 from raafl.runtime.transport import listener as module
 from raafl.runtime.transport.handshake import ClientKey, Secret
-from raafl.runtime.transport.listener import Listener, call, parse_address
+from raafl.runtime.transport.listener import Listener, call
 from raafl.runtime.transport.turns import Turns
 from raafl.submodel.flat import FlatTensors
 from tests.runtime.transport.house import SECRET, WAIT_S, House, all_bytes, nothing, raw

@@ -16,9 +16,10 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from raafl.errors import parse_address
 from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.handshake import ClientKey, Secret
-from raafl.runtime.transport.listener import call, parse_address
+from raafl.runtime.transport.listener import call
 from tests.runtime.transport.hostile import (
     FRAMES,
     GOOD,

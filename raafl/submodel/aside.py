@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import random
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -29,6 +33,34 @@ def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Let functions with a cache (`functools.lru_cache`) forget what they work out meanwhile.
+
+    Steps that are followed have tensors without values, and numbers that remember where they come from: a function of the
+    user's code that kept one would hand it to the steps that train.
+    """
+    before = {function: function.cache_info().misses for function in _functions_with_a_cache()}
+    try:
+        yield
+    finally:
+        for function in _functions_with_a_cache():
+            if function.cache_info().misses != before.get(function, 0):
+                function.cache_clear()
+
+
+_known: tuple[int, weakref.WeakSet[Any]] = 0, weakref.WeakSet()
+
+
+def _functions_with_a_cache() -> list[Any]:
+    """List them; looked for only where modules have been imported since, as all objects are gone through."""
+    global _known
+    if _known[0] != len(sys.modules):
+        kind = functools._lru_cache_wrapper
+        _known = len(sys.modules), weakref.WeakSet(x for x in gc.get_objects() if type(x) is kind)
+    return list(_known[1])
 
 
 def settle(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from raafl.submodel.aside import call, line_of, loss_of, meta_batch, settle, tensors_in
+from raafl.submodel.aside import call, line_of, loss_of, meta_batch, settle, tensors_in, uncached
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class _Run:
         """Follow a training step, its backward pass and the optimiser's step; ``default`` is the device of what code makes."""
 
         def passes() -> None:
-            with torch.device(default):
+            with uncached(), torch.device(default):
                 loss = loss_of(self.module, self.batch)
                 if loss.requires_grad:
                     _backward(loss)

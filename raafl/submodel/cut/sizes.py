@@ -244,7 +244,7 @@ def _shape(first: int) -> Sized:
 
 
 takes_sizes("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to")(_shape(1))
-takes_sizes("zeros", "ones", "empty", "full")(_shape(0))
+takes_sizes("zeros", "ones", "empty", "full", "rand", "randn")(_shape(0))
 
 
 @takes_sizes("unflatten")

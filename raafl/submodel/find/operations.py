@@ -177,13 +177,13 @@ def _same(call: Call) -> list[Dims]:
 
 @rule(
     "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_permuted", "empty_strided",
-    "new_empty_strided",
+    "new_empty_strided", "rand", "randn",
 )  # fmt: skip
 def _filled(call: Call) -> list[Dims]:
-    return [call.new(out.shape) for out in call.outs]  # all values are alike
+    return [call.new(out.shape) for out in call.outs]  # all values are alike, or drawn alike
 
 
-@rule("arange", "randn", "rand", "scalar_tensor", "randint", "linspace", "eye", "randperm", "tril_indices")
+@rule("arange", "scalar_tensor", "randint", "linspace", "eye", "randperm", "tril_indices")
 def _made(call: Call) -> list[Dims]:
     return [call.new(out.shape, "code makes values for each of its places") for out in call.outs]
 

@@ -160,7 +160,7 @@ def trace(module: nn.Module, batch: Any) -> Seen:
     first, runs = None, (aside.loss_of, aside.call) if has_step(module) else (aside.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
-    with aside.undisturbed():
+    with aside.undisturbed(), aside.uncached():
         if batch is None:
             runs, batch = (aside.call,), made_batch(module, partial(_runs, module))
             if batch is None:

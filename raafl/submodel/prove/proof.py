@@ -41,6 +41,9 @@ FORCED = 1e-6
 LARGE = 2_000_000
 """Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
 
+DRAWN = ("rand", "rand_like", "uniform_", "randn", "randn_like", "normal_", "exponential_")
+"""Functions whose answer code takes for noise: a half stands for all of it, so that all units have the same."""
+
 TINY = 1e-30
 """Stands for zero where code divides by what is dropped, as weight norm does by the length of each unit's weights."""
 
@@ -59,7 +62,7 @@ class _Step:
 
 
 class _Plain(TorchFunctionMode):
-    """Leaves dropout out, and notes where doubles become single floats."""
+    """Leaves dropout and noise out, and notes where doubles become single floats."""
 
     forced = False
 
@@ -73,6 +76,11 @@ class _Plain(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         answer = func(*args, **kwargs)
+        if name in DRAWN:  # of another size, it would have others for the same units
+            answer.fill_(0.5)
+        elif name in ("bernoulli", "bernoulli_"):
+            chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier
         if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
             self.forced |= args[0].dtype == torch.float64
         return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from raafl.submodel import Submodels
+from raafl.submodel import Submodels, aside
 from raafl.submodel.prove.proof import refuted
 
 ROWS = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
@@ -29,7 +29,7 @@ class Pattern(nn.Module):
 
 
 def rows(forward, units=8, of=lambda layer: layer, **more):
-    return Pattern(forward, a=of(nn.Linear(6, units)), b=nn.Linear(units, 3), **more), ROWS
+    return Pattern(forward, **{"a": of(nn.Linear(6, units)), "b": nn.Linear(units, 3), **more}), ROWS
 
 
 def pictures(forward, **more):
@@ -75,6 +75,19 @@ def shifted(own, x):
     return own["b"](y.square().mean((2, 3)))
 
 
+def noisy(own, x, made=torch.randn_like):
+    """A variational bottleneck."""
+    mean, spread = own["b"](own["a"](x).relu()).chunk(2, -1)
+    return own["c"](mean + made(spread) * spread.exp())
+
+
+def dropped(own, x):
+    """A dropout by hand."""
+    y = torch.tanh(own["a"](x))
+    return own["b"](y * torch.empty_like(y).bernoulli_(0.9) / 0.9)
+
+
+BOTTLENECK = {"b": nn.Linear(8, 10), "c": nn.Linear(5, 3)}
 PATTERNS = {
     "weight norm": (partial(rows, plain, of=parametrizations.weight_norm), [8]),
     "spectral norm": (partial(rows, plain, of=parametrizations.spectral_norm), [8]),
@@ -83,6 +96,12 @@ PATTERNS = {
     "unpooled": (lambda: pictures(unpooled, c=nn.Conv2d(8, 8, 1)), [8]),
     "overlapping windows": (partial(pictures, windows), [8]),
     "unfolded": (partial(pictures, unfolded), [8]),
+    "noise": (lambda: rows(noisy, **BOTTLENECK), [8, 5]),
+    "noise of a size in the code": (
+        lambda: rows(partial(noisy, made=lambda x: torch.randn(4, 5)), **BOTTLENECK),
+        [8, 5],
+    ),
+    "a dropout by hand": (partial(rows, dropped), [8]),
     "shifted": (partial(pictures, shifted), [8]),
 }
 
@@ -95,3 +114,19 @@ def test_its_axes_are_found_and_proven(name):
     submodels = Submodels(module, batch)
     assert [axis.size for axis in submodels.axes.values()] == sizes
     assert refuted(submodels, module, batch) == {}
+
+
+def test_what_a_function_has_cached_has_values(monkeypatch):
+    @lru_cache
+    def places(number):
+        return torch.arange(number)
+
+    monkeypatch.setattr(aside, "_known", (0, aside._known[1]))  # or it would be looked for after the next import
+    module, batch = rows(lambda own, x: own["b"](torch.tanh(own["a"](x))[places(len(x))]))
+    submodels = Submodels(module, batch)
+    for use in (lambda: submodels.axes, lambda: submodels.cost(batch_size=4)):
+        use()
+        assert places.cache_info().currsize == 0
+    assert refuted(submodels, module, batch) == {} and places(4).tolist() == [0, 1, 2, 3]
+    misses = places.cache_info().misses
+    assert Submodels(module, batch).axes and places.cache_info().misses == misses  # it has only been looked up

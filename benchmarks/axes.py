@@ -2,7 +2,7 @@
 
 - `axes` is their number, `parameters` and `flops` are the shares of the whole that a quarter of each leaves, rounded up, the
   residual width whole: FLOPs of a training step, predicted. Every axis counted is proven.
-- `seconds` is what it takes to find the axes and to prove them, in this process.
+- `seconds` is the CPU time that it takes to find the axes and to prove them, in this process.
 
 The models are as tiny as the tests': what cannot shrink (tables, heads, norms, one key-value head of two) weighs more in them
 than in models of the usual sizes.
@@ -33,10 +33,10 @@ def rows() -> Iterator[Row]:
     for name, architecture in ARCHITECTURES.items():
         torch.manual_seed(0)
         module, batch = architecture.make(), architecture.batch()
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         submodels = Submodels(module, batch)
         submodels.keep_whole(refuted(submodels, module, batch))
-        seconds = time.perf_counter() - begin_s
+        seconds = time.process_time() - begin_s
         known = facts(submodels, [RATE], 2)
         found.append({"model": name, "axes": len(known["axes"]), **known["rates"][f"{RATE:g}"], "seconds": seconds})
         yield found[-1]

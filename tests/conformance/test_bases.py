@@ -15,7 +15,9 @@ from model_zoo import HFCausalLM
 from raafl.algorithms import fed_avg
 from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment
+from raafl.plan import show
 from raafl.plan.dry import World, predict
+from raafl.plan.plan import make_plan
 from raafl.runfolder import checkpoints
 from tests.conformance import executors
 from tests.conformance.clocks import fingerprints, on_both_clocks
@@ -92,6 +94,19 @@ def test_each_client_has_what_its_memory_allows_and_the_plan_says_so(weights, me
     a_rank = 4 * 2 * sum((64 + 64, 64 + 32, 64 + 32, 64 + 64, 64 + 128, 64 + 128, 128 + 64))  # as with one form
     sent = {(int(row["client"]), int(row["bytes_up"])) for row in run.rows() if row["outcome"] == "merged"}
     assert sent == {(client, a_rank * 8 >> (client - 1)) for client in (1, 2, 3, 4)}
+
+
+def test_a_plan_shows_the_peak_with_each_form_and_what_each_device_has(weights, memory, tmp_path):
+    plan = make_plan(made(weights, tmp_path / "run", BASES, *memory), [], 8)
+    whole, devices = (
+        plan.to_json()["submodels"][0],
+        show.text(plan, 140, terminal=False).partition("Seconds per task")[2],
+    )
+    assert (
+        list(whole["peaks"]) == list(BASES) and whole["peak_bytes"] == whole["peaks"]["fp32"] > whole["peaks"]["bf16"]
+    )
+    cells = {words[0]: words[6] for words in map(str.split, devices.splitlines()) if words and "device-" in words[0]}
+    assert cells == {"device-1": "fp32", "device-2": "bf16", "device-3": "nf4", "device-4": "bf16"}
 
 
 def test_where_all_are_small_it_is_the_run_with_nf4_everywhere_to_the_bit(weights, peaks, tmp_path):

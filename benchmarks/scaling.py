@@ -4,8 +4,8 @@ Each case is the same run with the same seed in one process, by forked workers a
 one thread a process; it is repeated, and a row has the median. `ratio` is trainings per second over those of one process; `equal`
 is whether the model's digest is that of one process. Seconds are the run's own, from its first to its last event: what
 processes need to start is not in it, the evaluation of the last model is. `serial` is the share of the work of one process
-that more of them do not divide (Amdahl's law, from the ratio), `of_eight` the ratio that eight would have with it.
-`bytes_per_task` are as predicted.
+that more of them do not divide (Amdahl's law, from the ratio; where there are as many cores), `of_eight` the ratio that eight
+would have with it. `bytes_per_task` are as predicted.
 
 The ViT mini's four clients are of four sizes, and the largest's tasks wait for each other: what is out at a time limits them,
 not the number of processes.
@@ -95,7 +95,8 @@ def rows() -> list[Row]:
         (digest,) = {one["model_digest"] for one in taken["one process", 1]}
         for (way, num), summaries in taken.items():
             ratio = per_s[way, num] / per_s["one process", 1]
-            serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if num > 1 else None
+            divided = 1 < num <= (os.cpu_count() or 1)  # more processes than cores say nothing of what is not divided
+            serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if divided else None
             found.append({
                 "workload": case.name, "way": way, "processes": num, "per_s": per_s[way, num],
                 "ratio": ratio, "serial": serial, "of_eight": None if serial is None else 8 / (1 + 7 * serial),

@@ -43,6 +43,7 @@ class Submodels:
     ``submodel_hold(base)``, called on a copy, changes that copy's frozen parameters to one of the others, in place.
     """
 
+    only_ranks = True  # of LoRA layers: the frozen base stays whole
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
 
     def __init__(
@@ -93,7 +94,8 @@ class Submodels:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
         from raafl.submodel.find.discover import discover_axes
 
-        found = discover_axes(self.module, self.example_batch, shapes, self.aliases, residual_width=self.residual_width)
+        options = {"residual_width": self.residual_width, "only_ranks": self.only_ranks}
+        found = discover_axes(self.module, self.example_batch, shapes, self.aliases, **options)
         self.found = found
         self.whole_dims = {place: str(reason) for place, reason in found.whole.items()}
         return AxisTable(found.axes, shapes)

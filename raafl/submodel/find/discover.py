@@ -48,12 +48,17 @@ class Found:
 
 
 def discover_axes(
-    module: nn.Module, batch: Any, shapes: Shapes, aliases: Mapping[str, str], *, residual_width: bool = False
+    module: nn.Module,
+    batch: Any,
+    shapes: Shapes,
+    aliases: Mapping[str, str],
+    *,
+    residual_width: bool = False,
+    only_ranks: bool = True,
 ) -> Found:
     """Find the axes of ``module`` from a step on ``batch``, or on one made for it.
 
-    Outputs are never on an axis. Where there are LoRA layers, their ranks are the axes, and nothing else is: the base stays
-    whole.
+    Outputs are never on an axis.
 
     Args:
         module: real or a skeleton.
@@ -61,8 +66,10 @@ def discover_axes(
         shapes: of each parameter and buffer.
         aliases: other names of tied tensors -> the name in ``shapes``.
         residual_width: whether widths that norms take statistics across are axes, too.
+        only_ranks: where there are LoRA layers, their ranks are the axes, and nothing else is: the base stays whole.
     """
-    if ranks := lora.ranks(module):
+    ranks = lora.ranks(module)
+    if ranks and only_ranks:
         one = {axis.name: "it has one unit" for axis in ranks if axis.size == 1}
         return Found([axis for axis in ranks if axis.size > 1], kept_whole=one, unscaled=lora.unscaled(module))
     declared = [axis for path, part in _parts(module) for axis in _declared(path, part, shapes, aliases)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from raafl.submodel import lora
 from raafl.submodel.aside import draw_, mapped, tensors_in
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cut.copying import persistent_buffers
@@ -31,19 +32,23 @@ LONGEST = 64
 def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submodels, nn.Module] | None:
     """Return a narrow copy with the model's own buffers, if the same axes are found in it.
 
-    Where it can be, the residual width is cut, too: the copy need not do what the model does, only be built alike.
+    Where it can be, the residual width is cut, too, and a frozen base beside ranks, which are few and stay as they are: the
+    copy need not do what the model does, only be built alike.
     """
+    ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
         try:
             large = type(submodels)(module, batch, residual_width=wide, batch_norm=submodels.batch_norm)
+            large.only_ranks = False
             least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
             least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
+            least |= {name: axis.size for name, axis in large.axes.items() if axis.members in ranks}
             copy = _cut(large, module, large.normal(Spec.keep({name: range(size) for name, size in least.items()})))
             narrow = type(submodels)(
                 copy, batch, residual_width=submodels.residual_width, batch_norm=submodels.batch_norm
             )
             if {name: axis.size for name, axis in narrow.axes.items()} == {
-                name: least[name] for name in submodels.axes
+                name: least.get(name, axis.size) for name, axis in submodels.axes.items()
             }:
                 return narrow, copy
         except Exception:  # of the user's code, such as axes that it declares for one size

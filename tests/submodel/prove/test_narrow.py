@@ -31,6 +31,32 @@ def test_a_narrow_copy_has_the_axes_of_the_model_and_is_proven_in_its_place(name
     assert proof.refuted(Submodels(bare, batch), bare, batch) == {}
 
 
+def test_of_a_model_with_adapters_the_frozen_base_is_narrow_and_ranks_stay(monkeypatch):
+    from model_zoo import HFCausalLM
+    from model_zoo.lora import LoRA
+
+    architecture = {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 50,
+    }  # fmt: skip
+    module = HFCausalLM(pretrained=False, architecture=architecture, lora=LoRA(rank=4, target_modules="all-linear"))
+    tokens = torch.arange(24).reshape(2, 12)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    submodels = Submodels(module, batch)
+    narrow, _ = narrowed(submodels, module, batch)
+    assert {name: axis.size for name, axis in narrow.axes.items()} == dict.fromkeys(submodels.axes, 4)
+    shapes = {name.rpartition("model.")[2]: entry.shape for name, entry in narrow.layout().by_name.items()}
+    assert shapes["layers.1.mlp.up_proj.base_layer.weight"] == (256 // 16, 128 // 16)
+    assert shapes["layers.1.mlp.up_proj.lora_A.default.weight"] == (4, 128 // 16)
+    assert shapes["layers.1.self_attn.q_proj.base_layer.weight"] == (
+        2 * 2 * 16,
+        128 // 16,
+    )  # two of four pairs of heads
+    monkeypatch.setattr(proof, "LARGE", 0)
+    monkeypatch.setattr(proof, "MOST_VALUES", num_values(submodels) - 1)
+    assert proof.refuted(submodels, module, batch) == {}
+
+
 def test_where_a_narrow_copy_does_not_run_the_model_itself_is_tried(monkeypatch):
     monkeypatch.setattr(proof, "LARGE", 0)  # a narrow copy has two of the three classes that the batch names
     assert proof.refuted(Submodels(Declared(), BATCH), Declared(), BATCH).keys() == {"classes"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -130,9 +131,20 @@ def batch_length(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``, as Lightning moves them."""
+    """Return ``batch`` with its tensors on ``device``; what else has a method ``to`` stays, such as a question of an exchange."""
     if device.type == "cpu":
         return batch
-    from lightning.fabric.utilities import move_data_to_device
-
-    return move_data_to_device(batch, device)
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {k: to_device(v, device) for k, v in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return moved
+        found = copy.copy(batch)  # of its own kind, such as what tokenizers return
+        for k, v in moved.items():
+            found[k] = v
+        return found
+    if isinstance(batch, list | tuple):
+        items = [to_device(item, device) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch

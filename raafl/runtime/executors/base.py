@@ -62,7 +62,7 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
-        """Drop a task whose result will not be asked for."""
+        """Drop a task whose result will not be asked for; harmless if it was not submitted."""
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
         """Measure the global model, in as many processes as can help, to the bits of one; see `Evaluator`."""

@@ -141,7 +141,9 @@ class OverRanks(Executor):
     def cancel(self, assignment_id: int) -> None:
         """Drop the task; a rank that has begun it finishes in vain."""
         with self._changed:
-            task = self._tasks[assignment_id]
+            task = self._tasks.get(assignment_id)
+            if task is None:  # a replay submits only what will be asked for
+                return
             while task.sending:  # the snapshot is given back by whoever cancels
                 self._changed.wait()
             if task.begun and not task.here and task.found is None:

@@ -74,7 +74,7 @@ def test_a_task_in_progress_when_the_run_ends_makes_no_rank_fail(tmp_path):
 def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path):
     """That is torchrun's way; what the run had done is on disk, and no process stays."""
     process = start("--max_updates", "1000000", "--output", str(tmp_path / "run"))
-    journal, deadline = tmp_path / "run" / "events.jsonl", time.monotonic() + 240  # a loaded machine takes long to start three ranks
+    journal, deadline = tmp_path / "run" / "events.jsonl", time.monotonic() + 240  # where others keep the machine busy
     while time.monotonic() < deadline and not (journal.exists() and '"arrived"' in journal.read_text()):
         time.sleep(0.1)
     started = psutil.Process(process.pid).children(recursive=True)

@@ -79,7 +79,7 @@ def table_of(text: str) -> dict[str, Any]:
 
 
 def inside(value: Any) -> list[Any]:
-    """Return what a table or a list holds, names of fields among it; nothing of anything else."""
+    """List the values in a table or a list, names of fields among them; none of anything else."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     return value if isinstance(value, list) else []

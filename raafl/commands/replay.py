@@ -80,7 +80,7 @@ def replay(
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
-    """Return how many clients the run waited for at its start, and whether lost ones counted."""
+    """Read from the journal how many clients the run waited for at its start, and whether lost ones counted."""
     start = begun.get("start", {})
     least, counts = start.get("min_clients"), start.get("count_lost", True)
     if not isinstance(least, int | None) or not isinstance(counts, bool):

@@ -131,7 +131,7 @@ def batch_length(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; what else has a method ``to`` stays, such as a question of an exchange."""
+    """Return ``batch`` with its tensors on ``device``."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):

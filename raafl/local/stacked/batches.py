@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
 
 from raafl.data.federated import ClientData
+from raafl.local.stacked.products import CACHE_LINE_BYTES
 
 _AHEAD_BYTES = 1 << 24  # batches that are gathered at a time
-_LINE_BYTES = 64
 
 Rows = Iterator[Tensor]
 """The numbers of the samples in each of a client's batches."""
@@ -60,7 +60,7 @@ class Stack(Batch):
 
 def _aligned(one: Tensor) -> Tensor:
     """Return a tensor that begins where a new one would."""
-    return one.clone() if one.data_ptr() % _LINE_BYTES else one
+    return one.clone() if one.data_ptr() % CACHE_LINE_BYTES else one
 
 
 def batches(

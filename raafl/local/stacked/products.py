@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from raafl.local.stacked.stacks import apart, by_slices, outside, stack_of
 
-_CACHE_LINE_BYTES = 64
+CACHE_LINE_BYTES = 64
 _ENOUGH = 4096  # results, one of which would differ: small products differ in one of ten, or of a hundred
 
 Known = dict[Hashable, bool]
@@ -72,7 +72,7 @@ def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
     """Compute for all clients at once, or for each one where that has other bits; find out which where it is not known."""
-    places = ((*one.shape[1:], *one.stride(), one.data_ptr() % _CACHE_LINE_BYTES) for one in operands)
+    places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     key = (name, len(operands[0]).bit_length(), *places)
     equal = known.get(key)
     if equal is None:
@@ -98,7 +98,7 @@ def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], ope
 
 def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a tensor of the same shape, strides and place in a cache line."""
-    start = one.data_ptr() % _CACHE_LINE_BYTES // one.itemsize
+    start = one.data_ptr() % CACHE_LINE_BYTES // one.itemsize
     length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
     return torch.randn(length, dtype=one.dtype, generator=generator).as_strided(one.shape, one.stride(), start)
 

@@ -22,13 +22,11 @@ from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.clipping import clip_
 from raafl.local.stacked.logged import Logged
 from raafl.local.stacked.mode import Stacked
-from raafl.local.stacked.products import Known
+from raafl.local.stacked.products import CACHE_LINE_BYTES, Known
 from raafl.local.stacked.stacks import Unstackable, within
 from raafl.local.train import Built, LocalTrainer
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
-
-_LINE_BYTES = 64
 
 Place = tuple[dict[str, Any], str, str]
 """Where a tensor of a module is: the dictionary that holds it, its key there, its name in the layout."""
@@ -50,7 +48,7 @@ class Rows:
         self.layout = layout
         self.buffers = {
             dtype: torch.empty(
-                num, -(-numel * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES // dtype.itemsize, dtype=dtype
+                num, -(-numel * dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES // dtype.itemsize, dtype=dtype
             )
             for dtype, numel in layout.numel.items()
         }

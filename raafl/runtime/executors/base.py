@@ -22,7 +22,7 @@ Like = tuple[Spec, int | None, int | None]
 
 
 def kind_of(assignment: Assignment) -> Like:
-    """Return what a task has to have alike with those that it is trained with."""
+    """Key a task by what it has to have alike with those that it is trained with."""
     return assignment.spec, assignment.num_epochs, assignment.num_steps
 
 
@@ -45,7 +45,7 @@ class Executor(ABC):
         return 1
 
     def most(self, assignment: Assignment) -> int:
-        """Return how many tasks like this one are trained together at most, where so many wait."""
+        """Count the tasks like this one that are trained together at most, where so many wait."""
         return 1
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Executor(ABC):
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return what there is to say of how tasks were trained so far; of each in turn nothing."""
+        """Say how tasks were trained so far; of each in turn nothing."""
         return summed([self.counted()])
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Inline(Executor):
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return what several processes' counts come to, as a share and a mean; nothing where none counts."""
+    """Add several processes' counts up, to a share and a mean; nothing where none counts."""
     found = [one for one in counts if one]
     if not found:
         return {}

@@ -225,7 +225,7 @@ class Cohorts(Executor):
         return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most
 
     def _due(self, kind: Like, size: int) -> list[Member]:
-        """Return what waits of a kind, what is due first before the rest."""
+        """List the tasks that wait of a kind, those due first before the rest."""
         waiting, order = self._waiting[kind], self._order[kind]
         found: list[tuple[float, int]] = []
         while order and len(found) < size:

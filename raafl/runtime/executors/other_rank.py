@@ -127,7 +127,7 @@ def _answer(inner: Executor, assignment: Assignment) -> Message:
 
 
 def hello(submodels: Submodels) -> dict[str, str]:
-    """Return what a rank and rank 0 must have alike."""
+    """Describe what a rank and rank 0 must have alike."""
     base = submodels.base
     frozen = "" if base is None else base.digest
     return {"raafl": __version__, "model": submodels.layout().fingerprint, "frozen parameters": frozen}

@@ -177,7 +177,7 @@ class OverRanks(Executor):
                 self._shared, self._measures_alone = None, shared.is_refused
 
     def report(self) -> dict[str, Any]:
-        """Return what all processes together have to say of how they train."""
+        """Say how all processes together train."""
         here = self._inner.counted()
         with self._changed:
             kept = sum(task.found is not None for task in self._tasks.values())

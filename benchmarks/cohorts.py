@@ -114,7 +114,7 @@ RESNET = workload("resnet-8, group norm", resnet_8, 3, 32, 32, clients=100, coho
 CONVOLUTIONS = workload("cnn", lambda: CNN(3, 32), 3, 32, 32, clients=100, cohort=50, num_steps=2, rounds=4)
 VIT = workload("vit micro", lambda: ViT("micro"), 3, 32, 32, clients=100, cohort=50, num_steps=1, rounds=4)
 LEAF = workload("cnn of LEAF's size", lambda: CNN(1, 28, hidden=(2048, 84), num_classes=62), 1, 28, 28)
-WIDE = workload("mlp 784-200-200-10", mlp(784, 200, 200, 10), 784, rounds=4)
+WIDE = workload("mlp 784-200-200-10", mlp(784, 200, 200, 10), 784, rounds=12)
 TASKS = (
     LOGISTIC, SMALL, workload("mlp 64-128-10", mlp(64, 128, 10), 64), workload("mlp 784-48-10", mlp(784, 48, 10), 784),
     WIDE, BERT, LORA, LSTM, LEAF, RESNET, CONVOLUTIONS, VIT,

@@ -1,8 +1,8 @@
 """Methods beside each other on one config: the comparisons of the papers, over several seeds.
 
 A comparison is a file in benchmarks/comparisons: a config, seeds, options of all runs, and rows, each with the options by
-which it differs from them. With a ``search`` (an option, its values, a seed of its own, options of these runs) each row has the
-value with which its search run ends at the highest accuracy; the values are the same for all rows. Of each row: mean and
+which it differs from them. With a ``search`` (an option, its values, seeds of its own, options of these runs) each row has the
+value with which its search runs end at the highest mean accuracy; values and seeds are the same for all rows. Of each row: mean and
 standard deviation over the seeds of the final metrics, of the best accuracy on the way, of what the run cost, and of the lead
 of the first row: how many times as long this one takes to its best accuracy as the first does to as much, over those seeds
 (`lead_seeds`) where the first gets there. With `smooth` in the file the lead is of curves whose points are the mean of so
@@ -93,15 +93,16 @@ def searched(settings: Sequence[Setting], search: dict[str, Any], jobs: int, kee
     tries = [
         Setting(
             f"{one.label}, {search['option'].lstrip('-')} {value}", one.config,
-            (*one.options, *shlex.split(search.get("options", "")), search["option"], str(value)), search["seed"],
+            (*one.options, *shlex.split(search.get("options", "")), search["option"], str(value)), seed,
         )
         for one in first
         for value in search["values"]
+        for seed in search["seeds"]
     ]  # fmt: skip
-    reached = [row.get(METRIC, 0.0) for row in run_all(tries, jobs, keep)]
-    best, number = {}, len(search["values"])
-    for place, one in enumerate(first):
-        mine = dict(zip(search["values"], reached[place * number : (place + 1) * number], strict=True))
+    reached = iter([row.get(METRIC, 0.0) for row in run_all(tries, jobs, keep)])
+    best = {}
+    for one in first:
+        mine = {value: statistics.mean(next(reached) for _ in search["seeds"]) for value in search["values"]}
         best[one.label] = str(max(mine, key=lambda value: (mine[value], -search["values"].index(value))))
     return [
         replace(one, options=(*one.options, search["option"], best[one.label]), found=best[one.label])

@@ -53,6 +53,12 @@ CASES = (
     ),
     Case("ViT mini, CIFAR-10, 4 clients", "--config configs/cifar10-vit.yaml", 20),
     Case("MLP, digits", "--config configs/quickstart.yaml", 400),
+    Case(
+        "MLP, digits, 100 clients as one",
+        "--config configs/quickstart.yaml --algorithm fed_buff --algorithm.buffer_size 10 --clients 100 "
+        "--devices '[{name: laptop, flops_per_s: 1.0e+11, count: 100}]' --batch_clients auto",
+        4000,
+    ),
 )
 WAYS = (("one process", 1), ("workers", 2), ("ranks", 2), ("ranks", 4))
 

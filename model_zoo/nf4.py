@@ -92,6 +92,11 @@ class NF4Linear(nn.Linear):
         layer.bias = self.bias
         return layer
 
+    def submodel_plain(self) -> nn.Linear:
+        """Return an ordinary frozen layer of the same shapes, without values: what its axes are proven on."""
+        layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        return layer.requires_grad_(False)
+
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
     """Return the linear layers of a transformers model by name, but for heads, tied ones and adapters."""

@@ -9,7 +9,7 @@ Shape = TypeVar("Shape")
 
 
 def shape_of(model: str, size: str, sizes: Mapping[str, Shape]) -> Shape:
-    """Return what ``sizes`` has under ``size``.
+    """Look up a model's shape by the name of its size.
 
     Raises:
         ValueError: there is no such size of ``model``.

@@ -90,7 +90,7 @@ def step(
 
 
 def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
-    """Return what all batches have come to."""
+    """Return the means over all batches."""
     _call(module, "on_validation_epoch_end")
     found, recorder.weight = recorder.means(), 1.0  # all at once: what is both logged and returned is reset after it
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}

@@ -319,7 +319,7 @@ class LocalTrainer:
         return built
 
     def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
-        """Return how long a task is: epochs or steps, the other is None."""
+        """Return a task's number of epochs and of steps, one of which is None."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps

@@ -24,7 +24,7 @@ class Caches:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` makes, or has made for this kind and key."""
+        """Look up the answer for this kind and key; where there is none, ``make`` makes it."""
         cache = self._kept.setdefault(kind, OrderedDict())
         found: T = cache.get(key, _MISSING)
         if found is _MISSING:

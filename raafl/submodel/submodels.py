@@ -40,15 +40,15 @@ class Submodels:
     small copy with the number of indices kept of each shrunk axis. Stacks and exits of a part have its path before their
     names. ``submodel_sent`` names parameters that do not train and are sent all the same: the server changes them.
     ``submodel_bases`` names forms in which what is frozen may be held, the module's own and most precise first, and
-    ``submodel_hold(base)``, called on a copy, changes that copy's frozen parameters to one of the others, in place.
+    ``submodel_hold(base)``, called on a copy, changes that copy's frozen parameters to one of the others, in place. A layer
+    whose frozen weights are packed says ``submodel_plain()``: an ordinary layer of its shapes, on which a large model is proven.
     """
 
-    only_ranks = True  # of LoRA layers: the frozen base stays whole
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
 
     def __init__(
         self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
-        batch_norm: BatchNorm | None = None,
+        batch_norm: BatchNorm | None = None, only_ranks: bool = True,
     ) -> None:  # fmt: skip
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
@@ -60,9 +60,10 @@ class Submodels:
             batch_norm: "merged" sends running statistics up with the rest; "static" leaves them as they are on client and
                 server, to be collected at the end (see `collect_statistics`); None = as the module's attribute
                 ``submodel_batch_norm`` says, or else merged.
+            only_ranks: where there are LoRA layers, whether their ranks are the only axes; False = a frozen base has its own.
         """
         asked = getattr(module, "submodel_residual_width", False) if residual_width is None else residual_width
-        self.residual_width = bool(asked)
+        self.residual_width, self.only_ranks = bool(asked), only_ranks
         chosen: Any = batch_norm or getattr(module, "submodel_batch_norm", "merged")
         self.batch_norm: BatchNorm = chosen
         if self.batch_norm not in get_args(BatchNorm):
@@ -266,7 +267,7 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` makes, remembered under ``what`` and ``key`` for as long as it holds of this model."""
+        """Call ``make`` once, and remember its answer under ``what`` and ``key`` for as long as it holds of this model."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----

@@ -52,7 +52,7 @@ def test_each_row_has_the_value_that_it_does_best_with(monkeypatch):
 
     monkeypatch.setattr(methods, "run_all", run_all)
     settings = [Setting(label, CONFIG, ("--x", label), seed) for seed in (0, 1) for label in "AB"]
-    search = {"option": "--model.lr", "values": [0.05, 0.1, 0.5], "seed": 100, "options": "--max_updates 9"}
+    search = {"option": "--model.lr", "values": [0.05, 0.1, 0.5], "seeds": [100], "options": "--max_updates 9"}
     found = methods.searched(settings, search, 1)
     assert len(tried) == 6 and {one.seed for one in tried} == {100} and len({one.name for one in tried}) == 6
     assert tried[1].options == ("--x", "A", "--max_updates", "9", "--model.lr", "0.1")

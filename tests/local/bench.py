@@ -43,6 +43,17 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Norm(Net):
+    """Has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 def samples(seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
@@ -133,3 +144,8 @@ def plain_loop(
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+
+def same(update: FlatTensors, expected: Any) -> bool:
+    """Check that every tensor that came back is the expected one, bit for bit."""
+    return all(torch.equal(tensor, expected[name]) for name, tensor in update.items())

@@ -232,3 +232,20 @@ def randomise(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.uniform_(0.2, 1.0).mul_(torch.randint(0, 2, parameter.shape) * 2 - 1)
+
+
+class Task(nn.Module):
+    """A model of transformers and a loss over its logits."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = CASES[name].make()
+
+    def forward(self, x: Any) -> Any:
+        return self.model(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return output(self.model, batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())

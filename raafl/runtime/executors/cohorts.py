@@ -34,8 +34,9 @@ MOST_BYTES = 1 << 25
 """Values, gradients and optimiser state of a cohort at most, so that they stay in the processor's cache."""
 _TRIALS = (8, 16)  # clients in the cohorts that are trained both ways: to compare, and, when all is warm, to time
 _LEAST, _LEAST_AUTO = 2, 4
-_GAIN = 1.05  # of cohorts over the loop, below which they are not worth it
+_GAIN = 1.1  # of cohorts over the loop, below which they are not worth it: short trials are not measured more closely
 _TRIAL_S, _TRIAL_SHARE = 0.3, 0.02  # what all trials may take with auto: so long, or that share of the loop's time
+_TRIAL_AHEAD = 0.05  # share of the time that is left of a short run, of which they take no more
 _MOST_PARTED = 3  # cohorts in which clients went different ways, after which a spec is left to the loop
 
 _ALONE: Like = (FULL, -1, -1)  # of tasks that are to be trained by the loop
@@ -244,7 +245,9 @@ class Cohorts(Executor):
         """Check whether all trials, with one more, take little beside the loop, or this one less than it promises to save."""
         standing = self._standing[kind]
         trial_s = self._tried_s + standing.alone_s * size
-        if self._most != "auto" or trial_s <= max(_TRIAL_S, _TRIAL_SHARE * self._loop_s):
+        ahead_s = math.inf if self.needed is None else self.needed * standing.alone_s
+        allowed_s = max(min(_TRIAL_S, _TRIAL_AHEAD * ahead_s), _TRIAL_SHARE * self._loop_s)
+        if self._most != "auto" or trial_s <= allowed_s:
             return True
         if not standing.size:
             return False

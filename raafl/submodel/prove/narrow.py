@@ -10,7 +10,7 @@ from torch import nn
 from raafl.submodel import lora
 from raafl.submodel.aside import draw_, mapped, tensors_in
 from raafl.submodel.batch_norm import statistics_of
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
 from raafl.submodel.spec import Spec
@@ -38,8 +38,8 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
         try:
-            large = type(submodels)(module, batch, residual_width=wide, batch_norm=submodels.batch_norm)
-            large.only_ranks = False
+            options = {"residual_width": wide, "batch_norm": submodels.batch_norm, "only_ranks": False}
+            large = type(submodels)(_plain(module), batch, **options)
             least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
             least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
             least |= {name: axis.size for name, axis in large.axes.items() if axis.members in ranks}
@@ -54,6 +54,21 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
         except Exception:  # of the user's code, such as axes that it declares for one size
             continue
     return None
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """Return the model with ordinary layers in the place of packed ones, whose codes have no dimensions to cut.
+
+    Packed layers answer in any dtype, ordinary ones in their own, so that the copy, which has no values, is of one. It is the
+    module itself where nothing is packed.
+    """
+    if not any(hasattr(layer, "submodel_plain") for layer in module.modules()):
+        return module
+    module = without_values(module)
+    for path, layer in list(module.named_modules()):
+        if hasattr(layer, "submodel_plain"):
+            module.set_submodule(path, layer.submodel_plain())
+    return module.float()
 
 
 def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from raafl.submodel.aside import line_of, loss_of, mapped, settle, undisturbed, watch_outputs
 from raafl.submodel.axes import Axis
@@ -27,6 +26,7 @@ from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
 from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
+from raafl.submodel.prove.noise import NOISE, Plain
 from raafl.submodel.spec import FULL, Spec
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ FORCED = 1e-6
 
 LARGE = 2_000_000
 """Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
-
-DRAWN = ("rand", "rand_like", "uniform_", "randn", "randn_like", "normal_", "exponential_")
-"""Functions whose answer code takes for noise: a half stands for all of it, so that all units have the same."""
 
 TINY = 1e-30
 """Stands for zero where code divides by what is dropped, as weight norm does by the length of each unit's weights."""
@@ -59,31 +56,7 @@ class _Step:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     forced: bool = False
-
-
-class _Plain(TorchFunctionMode):
-    """Leaves dropout and noise out, and notes where doubles become single floats."""
-
-    forced = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if "dropout" in name and args:
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        answer = func(*args, **kwargs)
-        if name in DRAWN:  # of another size, it would have others for the same units
-            answer.fill_(0.5)
-        elif name in ("bernoulli", "bernoulli_"):
-            chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
-            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier
-        if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
-            self.forced |= args[0].dtype == torch.float64
-        return answer
+    noisy: bool = False
 
 
 def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, str]:
@@ -135,20 +108,30 @@ class _Proof:
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
         self.spanned |= set() if submodels.found is None else submodels.found.spanned
         self.generator = torch.Generator().manual_seed(11)
+        self.noise = NOISE
 
     def begin(self) -> str | None:
         """Explain why the whole model cannot be compared with a smaller one."""
         try:
             self.whole = self._made(FULL, self.values)
-            self.first = self._step(self.whole)
+            self.first = self._step(self.whole, self.noise[0])
         except Exception as error:
             return f"its training step does not run on drawn values: {line_of(error)}"
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
             return "its training step gives no finite numbers on drawn values"
+        if step.noisy and not self._finite(self.noise[1]):  # nothing is left of what is divided by the number kept, say
+            self.noise = NOISE[:1] * 2
         if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more
             self.first = _Step()
         return None
+
+    def _finite(self, noise: float) -> bool:
+        """Check that the whole model's step runs with this in the place of noise, and gives finite numbers."""
+        try:
+            return all(bool(torch.isfinite(x).all()) for x in _tensors(self._step(self.whole, noise)))
+        except Exception:
+            return False
 
     def refuted(self) -> dict[str, str]:
         """Return the axes that are not proven -> the reason."""
@@ -189,33 +172,34 @@ class _Proof:
         if self._problem(names) is not None:
             return names
         subsets = () if num_values(self.submodels) > LARGE else _separating(names)
-        return next((part for part in subsets if self._differs(self._spec(part, _half)) is not None), [])
+        return next((part for part in subsets if self._differs(self._spec(part, _half), self.noise[1]) is not None), [])
 
     def _problem(self, names: Sequence[str]) -> str | None:
         """Compare a model with these axes cut, to one unit or to random ones, with the whole; None = alike."""
-        return self._differs(self._spec(names, _one)) or self._differs(self._spec(names, _half))
+        one, half = self.noise
+        return self._differs(self._spec(names, _one), one) or self._differs(self._spec(names, _half), half)
 
     def _spec(self, names: Sequence[str], choose: Callable[[int, torch.Generator], list[int]]) -> Spec:
         return Spec.keep({name: choose(self.submodels.axes[name].size, self.generator) for name in names})
 
-    def _differs(self, spec: Spec) -> str | None:
+    def _differs(self, spec: Spec, noise: float) -> str | None:
         spec = self.submodels.normal(spec)
         equal = Spec.keep({name: kept for name, kept in spec.kept if name not in self.spanned})
-        if equal != spec and (problem := self._runs(spec)) is not None:
+        if equal != spec and (problem := self._runs(spec, noise)) is not None:
             return problem
         if equal.is_full:
             return None
         plan = self.submodels.plan(equal, "present")
         try:
-            small = self._step(self._made(equal, plan.gather(self.values)))
+            small = self._step(self._made(equal, plan.gather(self.values)), noise)
         except Exception as error:
             return f"its training step does not run: {line_of(error)}"
-        whole = self._masked(plan, 0.0)
+        whole = self._masked(plan, 0.0, noise)
         if whole.loss is not None and not torch.isfinite(whole.loss).all():
-            whole = self._masked(plan, TINY)
+            whole = self._masked(plan, TINY, noise)
         return self._compared(equal, small, whole)
 
-    def _masked(self, plan: CopyPlan, instead: float) -> _Step:
+    def _masked(self, plan: CopyPlan, instead: float, noise: float) -> _Step:
         """Do a step of the whole model with ``instead`` in the place of what is dropped."""
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, 1)
@@ -225,12 +209,12 @@ class _Proof:
                 value = tensors[name].copy_(is_kept * self.values[name])
                 if instead and value.is_floating_point():
                     value.masked_fill_(is_kept == 0, instead)
-        return self._step(self.whole)
+        return self._step(self.whole, noise)
 
-    def _runs(self, spec: Spec) -> str | None:
+    def _runs(self, spec: Spec, noise: float) -> str | None:
         """Check a step where a norm spans an axis, so that results are others: shapes, finiteness."""
         try:
-            small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)))
+            small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
         except Exception as error:
             return f"its training step does not run: {line_of(error)}"
         if not all(torch.isfinite(x).all() for x in _tensors(small)):
@@ -244,9 +228,9 @@ class _Proof:
         _settle(module)
         return module
 
-    def _step(self, module: Any) -> _Step:
+    def _step(self, module: Any, noise: float) -> _Step:
         module.zero_grad(set_to_none=True)
-        done, mode = _Step(), _Plain()
+        done, mode = _Step(), Plain(noise)
         torch.manual_seed(5)
         handles = watch_outputs(
             module,
@@ -261,7 +245,7 @@ class _Proof:
         finally:
             for handle in handles:
                 handle.remove()
-        done.loss, done.forced = loss.detach(), mode.forced
+        done.loss, done.forced, done.noisy = loss.detach(), mode.forced, mode.noisy
         done.gradients = {name: p.grad for name, p in module.named_parameters()}
         done.buffers = {n: b.clone() for n, b in persistent_buffers(module).items() if b.is_floating_point()}
         return done

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from model_zoo import CNN, MLP, ResNet, ViT
+from model_zoo import CNN, MLP, ViT
 from raafl.commands.run import simulate
 from raafl.devices.profiles import Profile
 from raafl.devices.times import time_on
@@ -22,7 +20,7 @@ from raafl.errors import BadInput
 from raafl.plan.plan import make_plan
 from raafl.plan.show import text
 from raafl.submodel import FULL, Spec, Submodels, depth_window
-from raafl.submodel.aside import meta_batch, tensors_in
+from raafl.submodel.aside import meta_batch
 from raafl.submodel.cost import predicted as cost_module
 from raafl.submodel.depth.exits import give_exits
 from tests.federation import experiment
@@ -248,26 +246,9 @@ def test_predicting_logs_nothing_and_leaves_the_random_state_alone(recwarn):
     assert "torch.utils.flop_counter" in sys.modules
 
 
-class Task(nn.Module):
-    """A model of transformers and a loss over its logits."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.model = networks.CASES[name].make()
-
-    def forward(self, x):
-        return self.model(x)
-
-    def training_step(self, batch, batch_idx):
-        return networks.output(self.model, batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
 @pytest.mark.parametrize(("heads", "units"), [(3, 7), (1, 7), (2, 3)])
 def test_flops_of_attention_by_hand(heads, units):
-    submodels = Submodels(Task("vit"), networks.pixels())
+    submodels = Submodels(networks.Task("vit"), networks.pixels())
     kept = {
         f"model.vit.layers.{i}.{axis}": range(n) for i in range(2) for axis, n in (("heads", heads), ("ffn", units))
     }
@@ -280,7 +261,7 @@ def test_flops_of_attention_by_hand(heads, units):
 
 
 def test_blocks_below_a_window_cost_one_forward_pass():
-    submodels = Submodels(Task("vit"), networks.pixels())
+    submodels = Submodels(networks.Task("vit"), networks.pixels())
     positions, width = 5, 12
     projections, scores = positions * width * (4 * width + 2 * 7), 2 * positions * positions * width
     below, above = projections + scores + 4 * 48 * width, 3 * projections + 3.5 * scores + 3 * 4 * width
@@ -293,111 +274,6 @@ def test_blocks_below_a_window_cost_one_forward_pass():
     )  # no optimiser state, and fewer gradients and activations
     assert cost.down_bytes == full.down_bytes
     assert submodels.cost(depth_window(submodels, 0, 1), 2).down_bytes < full.down_bytes
-
-
-def allocated_bytes(module, batch):
-    """The most that two real steps have allocated at once, as torch's CPU allocator itself notes it."""
-    optimizer = module.train().configure_optimizers()
-    gc.collect()  # or what earlier tests have left would go in the middle, and be taken off
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for _ in range(2):
-                module.training_step(batch, 0).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    finally:
-        gc.enable()
-    notes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert notes
-    return max(accumulate(notes))
-
-
-WORKSPACE = {"both_ways": 0.15}
-"""Recurrent nets run in kernels that take memory of their own, which nothing predicts."""
-
-
-def check_peak(kind, module, batch, half):
-    """Compare the predicted peak with an actual one; both far more than the values alone."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    submodels = Submodels(module, batch)
-    spec = Spec.keep({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
-    shrunk = submodels.shrink(spec)
-    submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
-    for name in ("log", "log_dict"):
-        setattr(shrunk.module, name, lambda *args, **kwargs: None)
-    held = 2 * shrunk.present.num_bytes + sum(x.numel() * x.itemsize for x in tensors_in(batch))
-    real = held + allocated_bytes(shrunk.module, batch)
-    assert submodels.cost(spec, len(tensors_in(batch)[0])).peak_bytes == pytest.approx(
-        real, rel=WORKSPACE.get(kind, 0.02)
-    )
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(
-    "name", ["vit", "vit_eager", "distilbert", "llama", "mistral", "albert", "encoder", "both_ways"]
-)
-def test_the_predicted_peak_is_what_a_real_step_allocates(name, half):
-    torch.manual_seed(0)
-    batch = {key: torch.cat([value] * 8) for key, value in networks.CASES[name].inputs().items()}
-    check_peak(name, Task(name), batch, half)
-
-
-class PlainConvs(nn.Module):
-    """Convolutions and little else, as small clients train: their copies are most of what a step takes."""
-
-    def __init__(self, channels=(3, 10, 24, 20), kernel=3, dims=2, groups=1):
-        super().__init__()
-        kind = {1: nn.Conv1d, 2: nn.Conv2d}[dims]
-        pairs = pairwise(channels)
-        layers = [(kind(i, o, kernel, padding=1, groups=groups if i % groups == 0 else 1), nn.ReLU()) for i, o in pairs]
-        self.layers = nn.Sequential(*(layer for pair in layers for layer in pair))
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="blocks of channels are as with AVX2 or AVX-512",
-)
-@pytest.mark.parametrize(
-    ("net", "shape"),
-    [
-        (lambda: PlainConvs(), (16, 3, 20, 20)),
-        (lambda: PlainConvs((1, 6, 7), 5), (16, 1, 20, 20)),
-        (lambda: PlainConvs((3, 8, 8), groups=8), (4, 3, 20, 20)),
-        (lambda: PlainConvs((12, 9, 6), dims=1), (16, 12, 200)),
-        (lambda: PlainConvs((4, 4, 4)), (1, 4, 20, 20)),
-        (lambda: PlainConvs((4, 6)).double(), (16, 4, 20, 20)),
-    ],
-    ids=["colours", "one channel", "grouped", "one dimension", "one sample", "double"],
-)
-def test_the_predicted_peak_of_convolutions_is_what_a_real_step_allocates(net, shape):
-    torch.manual_seed(0)
-    module = net()
-    check_peak("convs", module, [torch.randn(shape, dtype=next(module.parameters()).dtype)], half=False)
-
-
-ZOO = {
-    "mlp": lambda: MLP(48, (40, 30), 10),
-    "cnn": lambda: CNN(3, 16, (16, 32), (48, 32), 10),
-    "vit": lambda: ViT("micro"),
-    "resnet": lambda: ResNet(),
-}
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("name", ZOO)
-def test_the_predicted_peak_of_a_zoo_model_is_what_a_real_step_allocates(name, half):
-    torch.manual_seed(0)
-    shape = {"mlp": (48,), "cnn": (3, 16, 16)}.get(name, (3, 32, 32))
-    check_peak(name, ZOO[name](), [torch.randn(8, *shape), torch.zeros(8, dtype=torch.long)], half)
 
 
 def test_an_exit_that_the_step_does_not_use_has_no_gradient():

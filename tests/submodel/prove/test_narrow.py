@@ -31,7 +31,8 @@ def test_a_narrow_copy_has_the_axes_of_the_model_and_is_proven_in_its_place(name
     assert proof.refuted(Submodels(bare, batch), bare, batch) == {}
 
 
-def test_of_a_model_with_adapters_the_frozen_base_is_narrow_and_ranks_stay(monkeypatch):
+@pytest.mark.parametrize("base", ["fp32", "nf4"])
+def test_of_a_model_with_adapters_the_frozen_base_is_narrow_and_ranks_stay(base, monkeypatch):
     from model_zoo import HFCausalLM
     from model_zoo.lora import LoRA
 
@@ -39,7 +40,9 @@ def test_of_a_model_with_adapters_the_frozen_base_is_narrow_and_ranks_stay(monke
         "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 50,
     }  # fmt: skip
-    module = HFCausalLM(pretrained=False, architecture=architecture, lora=LoRA(rank=4, target_modules="all-linear"))
+    module = HFCausalLM(
+        pretrained=False, architecture=architecture, lora=LoRA(rank=4, target_modules="all-linear", base=base)
+    )
     tokens = torch.arange(24).reshape(2, 12)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
     submodels = Submodels(module, batch)

@@ -122,6 +122,36 @@ def test_a_class_axis_that_is_declared_is_kept_whole_and_the_other_stays():
     assert submodels.kept_whole["classes"].startswith("not proven: ")
 
 
+class Hidden(Net):
+    """Says of its hidden units that they may shrink, but reads half of them through a mask of noise."""
+
+    def __init__(self, chance):
+        super().__init__()
+        self.chance = chance
+
+    def forward(self, x):
+        hidden = torch.relu(self.fc1(x))
+        kept = (torch.rand_like(hidden[:, :1]) > self.chance).to(x.dtype)
+        return self.fc2(hidden) + kept * hidden[:, :2].mean(1, keepdim=True) ** 2 * x[:, :3]
+
+    def submodel_axes(self):
+        return {"hidden": [("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1)]}
+
+
+@pytest.mark.parametrize("chance", [0.25, 0.75])
+def test_what_is_seen_through_a_mask_of_noise_alone_is_compared(chance):
+    assert list(refuted(Submodels(Hidden(chance), BATCH), Hidden(chance), BATCH)) == ["hidden"]
+
+
+def test_noise_that_leaves_nothing_finite_is_not_taken():
+    class Rare(Half):
+        def forward(self, x):
+            kept = (torch.rand_like(x) < 0.8).to(x.dtype)
+            return super().forward(x * kept / kept.mean())
+
+    assert refuted(Submodels(Rare(), BATCH), Rare(), BATCH) == {}
+
+
 def test_a_right_declaration_is_proven():
     assert refuted(Submodels(Half(), BATCH), Half(), BATCH) == {}
 

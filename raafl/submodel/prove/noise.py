@@ -1,0 +1,51 @@
+"""What stands for dropout and noise while axes are proven: the same for all units, however many there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+DRAWN = ("rand", "rand_like", "uniform_", "randn", "randn_like", "normal_", "exponential_")
+"""Functions whose answer code takes for noise: one number stands for all of it, so that all units have the same."""
+
+NOISE = (0.5, 0.9)
+"""What stands for it where axes are cut to one unit, and where to a half: ``rand_like(x) > 0.75`` hides all from the first."""
+
+
+class Plain(TorchFunctionMode):
+    """Leaves dropout and noise out, and notes where there was noise, and where doubles become single floats.
+
+    Attributes:
+        noisy: whether something was drawn.
+        forced: whether doubles became single floats.
+    """
+
+    forced = noisy = False
+
+    def __init__(self, noise: float) -> None:
+        """Have ``noise`` stand for all that is drawn."""
+        super().__init__()
+        self.noise = noise
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        answer = func(*args, **kwargs)
+        if name in DRAWN:  # of another size, it would have others for the same units
+            answer.fill_(self.noise)
+            self.noisy = True
+        elif name in ("bernoulli", "bernoulli_"):
+            chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier
+        if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
+            self.forced |= args[0].dtype == torch.float64
+        return answer

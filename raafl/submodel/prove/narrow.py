@@ -38,8 +38,9 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
         try:
-            options = {"residual_width": wide, "batch_norm": submodels.batch_norm, "only_ranks": False}
-            large = type(submodels)(_plain(module), batch, **options)
+            large = type(submodels)(
+                _plain(module), batch, residual_width=wide, batch_norm=submodels.batch_norm, only_ranks=False
+            )
             least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
             least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
             least |= {name: axis.size for name, axis in large.axes.items() if axis.members in ranks}

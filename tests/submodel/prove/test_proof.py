@@ -239,7 +239,9 @@ def num_compared(monkeypatch, module):
     """Refute what is wrong of a model; return it, and how many small ones it took."""
     compared = []
     differs = _Proof._differs
-    monkeypatch.setattr(_Proof, "_differs", lambda proof, spec: compared.append(spec) or differs(proof, spec))
+    monkeypatch.setattr(
+        _Proof, "_differs", lambda proof, spec, noise: compared.append(spec) or differs(proof, spec, noise)
+    )
     return refuted(Submodels(module, BATCH), module, BATCH), len(compared)
 
 

@@ -86,8 +86,7 @@ class NF4Linear(nn.Linear):
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
         """Return an ordinary layer with the same weights."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        shape = (self.out_features, self.in_features)
+        layer, shape = self.submodel_plain(), (self.out_features, self.in_features)
         layer.weight = nn.Parameter(dequantised(self.weight, self.scales, shape, dtype), requires_grad=False)
         layer.bias = self.bias
         return layer

@@ -284,6 +284,3 @@ def test_masks_of_convolutions_are_trained_through_channels_that_are_padding():
     frozen, extra = Spec(trained=()), {"masks": list(submodels.axes), "rate": 0.5}
     forward = submodels.cost(frozen, 4).padding_flops_per_sample
     assert MaskedAndDistilled(segments=4).cost(submodels, frozen, 4, extra).padding_flops_per_sample > forward > 0
-
-
-# ---- runs ----

@@ -155,15 +155,13 @@ class _Correct(TorchFunctionMode):
         self.table, self.places = table, frozenset(site[0][1] for site in table)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        caller = sys._getframe(1)
-        if caller.f_lasti not in self.places:  # nearly every call of the method: nothing dearer may come before this
-            return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
-        if func.__name__ in TAKERS and (sizes := self.table.get(site_of(caller))):
+        kwargs, caller = kwargs or {}, sys._getframe(1)
+        # the place rules out nearly every call of the method, so that nothing dearer may come before it
+        if caller.f_lasti in self.places and func.__name__ in TAKERS and (sizes := self.table.get(site_of(caller))):
             if func.__name__ in PARTS:
                 return torch.split(args[0], list(sizes.values()), _along(args, kwargs))
             for where, size in sizes.items():
-                args, kwargs = _replaced(args, where, size), kwargs
+                args = _replaced(args, where, size)
         return func(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ NOISE = (0.5, 0.9)
 """What stands for it where axes are cut to one unit, and where to a half: ``rand_like(x) > 0.75`` hides all from the first."""
 
 
-class Plain(TorchFunctionMode):
+class Quiet(TorchFunctionMode):
     """Leaves dropout and noise out, and notes where there was noise, and where doubles become single floats.
 
     Attributes:

@@ -26,7 +26,7 @@ from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
 from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
-from raafl.submodel.prove.noise import NOISE, Plain
+from raafl.submodel.prove.noise import NOISE, Quiet
 from raafl.submodel.spec import FULL, Spec
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class _Proof:
 
     def _step(self, module: Any, noise: float) -> _Step:
         module.zero_grad(set_to_none=True)
-        done, mode = _Step(), Plain(noise)
+        done, mode = _Step(), Quiet(noise)
         torch.manual_seed(5)
         handles = watch_outputs(
             module,

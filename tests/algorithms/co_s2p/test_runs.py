@@ -11,12 +11,9 @@ from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet, Iid
 from raafl.parts.local.mask_training import SCORES
 from raafl.submodel import FULL, FlatTensors, Spec
+from tests.algorithms.test_co_s2p import blocks
 from tests.federation import experiment, finish
 from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
-
-
-def _blocks(spec):
-    return {int(name.split(".")[3]) for name in spec.trained if ".layers." in name}
 
 
 def eyes():
@@ -63,7 +60,7 @@ def test_so_it_has_with_windows_of_a_transformer_trained_masks_and_distillation(
     assert one.summary["staleness"]["max"] > 0
     specs = [Spec.from_json(row["spec"]) for row in one.events("assigned")]
     assert any(spec.trained == () for spec in specs), "masks"
-    assert any(spec.kept and _blocks(spec) == {0} for spec in specs), "a window below the top, cut in width"
+    assert any(spec.kept and blocks(spec) == [0] for spec in specs), "a window below the top, cut in width"
     assert any(spec == FULL for spec in specs), "all exits, which are distilled into"
 
 

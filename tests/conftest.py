@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many tests run several processes on few cores
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a server
+os.environ.setdefault("WANDB_MODE", "offline")
 
 import signal
 import socket

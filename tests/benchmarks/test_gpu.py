@@ -88,12 +88,14 @@ def test_a_step_whose_processes_print_has_a_record_all_the_same(capfd):
 def test_a_step_that_dies_and_a_process_by_its_last_words(monkeypatch):
     monkeypatch.setattr(gpu.sys, "executable", "/bin/echo")  # prints its arguments, which are no JSON
     assert gpu.begin("fine", "cpu", 20.0)["outcome"] == "died with 0"
-    sleeping = subprocess.Popen(["sh", "-c", "sleep 60; :", "sh", "--client", "1"], start_new_session=True)
+    command = ["sh", "-c", "echo; sleep 60; :", "sh", "--client", "1"]
+    sleeping = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
+        sleeping.stdout.read(1)  # a process that has only just begun has no command line yet
         assert gpu_steps.child(os.getpid(), b"\0--client\x001\0") == sleeping.pid
     finally:
         os.killpg(sleeping.pid, signal.SIGKILL)
-        sleeping.wait()
+        sleeping.communicate()
 
 
 def test_a_step_has_a_process_of_its_own_and_a_limit():

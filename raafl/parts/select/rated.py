@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +39,8 @@ class Rated(Select):
         seconds: limit on a task's predicted time, links included; None = no limit.
         flops: limit on a task's training FLOPs.
         wire_bytes: limit on a task's bytes, down and up.
+        steps_within_s: make as many local steps as are predicted to be done within so many seconds, links included, and 1 at
+            least, so that the fast do more where the slow would be waited for; None = as many as `train` says, for all.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -47,6 +50,7 @@ class Rated(Select):
     seconds: float | None = None
     flops: float | None = None
     wire_bytes: float | None = None
+    steps_within_s: float | None = None
 
     def __post_init__(self) -> None:
         choices = {"selector": SELECTORS, "rate_of": RateOf, "rounds": Rounds}
@@ -56,8 +60,11 @@ class Rated(Select):
             fraction("a rate in rates", rate)
         if not self._all_rates():
             raise BadInput("rates is empty: give a number, a list of numbers, or a number for each name of device")
-        for name in ("seconds", "flops", "wire_bytes"):
+        for name in ("seconds", "flops", "wire_bytes", "steps_within_s"):
             positive(name, getattr(self, name), optional=True)
+        if self.steps_within_s is not None:
+            reason = "steps_within_s says how many steps a client makes with what its rate gives it"
+            refuse_unused(reason, seconds=(self.seconds, None), flops=(self.flops, None))
 
     def _all_rates(self) -> list[float]:
         if isinstance(self.rates, dict):
@@ -86,11 +93,11 @@ class Rated(Select):
             state = {name: fleet.state.values[name] for name in submodels.parameters}
         seed = derive_seed(fleet.seed, "rated", client.id)
         spec = SELECTORS[self.selector](submodels.axes, width, state=state, seed=seed, round=round)
-        return Work(spec, region=client.id)
+        return Work(spec, region=client.id, num_steps=self._steps(client, spec, fleet))
 
     def check(self, fleet: Fleet) -> list[str]:
-        """Name each client that has no rate, or that nothing fits."""
-        return fleet.problems(lambda client: self._size(client, fleet))
+        """Name each client that has no rate, that nothing fits, or whose steps would have no end."""
+        return fleet.problems(lambda client: self(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
@@ -103,6 +110,19 @@ class Rated(Select):
         return uncut(submodels, "cut by rates") if cuts else []
 
     # ---- how much ----
+
+    def _steps(self, client: ClientInfo, spec: Spec, fleet: Fleet) -> int | None:
+        """Return how many steps fit; raises `BadInput` where one takes no time."""
+        if self.steps_within_s is None:
+            return None
+        one_s, two_s = (fleet.cost_s(client, Work(spec, num_steps=num)) for num in (1, 2))
+        if two_s <= one_s:
+            raise BadInput(
+                f"client {client.id}: steps_within_s is {self.steps_within_s:g}, and its steps are predicted to take no time: "
+                f"give its device '{client.profile.name}' a finite flops_per_s"
+            )
+        # what a step more costs is the same for each, and a hair's breadth is forgiven
+        return max(1 + math.floor((self.steps_within_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
     def _size(self, client: ClientInfo, fleet: Fleet) -> float:
         """Return the client's rate for each axis."""
@@ -136,7 +156,8 @@ class Rated(Select):
             rates = ", ".join(f"{rate:g}" for rate in self._all_rates())
         words = f"{self.selector} units, at most {rates} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
-        return words + "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
+        words += "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
+        return words + ("" if self.steps_within_s is None else f", as many steps as {self.steps_within_s:g} s allow")
 
 
 def by_rate(

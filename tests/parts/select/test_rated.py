@@ -146,6 +146,26 @@ def test_what_a_client_measures_itself_is_part_of_its_seconds():
     assert given(flops=5 * flops) == hidden(range(6))
 
 
+def test_steps_fill_the_seconds_that_a_task_is_to_take():
+    spec = hidden(range(8))
+    cost = needed(spec)
+    link = {"down_bytes_per_s": 50.0, "up_bytes_per_s": 100.0}
+    slow, fast, dear = client(1, flops_per_s=100.0, **link), client(2, flops_per_s=1000.0, **link), client(3, flops_per_s=1.0, **link)
+    fleet = fleet_of(slow, fast, dear)
+    linked_s, step_s = cost.down_bytes / 50 + cost.up_bytes / 100, cost.flops_per_sample / 100  # batches of one sample
+
+    def given(steps):
+        return [Rated(rates=0.25, steps_within_s=linked_s + steps * step_s)(one, fleet) for one in (slow, fast, dear)]
+
+    assert [(work.spec, work.num_steps) for work in given(3)] == [(spec, 3), (spec, 30), (spec, 1)]
+    assert [work.num_steps for work in given(2.99)] == [2, 29, 1]
+    assert fleet.cost_s(fast, given(3)[1]) == pytest.approx(linked_s + 3 * step_s)
+    assert Rated(rates=0.25)(slow, fleet).num_steps is None
+    assert Rated(steps_within_s=9.0).check(fleet_of(client(4, name="laptop", flops_per_s=float("inf")))) == [
+        "client 4: steps_within_s is 9, and its steps are predicted to take no time: give its device 'laptop' a finite flops_per_s"
+    ]
+
+
 def test_of_data_that_only_a_client_has_the_test_part_goes_by_its_share():
     tests, one = OwnTests({1: 100}, share=0.2), client(1)
     assert tests.of(one) == 100 and tests.of(client(2)) == 0
@@ -198,6 +218,8 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
         ({"rate_of": "params"}, "rate_of is 'params': did you mean 'parameters'"),
         ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
         ({"seconds": 0}, "seconds is 0"),
+        ({"steps_within_s": 0}, "steps_within_s is 0"),
+        ({"steps_within_s": 9, "seconds": 9}, "seconds is 9, but steps_within_s says how many steps"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -211,6 +233,7 @@ def test_in_words():
         str(Rated("rolling", {"phone": 0.5}, "width", seconds=9))
         == "rolling units, at most phone 0.5 of the width, 9 s"
     )
+    assert str(Rated(steps_within_s=9)) == "leading units, at most 1 of the model, as many steps as 9 s allow"
 
 
 # ---- in algorithms ----

@@ -163,19 +163,22 @@ def test_what_is_cancelled_is_forgotten_or_was_in_vain(small):
 
 
 @pytest.mark.parametrize(
-    ("together_s", "trial_s", "share", "says"),
+    ("together_s", "first_s", "trial_s", "share", "says"),
     [
-        (1.0, 8.0, 11 / 20, ""),
-        (4.0, 8.0, 0.0, "4 clients take as long together"),
-        (1.0, 3.9, 0.0, ""),
-        (2.9, 4.0, 11 / 20, ""),  # a second trial takes 2.9 s, and 12 tasks that wait would save 0.275 s each
-        (3.0, 4.0, 0.0, ""),  # 3 s, and 12 times 0.25 s
+        (1.0, 0.0, 8.0, 11 / 20, ""),
+        (4.0, 0.0, 8.0, 0.0, "4 clients take as long together"),
+        (1.0, 0.0, 3.9, 0.0, ""),
+        (2.9, 0.0, 4.0, 11 / 20, ""),  # a second trial takes 2.9 s, and 12 tasks that wait would save 0.275 s each
+        (3.0, 0.0, 4.0, 0.0, ""),  # 3 s, and 12 times 0.25 s
+        (1.0, 0.5, 4.5, 11 / 20, ""),  # the first trial is taken for four tasks and what it takes beside them
+        (1.0, 0.5, 4.4, 0.0, ""),
     ],
 )
 def test_auto_leaves_to_the_loop_what_is_not_faster_together_or_dear_to_try(
-    monkeypatch, together_s, trial_s, share, says
+    monkeypatch, together_s, first_s, trial_s, share, says
 ):
     monkeypatch.setattr(cohorts, "_TRIALS", (4, 4))
+    monkeypatch.setattr(cohorts, "_FIRST_S", first_s)
     monkeypatch.setattr(cohorts, "_TRIAL_S", trial_s)
     clock, alone, together = [0.0], cohorts.attempt, cohorts.CohortTrainer.train
 

@@ -34,9 +34,10 @@ MOST_BYTES = 1 << 25
 """Values, gradients and optimiser state of a cohort at most, so that they stay in the processor's cache."""
 _TRIALS = (8, 16)  # clients in the cohorts that are trained both ways: to compare, and, when all is warm, to time
 _LEAST, _LEAST_AUTO = 2, 4
-_GAIN = 1.1  # of cohorts over the loop, below which they are not worth it: short trials are not measured more closely
-_TRIAL_S, _TRIAL_SHARE = 0.3, 0.02  # what all trials may take with auto: so long, or that share of the loop's time
+_GAIN = 1.2  # of cohorts over the loop, below which they are not worth it: short trials are not measured more closely
+_TRIAL_S, _TRIAL_SHARE = 0.5, 0.02  # what all trials may take with auto: so long, or that share of the loop's time
 _TRIAL_AHEAD = 0.05  # share of the time that is left of a short run, of which they take no more
+_FIRST_S = 0.07  # what the first trial takes beside its tasks: products are tried both ways, and nothing is warm
 _MOST_PARTED = 3  # cohorts in which clients went different ways, after which a spec is left to the loop
 
 _ALONE: Like = (FULL, -1, -1)  # of tasks that are to be trained by the loop
@@ -213,7 +214,7 @@ class Cohorts(Executor):
             self._num_cohorts += bool(rest)
             self._num_in_cohorts += len(rest)
             return
-        if seconds >= loop_s and self._together.num_known > known:  # it has tried products meanwhile
+        if self._together.num_known > known:  # it has tried products meanwhile, which no other will
             begun = time.thread_time()
             self._together.train(members)
             seconds = time.thread_time() - begun
@@ -244,7 +245,7 @@ class Cohorts(Executor):
     def _may_try(self, kind: Like, size: int) -> bool:
         """Check whether all trials, with one more, take little beside the loop, or this one less than it promises to save."""
         standing = self._standing[kind]
-        trial_s = self._tried_s + standing.alone_s * size
+        trial_s = self._tried_s + standing.alone_s * size + (0.0 if self._together.num_known else _FIRST_S)
         ahead_s = math.inf if self.needed is None else self.needed * standing.alone_s
         allowed_s = max(min(_TRIAL_S, _TRIAL_AHEAD * ahead_s), _TRIAL_SHARE * self._loop_s)
         if self._most != "auto" or trial_s <= allowed_s:

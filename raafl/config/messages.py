@@ -248,6 +248,11 @@ class _Explained(Check):
         typed = {a.dest[3:]: t for a in parser._actions if (t := getattr(a, "_typehint", None)) is not None}
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
+    def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
+        """Take a class path for an object without arguments, too: an option may give it alone."""
+        spec = {"class_path": value} if hint in KINDS and isinstance(value, str) and "." in value else value
+        return super()._tried(spec, hint, where, rule)
+
     def scalar(self, value: Any, hint: Any, rule: str) -> bool:
         """Ask jsonargparse whether it takes the value for one of the type."""
         from jsonargparse import ArgumentParser
@@ -309,7 +314,11 @@ def _parser_of(factory: Any) -> ArgumentParser:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``new`` over ``old``, table by table."""
+    """Put ``new`` over ``old``, table by table; a table over a name has the arguments of what is named."""
+    old = {
+        n: {"class_path": x, "init_args": {}} if isinstance(x, str) and isinstance(new.get(n), dict) else x
+        for n, x in old.items()
+    }
     both = {n: _merged(old[n], new[n]) for n in new if isinstance(old.get(n), dict) and isinstance(new[n], dict)}
     return {**old, **new, **both}
 

@@ -106,11 +106,12 @@ class Session(threading.Thread):
         self._plan = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(self._plan), Up(self._plan)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
-        # While a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time. `_stopping` is set
-        # before the lock is tried, and looked at after it is given back, so that one of the two tells the client, once.
+        # While it greets and while a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time.
+        # `_stopping` is set before the lock is tried, and looked at after it is given back, so that one of the two tells the
+        # client, once.
         self._sending = threading.Lock()
         self._stopping: str | None = None
-        self._told = False
+        self._told, self._welcomed = False, False
         self._share, self._num_samples, self._num_damaged = share, 0, 0
         self._local = local or Local()
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
@@ -120,11 +121,14 @@ class Session(threading.Thread):
         self._outbox.put(_Task(assignment, snapshot))
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Tell the client to stop, also in the middle of a task; ``wait_s`` is for one that takes nothing in."""
+        """Tell the client to stop, also in the middle of a task, or while it builds its model.
+
+        ``wait_s`` is for one that takes nothing in.
+        """
         self._stopping = reason
         self._outbox.put(reason)
         # While the thread waits for an answer nobody sends; if it is about to, it will find the reason itself.
-        if self._out is not None and self._sending.acquire(blocking=False):
+        if (self._out is not None or not self._welcomed) and self._sending.acquire(blocking=False):
             try:
                 self._say_stop(reason, wait_s)
             finally:
@@ -177,7 +181,8 @@ class Session(threading.Thread):
         """Check that the client runs the same raafl, config and model, and welcome it; return what it is, and its HELLO."""
         hello = pair.recv(_nothing, self._waits.join_s)
         if hello.kind is Kind.CONFIG and self._terms.config_yaml:
-            pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
+            with self._sending:
+                pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
             hello = pair.recv(_nothing, self._waits.join_s)
         base = self._submodels.base
         expected = {"raafl": __version__, "model": self._submodels.layout().fingerprint}
@@ -193,15 +198,19 @@ class Session(threading.Thread):
                 f"{foreign(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
             )
         if problem is not None:
-            self._say_stop(f"refused: {problem}")
+            with self._sending:
+                self._say_stop(f"refused: {problem}")
             raise Refused("incompatible", problem)
         try:
             info = client_of(hello.meta, self.client, self.incarnation, self._share)
         except TooMany as refused:
-            self._say_stop(f"refused: {refused.detail}")
+            with self._sending:
+                self._say_stop(f"refused: {refused.detail}")
             raise
         refuted = {"kept_whole": sorted(self._submodels.refuted)} if self._submodels.refuted else {}
-        pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
+        with self._sending:
+            pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
+        self._welcomed = True
         return info, hello.meta
 
     def _take_late(self, hello: dict[str, Any]) -> None:

@@ -94,6 +94,21 @@ def test_a_class_of_the_users_own_with_types_of_its_own_and_arguments_of_its_bas
         assert refused("--config", str(tmp_path / "a.yaml")) == f"{says} ({tmp_path / 'a.yaml'}, line 1)"
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("steps_within_s abc", "algorithm.submodel.steps_within_s is 'abc': give a number or null"),
+        ("selector leadin", "algorithm.submodel.selector is 'leadin': give one of leading, rolling, random, magnitude"),
+        ("stepss 1", "unknown field algorithm.submodel.stepss: did you mean 'steps_within_s'?"),
+        ("rates [1.0,2.0]", "a rate in rates is 2.0: give a number above 0, at most 1"),
+    ],
+)
+def test_options_of_an_object_that_is_named_by_an_option(option, says):
+    name, value = option.split()
+    named = ("--algorithm", "fed_avg", "--algorithm.submodel", "raafl.parts.Rated")
+    assert refused("--config", "quickstart", *named, f"--algorithm.submodel.{name}", value) == says
+
+
 def test_what_an_object_inside_another_says_of_its_values(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(

@@ -188,6 +188,18 @@ def test_a_stop_reaches_a_client_in_the_middle_of_its_task(table):
     assert table.event(0.0) is None  # not lost: let go
 
 
+def test_a_stop_reaches_a_client_that_still_builds_its_model(table):
+    table.session.stop("max_updates")
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.hello()
+    assert table.hear().kind is Kind.WELCOME
+    table.session.join(timeout=WAIT_S)
+    assert not table.session.is_alive()  # and is not told again
+    with pytest.raises(PeerLost):
+        table.hear()
+
+
 def test_a_stop_reaches_a_client_whose_task_is_just_being_sent(table):
     """`stop` comes when the message has gone out and its sender is about to let go of the pair."""
 

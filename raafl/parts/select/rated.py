@@ -39,8 +39,8 @@ class Rated(Select):
         seconds: limit on a task's predicted time, links included; None = no limit.
         flops: limit on a task's training FLOPs.
         wire_bytes: limit on a task's bytes, down and up.
-        steps_within_s: make as many local steps as are predicted to be done within so many seconds, links included, and 1 at
-            least, so that the fast do more where the slow would be waited for; None = as many as `train` says, for all.
+        steps_within_s: of the steps that `train` says, make only as many as are predicted to be done within so many seconds,
+            links included, and 1 at least, so that nobody is waited for longer; None = all of them, whatever they take.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -96,8 +96,8 @@ class Rated(Select):
         return Work(spec, region=client.id, num_steps=self._steps(client, spec, fleet))
 
     def check(self, fleet: Fleet) -> list[str]:
-        """Name each client that has no rate, that nothing fits, or whose steps would have no end."""
-        return fleet.problems(lambda client: self(client, fleet))
+        """Name each client that has no rate, or that nothing fits."""
+        return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: Fleet) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
@@ -112,17 +112,15 @@ class Rated(Select):
     # ---- how much ----
 
     def _steps(self, client: ClientInfo, spec: Spec, fleet: Fleet) -> int | None:
-        """Return how many steps fit; raises `BadInput` where one takes no time."""
-        if self.steps_within_s is None:
+        """Return how many steps fit into `steps_within_s`; None = all, as where there is no such limit."""
+        limit_s = self.steps_within_s
+        if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None
         one_s, two_s = (fleet.cost_s(client, Work(spec, num_steps=num)) for num in (1, 2))
-        if two_s <= one_s:
-            raise BadInput(
-                f"client {client.id}: steps_within_s is {self.steps_within_s:g}, and its steps are predicted to take no time: "
-                f"give its device '{client.profile.name}' a finite flops_per_s"
-            )
+        if two_s <= one_s:  # it is the links that take so long
+            return 1
         # what a step more costs is the same for each, and a hair's breadth is forgiven
-        return max(1 + math.floor((self.steps_within_s - one_s) / (two_s - one_s) + 1e-9), 1)
+        return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
     def _size(self, client: ClientInfo, fleet: Fleet) -> float:
         """Return the client's rate for each axis."""
@@ -157,7 +155,7 @@ class Rated(Select):
         words = f"{self.selector} units, at most {rates} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
         words += "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
-        return words + ("" if self.steps_within_s is None else f", as many steps as {self.steps_within_s:g} s allow")
+        return words + ("" if self.steps_within_s is None else f", only the steps that {self.steps_within_s:g} s allow")
 
 
 def by_rate(

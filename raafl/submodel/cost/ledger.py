@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from raafl.submodel.aside import tensors_in
 from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
@@ -29,7 +31,10 @@ _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten
 
 
 class Ledger(TorchDispatchMode):
-    """Counts all operations while it is entered; a condition on a tensor without values is false.
+    """Counts all operations while it is entered.
+
+    A condition on a tensor without values is false, as no mask is all ones and nothing is NaN; but where it asks whether any of
+    something else is so, as for the samples that an expert gets, it is true.
 
     Attributes:
         flops: multiplications and additions of matrix products, convolutions and attention.
@@ -48,6 +53,7 @@ class Ledger(TorchDispatchMode):
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
         self.kernels: Counter[Any] = Counter()
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._answers = WeakIdKeyDictionary()
         for tensor in held:
             self._note(tensor, counted=False)
 
@@ -55,11 +61,15 @@ class Ledger(TorchDispatchMode):
         """Run one operation and enter it."""
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return False  # no mask is all ones, nothing is NaN
+            return self._answers.get(args[0], False)  # type: ignore[no-untyped-call]
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         packet, form = func._overloadpacket, form_of(func, args, kwargs)
         result = args[0] if packet in _CHANGES and args[0].is_meta else run(func, args, kwargs, form)
+        if packet is _aten.any and isinstance(result, Tensor):
+            self._answers[result] = self._answers.get(args[0], True)  # type: ignore[no-untyped-call]
+        elif _finds_nothing(packet, args):
+            self._answers[result] = False
         with torch._C.DisableTorchFunction():
             work = form.cost if form is not None and form.cost is not None else counted(func, args, kwargs, result)
             made = [result] if isinstance(result, Tensor) else tensors_in(result)
@@ -93,6 +103,15 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
+def _finds_nothing(packet: Any, args: Any) -> bool:
+    """Check whether an operation looks for what is not finite: `isnan` is ``x != x``, `isinf` is ``abs(x) == inf``."""
+    if packet is _aten.ne:
+        return args[0] is args[1]
+    return packet in (_aten.isnan, _aten.isinf) or (
+        packet is _aten.eq and isinstance(args[1], float) and math.isinf(args[1])
+    )
+
+
 class OperationCost(NamedTuple):
     """What one operation does and moves, as a `Ledger` counts it; ``num_bytes`` are those of operands and results as they are."""
 
@@ -118,7 +137,12 @@ def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
 def _formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
-    return {**flop_registry, _aten._grouped_mm: _grouped_flops}
+    attention, backward = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
+    of_cpu = {  # torch before 2.15 has no count of a processor's, which do what those of a GPU do
+        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[attention],
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
+    }
+    return {**of_cpu, **flop_registry, _aten._grouped_mm: _grouped_flops}
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:

@@ -23,6 +23,8 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 memo[id(part.__dict__[attribute])] = sentinel
         # a dozen tables of hooks that are nearly always empty: deepcopy takes half of its time for them
         memo |= {id(x): type(x)() for x in vars(part).values() if type(x) in (dict, OrderedDict, set) and not x}
+        # what a hook computes anew before each forward, such as the weight of `nn.utils.weight_norm`, deepcopy refuses
+        memo |= {id(x): x.detach() for x in vars(part).values() if isinstance(x, Tensor) and not x.is_leaf}
     small = copy.deepcopy(module, memo)
     for part in small.modules():
         for attribute in _ATTACHED:

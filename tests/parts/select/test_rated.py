@@ -146,24 +146,31 @@ def test_what_a_client_measures_itself_is_part_of_its_seconds():
     assert given(flops=5 * flops) == hidden(range(6))
 
 
-def test_steps_fill_the_seconds_that_a_task_is_to_take():
+def test_who_is_too_slow_makes_only_the_steps_that_the_seconds_allow():
     spec = hidden(range(8))
     cost = needed(spec)
     link = {"down_bytes_per_s": 50.0, "up_bytes_per_s": 100.0}
-    slow, fast, dear = client(1, flops_per_s=100.0, **link), client(2, flops_per_s=1000.0, **link), client(3, flops_per_s=1.0, **link)
-    fleet = fleet_of(slow, fast, dear)
-    linked_s, step_s = cost.down_bytes / 50 + cost.up_bytes / 100, cost.flops_per_sample / 100  # batches of one sample
+    slow, fast, dear = (
+        client(number, flops_per_s=speed, **link) for number, speed in ((1, 100.0), (2, 1000.0), (3, 1.0))
+    )
+    linked = client(4, flops_per_s=float("inf"), down_bytes_per_s=0.01)
+    fleet = fleet_of(slow, fast, dear, linked)  # an epoch is 5 steps of one sample
+    linked_s, step_s = cost.down_bytes / 50 + cost.up_bytes / 100, cost.flops_per_sample / 100
 
     def given(steps):
-        return [Rated(rates=0.25, steps_within_s=linked_s + steps * step_s)(one, fleet) for one in (slow, fast, dear)]
+        select = Rated(rates=0.25, steps_within_s=linked_s + steps * step_s)
+        works = [select(one, fleet) for one in (slow, fast, dear, linked)]
+        assert {work.spec for work in works} == {spec} and select.check(fleet) == []
+        return [work.num_steps for work in works]
 
-    assert [(work.spec, work.num_steps) for work in given(3)] == [(spec, 3), (spec, 30), (spec, 1)]
-    assert [work.num_steps for work in given(2.99)] == [2, 29, 1]
-    assert fleet.cost_s(fast, given(3)[1]) == pytest.approx(linked_s + 3 * step_s)
+    assert given(3) == [3, None, 1, 1]
+    assert given(2.99) == [2, None, 1, 1]
+    assert given(0.45) == [1, 4, 1, 1]
+    assert given(5) == [None, None, 1, 1]
+    assert fleet.cost_s(slow, Rated(rates=0.25, steps_within_s=linked_s + 3 * step_s)(slow, fleet)) == pytest.approx(
+        linked_s + 3 * step_s
+    )
     assert Rated(rates=0.25)(slow, fleet).num_steps is None
-    assert Rated(steps_within_s=9.0).check(fleet_of(client(4, name="laptop", flops_per_s=float("inf")))) == [
-        "client 4: steps_within_s is 9, and its steps are predicted to take no time: give its device 'laptop' a finite flops_per_s"
-    ]
 
 
 def test_of_data_that_only_a_client_has_the_test_part_goes_by_its_share():
@@ -233,7 +240,7 @@ def test_in_words():
         str(Rated("rolling", {"phone": 0.5}, "width", seconds=9))
         == "rolling units, at most phone 0.5 of the width, 9 s"
     )
-    assert str(Rated(steps_within_s=9)) == "leading units, at most 1 of the model, as many steps as 9 s allow"
+    assert str(Rated(steps_within_s=9)) == "leading units, at most 1 of the model, only the steps that 9 s allow"
 
 
 # ---- in algorithms ----

@@ -287,3 +287,42 @@ def test_an_exit_that_the_step_does_not_use_has_no_gradient():
     assert with_it.flops_per_sample == without.flops_per_sample
     assert with_it.down_bytes - without.down_bytes == head
     assert with_it.peak_bytes - without.peak_bytes == 2 * head  # as received, and in the module
+
+
+class Routed(nn.Module):
+    """Experts that are called with the samples that are dealt to them, if any are, as mixtures are written by hand."""
+
+    def __init__(self, checked=False):
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.checked = checked
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, index):
+        x = batch[0]
+        dealt = self.gate(x).argmax(-1)
+        if self.checked:
+            if torch.isnan(x).any() or torch.isinf(x).any():
+                raise ValueError("not finite")
+            return self.experts[0](x).sum()
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = dealt == number
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return out.sum()
+
+
+def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing():
+    batch = (torch.randn(4, 8), LABELS)
+    cost = Submodels(Routed(), batch).cost(FULL, 4)
+    assert cost.guessed.startswith(
+        "the training step cannot be followed without values ("
+    )  # how many there are is not known
+    assert cost.flops_per_sample == 6 * sum(p.numel() for p in Routed().parameters())
+    # what asks for values that are not finite finds none: gate and expert, forward and for the weights, and no more for x
+    checked = Submodels(Routed(checked=True), batch).cost(FULL, 4)
+    assert checked.guessed == "" and checked.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
@@ -85,3 +86,30 @@ def model_of():
 
     torch.manual_seed(0)
     return model_zoo.MLP(64, (12,), 10, lr=0.1)
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 12),
+            nn.ReLU(),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(12, 6)),
+            nn.ReLU(),
+            nn.Linear(6, 3),
+        )
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_buffers_that_are_computed_from_parameters_have_values_where_those_have_none():
+    """A plan makes the model without values; the vectors of a spectral norm, at 0, would divide by 0."""
+    batch = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+    real = Spectral()
+    with skeleton():
+        bare = Spectral()
+    for module in (real, bare):
+        submodels = Submodels(module, batch)
+        assert sorted(axis.size for axis in submodels.axes.values()) == [6, 12]
+        assert proof.refuted(submodels, module, batch) == {}

@@ -106,7 +106,7 @@ def test_a_class_of_the_users_own_with_types_of_its_own_and_arguments_of_its_bas
 def test_options_of_an_object_that_is_named_by_an_option(option, says):
     name, value = option.split()
     named = ("--algorithm", "fed_avg", "--algorithm.submodel", "raafl.parts.Rated")
-    assert refused("--config", "quickstart", *named, f"--algorithm.submodel.{name}", value) == says
+    assert refused(*named, f"--algorithm.submodel.{name}", value) == says
 
 
 def test_what_an_object_inside_another_says_of_its_values(tmp_path):

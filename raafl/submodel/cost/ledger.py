@@ -31,10 +31,7 @@ _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten
 
 
 class Ledger(TorchDispatchMode):
-    """Counts all operations while it is entered.
-
-    A condition on a tensor without values is false, as no mask is all ones and nothing is NaN; but where it asks whether any of
-    something else is so, as for the samples that an expert gets, it is true.
+    """Counts all operations while it is entered; a condition on a tensor without values is false.
 
     Attributes:
         flops: multiplications and additions of matrix products, convolutions and attention.
@@ -44,6 +41,8 @@ class Ledger(TorchDispatchMode):
         kernels: how many operations that are not mere views there were of each kind.
         live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
         peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
+        asked: whether a condition asked if any of a tensor is so (but for what is not finite), as for the samples of an expert.
+        some: what such a condition is told.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -52,6 +51,7 @@ class Ledger(TorchDispatchMode):
         self.flops, self.padding_flops = 0.0, 0.0
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
         self.kernels: Counter[Any] = Counter()
+        self.asked = self.some = False
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._answers = WeakIdKeyDictionary()
         for tensor in held:
@@ -61,7 +61,9 @@ class Ledger(TorchDispatchMode):
         """Run one operation and enter it."""
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return self._answers.get(args[0], False)  # type: ignore[no-untyped-call]
+            about_some = self._answers.get(args[0], False)  # type: ignore[no-untyped-call]
+            self.asked = self.asked or about_some
+            return about_some and self.some  # no mask is all ones, nothing is NaN
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         packet, form = func._overloadpacket, form_of(func, args, kwargs)

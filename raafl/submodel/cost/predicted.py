@@ -57,6 +57,9 @@ class Cost:
     guessed: str = ""
 
 
+_BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activations"
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a step needs beside the module and the batch.
@@ -122,24 +125,44 @@ def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu") if batch is not None else ():
         try:
-            return run.step(default), run.held_bytes
+            step = run.step(default)
         except Exception as error:
             run, failure = _Run(make(spec), batch), error
+        else:
+            return _with_some(make, spec, batch, default, step) if run.ledger.asked else step, run.held_bytes
     if failure is not None and spec != FULL and _runs_whole(make, batch):
         raise SpecError(
             f"{type(run.module).__name__}.training_step runs with the whole model, but not with {spec}: "
             f"{' '.join(str(failure).split())}: say in `submodel_axes` which dimensions go together"
         ) from failure
-    why = "there is no example batch"
-    step, instead = None, "6 FLOPs count for each parameter that trains, and no activations"
+    why, instead = "there is no example batch", _BY_PARAMETERS
     if failure is not None:
-        why = f"the training step cannot be followed without values ({line_of(failure)})"
+        why = _not_followed(failure)
         try:
             step, instead = run.forward(), "three times its forward pass counts"
         except Exception:
             run = _Run(make(spec), batch)
-    step = step or run.update()
+            step = run.update()
+    else:
+        step = run.update()
     return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
+
+
+def _with_some(make: Make, spec: Spec, batch: Any, default: str, step: Step) -> Step:
+    """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``."""
+    run = _Run(make(spec), batch)
+    run.ledger.some = True
+    try:
+        return run.step(default)
+    except NotImplementedError as error:  # such as how many samples an expert gets
+        guess = _Run(make(spec), batch).update()
+        return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
+    except Exception:  # the user's own, for values that are not as they should be
+        return step
+
+
+def _not_followed(error: Exception) -> str:
+    return f"the training step cannot be followed without values ({line_of(error)})"
 
 
 def _runs_whole(make: Make, batch: Any) -> bool:

@@ -306,7 +306,9 @@ class Routed(nn.Module):
         dealt = self.gate(x).argmax(-1)
         if self.checked:
             if torch.isnan(x).any() or torch.isinf(x).any():
-                raise ValueError("not finite")
+                raise NotImplementedError("not finite")
+            if (batch[1] > 9).any():
+                raise ValueError("no such class")
             return self.experts[0](x).sum()
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -323,6 +325,6 @@ def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing(
         "the training step cannot be followed without values ("
     )  # how many there are is not known
     assert cost.flops_per_sample == 6 * sum(p.numel() for p in Routed().parameters())
-    # what asks for values that are not finite finds none: gate and expert, forward and for the weights, and no more for x
+    # nothing is not finite, and a check of one's own finds nothing: gate and expert, and the expert's weights once more
     checked = Submodels(Routed(checked=True), batch).cost(FULL, 4)
     assert checked.guessed == "" and checked.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)

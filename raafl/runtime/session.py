@@ -145,6 +145,7 @@ class Session(threading.Thread):
         failure: TaskFailed | None = None
         try:
             pair = self._pair = self._connect()
+            self._say_if_stopping()
             info, hello = self._greet(pair)
             self._num_samples = info.num_samples
             self._inbox.put(Joined(info))
@@ -183,6 +184,7 @@ class Session(threading.Thread):
         if hello.kind is Kind.CONFIG and self._terms.config_yaml:
             with self._sending:
                 pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
+            self._say_if_stopping()
             hello = pair.recv(_nothing, self._waits.join_s)
         base = self._submodels.base
         expected = {"raafl": __version__, "model": self._submodels.layout().fingerprint}
@@ -239,6 +241,12 @@ class Session(threading.Thread):
                 return
             self._task(pair, command)
             self._out, idle_s = None, 0.0
+
+    def _say_if_stopping(self) -> None:
+        """Tell a client that is greeted of a stop that came when there was no pair yet, or when this thread sent."""
+        if self._stopping is not None:
+            with self._sending:
+                self._say_stop(self._stopping)
 
     def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
         """Tell the client, once."""

@@ -188,7 +188,10 @@ def test_a_stop_reaches_a_client_in_the_middle_of_its_task(table):
     assert table.event(0.0) is None  # not lost: let go
 
 
-def test_a_stop_reaches_a_client_that_still_builds_its_model(table):
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_stop_reaches_a_client_that_still_builds_its_model(table, connected):
+    while connected and table.session._pair is None:
+        time.sleep(0.001)
     table.session.stop("max_updates")
     message = table.hear()
     assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -32,6 +33,9 @@ with quick_imports():  # what stays is looked through for garbage neither here n
     from tests.remembered import remember
 
     remember()
+
+hypothesis.settings.register_profile("raafl", deadline=None)  # by the wall clock, which goes on while others compute
+hypothesis.settings.load_profile("raafl")
 
 # A shell ignores SIGINT for what it starts with &, nohup SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -110,7 +110,7 @@ def test_the_servers_output_goes_where_the_supervisors_goes_and_a_clients_into_i
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_client_that_does_not_leave_is_killed(stopped, run, tmp_path):
     """It had SIGTERM before, unless it was stopped and could not take it."""
-    patience = {"leave_s": 0.1, "stop_s": 0.5 if stopped else 1.5}
+    patience = {"leave_s": 0.1, "stop_s": 0.5 if stopped else 5.0}
     server = "until(lambda: 'deaf' in lines('client-1'))"
     deaf = "signals('SIGTERM'); note('deaf'); "
     if stopped:
@@ -268,9 +268,9 @@ def test_ctrl_c_in_a_terminal_reaches_the_server_once_and_no_client(started, tmp
 def test_a_server_that_does_not_heed_the_second_ctrl_c_is_killed(started, tmp_path):
     process = started(SERVER.format(num=99), "note('ready'); " + FOR_EVER, policy={"stop_s": 0.5})
     ready(tmp_path)
-    for count in (1, 2):
-        process.send_signal(signal.SIGINT)
-        wait_for(lambda: len(got(tmp_path, "the-server")) >= count, "the signal")  # noqa: B023
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: got(tmp_path, "the-server"), "the signal")  # else two alike are one
+    process.send_signal(signal.SIGINT)  # the server may be killed before it can note this one
     assert process.wait(60) == 130
     assert not running(tmp_path)
 

@@ -146,14 +146,17 @@ def test_a_client_that_is_killed_is_noticed(hub, victims, doing):
 
     with hub.accepted(client) as server:
         assert server.recv(nothing, WAIT_S).kind is Kind.HELLO
+        later = threading.Timer(0.1, kill)
         if doing != "sending":
-            threading.Timer(0.1, kill).start()
+            later.start()
         with pytest.raises(PeerLost):  # within half the time that it would take to find it silent
             if doing == "receiving":
                 server.send(Message(Kind.ASSIGN, 1, 0, {}, random_flat(8 * CHUNK)), 2 * WAIT_S)
             else:
                 server.recv(kill if doing == "sending" else nothing, 2 * WAIT_S)
         assert server.closed
+    if doing != "sending":
+        later.join()  # of two threads that wait for a process, one is told nothing
     process.join()
     assert process.exitcode == -signal.SIGKILL
 

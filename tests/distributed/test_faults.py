@@ -28,10 +28,10 @@ THIRTY_STEPS = Training(num_epochs=None, num_steps=30)
 
 
 class Dawdling(MLP):
-    """Its second client takes a second for each step, the others a hundredth."""
+    """Its second client takes a second for each step, the others three hundredths."""
 
     def training_step(self, batch, batch_idx):
-        time.sleep(1.0 if here.RANK == 2 else 0.01)
+        time.sleep(1.0 if here.RANK == 2 else 0.03)
         return super().training_step(batch, batch_idx)
 
 
@@ -88,7 +88,7 @@ def test_a_client_killed_in_a_task_is_lost_alone_and_at_once(tmp_path, algorithm
 
 def test_a_client_that_hangs_is_lost_at_its_deadline(tmp_path):
     """The others go on meanwhile, and afterwards: the run ends at their sixth update from then on."""
-    waits = replace(SHORT, task_s=1.5, stop_s=2.0)
+    waits = replace(SHORT, task_s=5.0, stop_s=2.0)
     more = {"model": lambda: Slowly(64, (24,), 10), "waits": waits, "max_updates": None, "max_time": 100.0}
     with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
         stopped_at, later = [], []
@@ -111,9 +111,9 @@ def test_a_client_that_hangs_is_lost_at_its_deadline(tmp_path):
     assert run.summary["finished"] == "stopped: seen"
     assert all(isinstance(event, Arrived) for event in later[1:7])
     (row,) = lost_rows(run)
-    assert (row["client"], row["outcome"]) == ("2", "lost:timeout: nothing from the peer within 1.5 s")
+    assert (row["client"], row["outcome"]) == ("2", "lost:timeout: nothing from the peer within 5 s")
     (put_at,) = [at for at, event in inbox.put_at if isinstance(event, Lost) and event.client == 2]
-    assert 1.4 < put_at - stopped_at[0] < SHORT.task_s / 2
+    assert 4.9 < put_at - stopped_at[0] < SHORT.task_s / 2
     assert any(isinstance(event, Arrived) and stopped_at[0] < at < put_at for at, event in inbox.put_at)
     assert codes == {1: 0, 2: 0, 3: 0}  # by the time the second goes on, the run has ended
 
@@ -125,7 +125,7 @@ class Slowly(MLP):
 
 
 def test_a_round_does_not_wait_for_a_client_that_hangs_beyond_its_deadline(tmp_path):
-    with ranks(settings(tmp_path, fed_avg(), waits=replace(SHORT, task_s=1.0, stop_s=1.0), max_updates=9)) as fleet:
+    with ranks(settings(tmp_path, fed_avg(), waits=replace(SHORT, task_s=5.0, stop_s=1.0), max_updates=9)) as fleet:
         run = fleet.serve(after(3, Arrived, lambda: fleet.send(3, signal.SIGSTOP)))
     assert run.summary["finished"] == "max_updates"
     assert [row["client"] for row in lost_rows(run)] == ["3"]
@@ -135,7 +135,7 @@ def test_a_round_does_not_wait_for_a_client_that_hangs_beyond_its_deadline(tmp_p
 @pytest.mark.parametrize("when", ["before it joins", "while others are still to join"])
 def test_a_client_that_dies_before_the_start_is_not_waited_for(tmp_path, when):
     joins_s = 6.0 if when == "before it joins" else 40.0  # it may take seconds: c10d looks up names
-    waits = replace(SHORT, join_s=joins_s, idle_s=3.0)
+    waits = replace(SHORT, join_s=joins_s, idle_s=9.0)
     ready = tmp_path / "ready"
 
     def before(rank):
@@ -218,16 +218,16 @@ def test_a_slow_evaluation_delays_no_merge_and_measures_a_snapshot(tmp_path):
     def count(event):
         Measured.arrived += isinstance(event, Arrived)
 
-    more = {"model": lambda: Measured(64, (24,), 10, lr=0.05), "eval_every": 1, "max_updates": 120}
+    more = {"model": lambda: Measured(64, (24,), 10, lr=0.05), "eval_every": 1, "max_updates": 240}
     with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
         run = fleet.serve(Watched(count))
     assert run.summary["finished"] == "max_updates"
-    during = [end - start for start, end in Measured.spans if start and end < 120]
+    during = [end - start for start, end in Measured.spans if start and end < 240]
     assert max(during) >= 2  # within a sixth of an evaluation; none, or one, if merges waited for it
     # test data is six batches: no evaluation ends within 0.9 s, so most versions are passed over, in order
     versions = [int(row["version"]) for row in run.rows("metrics.csv")]
-    assert versions == sorted(versions) and versions[0] == 0 and versions[-1] == 120
-    assert len(versions) < 40
+    assert versions == sorted(versions) and versions[0] == 0 and versions[-1] == 240
+    assert len(versions) < 80
     merged_s = [float(row["arrived_s"]) for row in run.rows() if row["outcome"] == "merged"]
     gaps = [b - a for a, b in zip(sorted(merged_s), sorted(merged_s)[1:], strict=False)]
     assert sum(gap > 0.6 for gap in gaps) < len(versions) / 2  # of the 0.9 of each evaluation

@@ -206,7 +206,7 @@ def test_a_client_that_goes_in_the_middle_is_lost(table):
 
 
 def test_a_client_that_says_nothing_more_is_lost_at_the_deadline():
-    table = Table(task_s=0.5)
+    table = Table(task_s=4.0)
     try:
         table.assign()
         table.activations(0, [[3.0, 3.0], [1.0, -1.0]], [5.0, 2.0])

@@ -218,7 +218,7 @@ def test_a_worker_killed_while_it_waits_is_noticed(num_processes):
 
 
 def test_an_error_in_a_worker_is_told_with_its_own_words(tmp_path):
-    run = finish(experiment(tmp_path / "r", fed_async(), model=of(Broken), workers=2, max_updates=500))
+    run = finish(experiment(tmp_path / "r", fed_async(), model=of(Broken), workers=2, max_updates=100_000))
     assert run.summary["finished"].startswith("failed: client ") and "in the user's code" in run.summary["finished"]
     assert children() == []
 

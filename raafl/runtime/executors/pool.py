@@ -24,6 +24,7 @@ from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
 from raafl.runtime.transport.tcp import TcpPair
 
 Work = Callable[[TcpPair], None]
+_PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends them to all; the parent sees to them
 
 
 class Pool(OverRanks):
@@ -42,8 +43,12 @@ class Pool(OverRanks):
             context.Process(target=_worker, args=(place, pairs, does, num_threads), daemon=True)
             for place in range(len(pairs))
         ]
-        for process in self._processes:
-            process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # until the workers ignore them
+        try:
+            for process in self._processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, (ours, theirs) in enumerate(pairs, start=1):
             theirs.close()
             self.take_on(f"worker process {number}", partial(TcpPair, ours, FOR_EVER_S))
@@ -61,8 +66,9 @@ class Pool(OverRanks):
 
 def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], does: Work, num_threads: int) -> None:
     """Do what the parent asks for until it says that the run has ended, or is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a cluster sends them to all; the parent sees to them
+    for number in _PASSED_OVER:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_OVER)
     for ours, theirs in pairs:  # who is gone must not be kept alive by another's copy
         ours.close()
         if theirs is not pairs[place][1]:

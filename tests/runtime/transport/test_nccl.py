@@ -252,7 +252,7 @@ def test_emulated_nccl_that_moves_nothing_more_is_given_up_at_the_deadline(joine
         receiving = pool.submit(client.recv, lambda *_: payload(0.0, "cuda:1"), WAIT_S)
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: stuck)
         with pytest.raises(PeerTimeout, match="NCCL moved nothing more within "):
-            server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")), 0.2)
+            server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")), 3.0)
         client.close()
         with pytest.raises((PeerLost, PeerTimeout)):
             receiving.result()

@@ -112,7 +112,7 @@ class Rated(Select):
     # ---- how much ----
 
     def _steps(self, client: ClientInfo, spec: Spec, fleet: Fleet) -> int | None:
-        """Return how many steps fit into `steps_within_s`; None = all, as where there is no such limit."""
+        """Count the steps that fit into `steps_within_s`; None = all, as where there is no such limit."""
         limit_s = self.steps_within_s
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None

@@ -93,7 +93,7 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
             value.copy_(buffers[name])
             if name in statistics:
                 value.add_(0.3 * noise.abs())
-        elif name in buffers:  # computed from parameters without values, as the vectors of a spectral norm: 0 is no length
+        elif name in buffers:  # computed from parameters without values: a spectral norm's vectors of 0 have no length
             value.copy_(noise.abs()) if value.is_floating_point() else value.zero_()
         else:
             draw_(name, value, noise)

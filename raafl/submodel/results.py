@@ -21,6 +21,8 @@ _MOST = 8192
 _PLAIN = (Tensor, nn.Parameter)
 _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default  # called so, no mode of torch's functions sees it
+GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+"""Products of rows with the matrices of experts to which they are dealt out; None = torch has none."""
 
 
 @dataclass(slots=True)
@@ -77,12 +79,22 @@ def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
     """Run an operation, or make its result where that of its ``form`` is known."""
     if form is not None and form.made is not None:
         return _made(form.made)
-    result = func(*args, **kwargs)
+    grouped = func._overloadpacket is GROUPED and args[0].is_meta and args[0].dtype != torch.bfloat16
+    result = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
     if form is not None and _is_functional(func):
         form.made = _fresh(result, tensors_in((args, kwargs)))
         if form.made is not None:
             form.remember()
     return result
+
+
+def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Make the result of grouped products, for which the meta device asks for bfloat16 where a processor takes any type."""
+    shape = left.shape[-2], right.shape[-1]
+    if left.dim() == right.dim():
+        groups = left.shape[0] if offs is None else offs.shape[0]
+        return left.new_empty((groups, *shape))
+    return left.new_empty(shape)
 
 
 def _fresh(result: Any, before: list[Tensor]) -> Any:

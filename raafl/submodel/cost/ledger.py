@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raafl.submodel.aside import tensors_in
 from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
-from raafl.submodel.results import form_of, run
+from raafl.submodel.results import GROUPED, form_of, run
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -144,7 +144,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
         _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[attention],
         _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
     }
-    return {**of_cpu, **flop_registry, _aten._grouped_mm: _grouped_flops}
+    return {**of_cpu, **flop_registry, GROUPED: _grouped_flops}
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:

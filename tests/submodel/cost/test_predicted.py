@@ -328,3 +328,27 @@ def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing(
     # nothing is not finite, and a check of one's own finds nothing: gate and expert, and the expert's weights once more
     checked = Submodels(Routed(checked=True), batch).cost(FULL, 4)
     assert checked.guessed == "" and checked.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)
+
+
+class Grouped(nn.Module):
+    """Experts as one stack of matrices, with whose rows' products torch has one operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8, 16))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, index):
+        ends = torch.histc(batch[1].float(), 4, 0, 3).cumsum(0).to(torch.int32)
+        return torch._grouped_mm(self.below(batch[0]), self.experts, offs=ends).square().sum()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_flops_of_grouped_products_by_hand():
+    batch = (torch.randn(12, 8), torch.arange(12) // 3)
+    Grouped().training_step(batch, 0).backward()
+    cost = Submodels(Grouped(), batch).cost(FULL, 12)
+    assert cost.guessed == ""
+    assert cost.flops_per_sample == 2 * (2 * 8 * 8) + 3 * (2 * 8 * 16)  # no gradient of the batch

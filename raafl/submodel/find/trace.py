@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,10 @@ from raafl.submodel.find.watch import Watch
 from raafl.submodel.results import result_of
 
 TIMES = 3
-"""Steps on drawn values, each on others."""
+"""Steps on drawn values, each on others; so many more after one that reads parameters that none before has, such as an expert's."""
+
+SMALL = 1_000_000
+"""Parameters of a model up to which four times as many do."""
 
 LARGE = 20_000_000
 """Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""
@@ -210,22 +213,31 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     aside.watch_outputs(
         copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)]))
     )
-    times = TIMES if values else 1
-    for time in range(times + 1):
-        if time == times and not (values and tracer.num_conditions):
-            break
-        tracer.is_blind |= time == times  # once more as if no mask were all ones, so that padding is seen
+
+    def step(time: int) -> None:
         if values:
             tracer.forget()
             _draw(copy, time)
-        try:
-            torch.manual_seed(time)
-            with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
-                run(copy, batch)
-        except Exception as error:
-            if time < times:
-                seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
-            break
+        torch.manual_seed(time)
+        with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
+            run(copy, batch)
+
+    patience = TIMES * (4 if sum(p.numel() for p in copy.parameters()) <= SMALL else 1)
+    time, end, unread = 0, TIMES if values else 1, parameters
+    try:
+        while time < end:
+            step(time)
+            time, before, unread = time + 1, unread, tracer.untouched() & parameters
+            if values and unread and unread != before:
+                end = min(time + patience, 5 * patience)
+    except Exception as error:
+        if time < TIMES:
+            seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
+    else:
+        if values and tracer.num_conditions:  # once more as if no mask were all ones, so that padding is seen
+            tracer.is_blind, tracer.num_conditions = True, 0
+            with suppress(Exception):
+                step(time)
     beside = [path for path, part in copy.named_modules() if getattr(part, "is_beside_axes", False)]
     seen.untouched = {name for name in tracer.untouched() & parameters if not within(name, beside)}
     return seen

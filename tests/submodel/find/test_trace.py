@@ -71,6 +71,21 @@ def test_a_step_that_needs_values_runs_on_drawn_ones():
     assert all(f"model.experts.{i}.0" in members(found) for i in (0, 1))
 
 
+def test_two_samples_find_all_of_eight_experts():
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.head = nn.Linear(4, 8), nn.Linear(4, 2)
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)) for _ in range(8))
+
+        def forward(self, x):
+            chosen = self.gate(x).argmax(-1).tolist()
+            return self.head(torch.stack([self.experts[i](one) for i, one in zip(chosen, x, strict=True)]))
+
+    found = find_axes(Step(Mixture()), (torch.randn(2, 4), torch.tensor([0, 1])))
+    assert {f"model.experts.{i}.0" for i in range(8)} <= set(members(found))
+
+
 def test_an_axis_to_which_a_layer_may_belong_that_was_not_called_stays_whole():
     class Sometimes(nn.Module):
         def __init__(self) -> None:

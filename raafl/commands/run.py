@@ -128,8 +128,9 @@ class Run:
     def _show(self, state: RunState) -> None:
         """Let the view show ``state``, which is told of each row from now on."""
         state.say = self.progress.note if self.progress.verbose else None
-        self._state = self._writer.reader = state
-        self.progress.source = state.snapshot
+        self._state = state
+        if self.progress.mode != "quiet":
+            self._writer.reader, self.progress.source = state, state.snapshot
 
     def _start(self) -> dict[str, Any]:
         limits = self.parts.coordinator.limits

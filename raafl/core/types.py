@@ -362,9 +362,12 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     raise ValueError(f"{data['event']} is not an event that can be read back")
 
 
+_ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name != "extra")
+
+
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
     """Return the assignment as plain data, for the wire and the journal; an empty ``extra`` is left out."""
-    data = {one.name: getattr(assignment, one.name) for one in fields(assignment) if one.name != "extra"}
+    data = {name: getattr(assignment, name) for name in _ASSIGNED}
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
     return data | {"spec": assignment.spec.to_json()} | extra
 

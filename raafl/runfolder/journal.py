@@ -306,7 +306,8 @@ class _Table(Rows[list[Any]]):
         self._prepare()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self.add([_cell(row.get(name)) for name in self.columns])
+        get = row.get
+        self.add([value if type(value := get(name)) in _AS_THEY_ARE else _cell(value) for name in self.columns])
 
     def widen(self, new: Sequence[str]) -> None:
         """Add columns at the end; when the next row comes, those that are there are written again."""
@@ -331,6 +332,9 @@ class _Table(Rows[list[Any]]):
         return self._rows.pop().encode()
 
 
+_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
+
+
 class _Into:
     """What `csv.writer` takes for a file: each row it writes is appended to a list."""
 
@@ -343,7 +347,7 @@ def _line(value: JournalRow) -> bytes:
 
 
 def _cell(value: Any) -> Any:
-    if value is None or isinstance(value, int | float | str):
+    if isinstance(value, (int, float, str)):
         return value
     plain = _plain(value) if not isinstance(value, dict | list | tuple) else value
     return to_json(plain) if isinstance(plain, dict | list | tuple) else plain

@@ -35,6 +35,13 @@ def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+def seeded(seed: int) -> None:
+    """Begin anew with the random numbers of torch, numpy and Python, for what is compared with another that draws."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 @contextmanager
 def uncached() -> Iterator[None]:
     """Let functions with a cache (`functools.lru_cache`) forget what they work out meanwhile.
@@ -125,14 +132,25 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
-    """Return ``batch`` on the meta device, with ``batch_size`` samples (dimension 0 of its first tensor) if that is given."""
-    samples = next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 0)
+    """Return ``batch`` on the meta device, with ``batch_size`` samples if that is given."""
+    samples = num_samples(batch)
 
     def resized(x: Tensor) -> Tensor:
         is_sampled = batch_size is not None and x.dim() > 0 and x.shape[0] == samples
         return torch.empty((batch_size, *x.shape[1:]) if is_sampled else x.shape, dtype=x.dtype, device="meta")
 
     return mapped(batch, resized)
+
+
+def num_samples(batch: Any) -> int:
+    """Return how many samples a batch has: dimension 0 of its first tensor."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 0)
+
+
+def repeated(batch: Any, times: int) -> Any:
+    """Return a batch with its samples so many times."""
+    num = num_samples(batch)
+    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() > 0 and x.shape[0] == num else x)
 
 
 def loss_of(module: Any, batch: Any) -> Any:
@@ -154,6 +172,17 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
         value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
     else:
         value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+
+
+def draw(module: nn.Module, seed: int) -> None:
+    """Give all parameters such values, no two alike; numbers that are no floats become 0."""
+    generator = torch.Generator().manual_seed(7 + seed)
+    for name, parameter in module.named_parameters():
+        value = parameter.detach()
+        if value.is_floating_point():
+            draw_(name, value, torch.randn(value.shape, generator=generator))
+        else:
+            value.zero_()
 
 
 def place_of(error: Exception) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
+from raafl.submodel.aside import draw
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.bases import Bases
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
@@ -385,12 +386,20 @@ class Submodels:
         if spec.base is not None:
             return self.form(spec).cost(spec.cut, batch_size)
         from raafl.submodel.cost.predicted import predict
+        from raafl.submodel.find.trace import LARGE
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}
         return predict(
             lambda spec: self.shrink(spec, device="meta").module, spec, self.example_batch, batch_size, layouts,
             self.parameter_names, self.idle_bytes(spec),
+            self._with_values if sum(self.parameters.values()) <= LARGE else None,
         )  # fmt: skip
+
+    def _with_values(self, spec: Spec) -> nn.Module:
+        """Return the small module of ``spec`` with drawn values."""
+        module = self.shrink(spec, present=FlatTensors.zeros(self.layout(spec))).module
+        draw(module, 0)
+        return module
 
 
 def _is_float(tensor: Tensor) -> bool:

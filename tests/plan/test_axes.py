@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raafl.commands.cli import main
 from raafl.plan.axes import facts
 from raafl.plan.show import axes_text
-from raafl.submodel import Submodels
+from raafl.submodel import Submodels, aside
 from raafl.submodel.find import trace
 from raafl.submodel.prove import narrow
 
@@ -132,12 +132,12 @@ def test_a_long_table_is_cut_where_it_is_a_section_and_says_so():
 def test_a_large_model_needs_no_values(capsys, monkeypatch):
     """Two blocks of LLaMA, 367 million parameters: more than are ever drawn. The widest copy that has values is proven."""
     pytest.importorskip("transformers")
-    drawn, draw = [], trace._draw
+    drawn, draw = [], aside.draw
     monkeypatch.setattr(
         "raafl.submodel.prove.proof.drawn", lambda s, m: drawn.append(narrow.num_values(s)) or narrow.drawn(s, m)
     )
     monkeypatch.setattr(
-        trace, "_draw", lambda m, seed: drawn.append(sum(p.numel() for p in m.parameters())) or draw(m, seed)
+        aside, "draw", lambda m, seed: drawn.append(sum(p.numel() for p in m.parameters())) or draw(m, seed)
     )
     argv = [
         "--model",

@@ -159,6 +159,11 @@ TRANSFORMERS = {
              num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, num_feat_extract_layers=2, mask_time_prob=0.0,
              layerdrop=0.0, classifier_proj_size=16, num_labels=2, apply_spec_augment=False),
         lambda: {"input_values": torch.randn(2, 400), "labels": torch.tensor([0, 1])}),
+    "Wav2Vec2": Architecture(  # which hides drawn spans of what it hears
+        _hub("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WIDE, vocab_size=WORDS, conv_dim=(16, 16), conv_stride=(5, 2),
+             conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+             classifier_proj_size=16, num_labels=2),
+        lambda: {"input_values": torch.randn(2, 4000), "labels": torch.tensor([0, 1])}),
     "Whisper": Architecture(
         _hub("WhisperForConditionalGeneration", "WhisperConfig", **TEXT, d_model=32, encoder_layers=1, decoder_layers=1,
              encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8,

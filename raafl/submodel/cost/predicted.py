@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from raafl.submodel.aside import call, line_of, loss_of, meta_batch, settle, tensors_in, uncached
+from raafl.submodel.aside import (
+    call,
+    line_of,
+    loss_of,
+    meta_batch,
+    num_samples,
+    repeated,
+    seeded,
+    settle,
+    tensors_in,
+    uncached,
+    undisturbed,
+)
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
@@ -83,14 +95,16 @@ class Step:
 
 def predict(
     make: Make, spec: Spec, example_batch: Any, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
-    idle_bytes: int,
+    idle_bytes: int, real: Make | None = None,
 ) -> Cost:  # fmt: skip
     """Predict the cost of training ``spec``, without allocating it.
 
     One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
-    tensors have a size and no values; what is alive is followed from operation to operation. Where the step cannot run (it
-    reads values, or there is none), a forward pass counts three times and all gradients are taken to be there with all
-    activations; without an example batch 6 FLOPs count for each parameter that trains, and no activations.
+    tensors have a size and no values; what is alive is followed from operation to operation. A step that needs values (it
+    reads some, or deals samples out to experts) is followed on drawn ones, of the example's samples and of twice as many, from
+    which a batch's follows. Where neither runs (there is no step, or no model with values), a forward pass counts three times
+    and all gradients are taken to be there with all activations; without an example batch 6 FLOPs count for each parameter that
+    trains, and no activations.
 
     Args:
         make: makes the small module of a spec on the meta device.
@@ -100,6 +114,7 @@ def predict(
         layouts: of what is ``present``, ``sent`` and ``trained``.
         names: of the parameters among them.
         idle_bytes: that a client holds of a frozen base for other submodels.
+        real: makes the small module of a spec with drawn values; None = it is too large.
 
     Raises:
         SpecError: the step runs with the whole model and not with ``spec``.
@@ -107,7 +122,11 @@ def predict(
     trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
     params = sum(entry.numel for entry in layouts["present"].entries if entry.name in names)
     batch = None if example_batch is None else meta_batch(example_batch, batch_size)
-    step, held_bytes = _step(make, spec, batch)
+
+    def on_values() -> tuple[Step, int] | None:
+        return None if real is None else _on_values(lambda: real(spec), example_batch, batch_size)
+
+    step, held_bytes = _step(make, spec, batch, on_values)
     flops = step.flops
     if flops is None:
         flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
@@ -119,7 +138,7 @@ def predict(
     )  # fmt: skip
 
 
-def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
+def _step(make: Make, spec: Spec, batch: Any, on_values: Callable[[], tuple[Step, int] | None]) -> tuple[Step, int]:
     """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
     run, failure = _Run(make(spec), batch), None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
@@ -129,7 +148,11 @@ def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
         except Exception as error:
             run, failure = _Run(make(spec), batch), error
         else:
-            return _with_some(make, spec, batch, default, step) if run.ledger.asked else step, run.held_bytes
+            if not run.ledger.asked:
+                return step, run.held_bytes
+            return on_values() or (_with_some(make, spec, batch, default, step), run.held_bytes)
+    if failure is not None and (followed := on_values()) is not None:
+        return followed
     if failure is not None and spec != FULL and _runs_whole(make, batch):
         raise SpecError(
             f"{type(run.module).__name__}.training_step runs with the whole model, but not with {spec}: "
@@ -146,6 +169,34 @@ def _step(make: Make, spec: Spec, batch: Any) -> tuple[Step, int]:
     else:
         step = run.update()
     return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
+
+
+def _on_values(real: Callable[[], Any], example_batch: Any, batch_size: int) -> tuple[Step, int] | None:
+    """Follow steps on drawn values; return one of ``batch_size``, and the bytes of module and batch; None = they fail."""
+    found = []
+    try:
+        with undisturbed():
+            for times in (1, 2):
+                seeded(5)
+                run = _Run(real(), repeated(example_batch, times))
+                step = run.step("cpu")
+                found.append(
+                    (
+                        step.flops or 0.0,
+                        step.moved_bytes,
+                        step.peak_bytes,
+                        step.padding_flops,
+                        step.num_kernels,
+                        run.held_bytes,
+                    )
+                )
+    except Exception:
+        return None
+    more = batch_size / max(num_samples(example_batch), 1) - 1
+    flops, moved, peak, padding, kernels, held = (
+        max(one + (two - one) * more, 0) for one, two in zip(*found, strict=True)
+    )
+    return Step(flops, int(moved), int(peak), padding, int(kernels), step.guessed), int(held)
 
 
 def _with_some(make: Make, spec: Spec, batch: Any, default: str, step: Step) -> Step:

@@ -8,7 +8,7 @@ followed without values, as long as it asks for conditions alone: those are take
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -217,13 +217,14 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     def step(time: int) -> None:
         if values:
             tracer.forget()
-            _draw(copy, time)
-        torch.manual_seed(time)
+            aside.draw(copy, time)
+        aside.seeded(time)
         with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
             run(copy, batch)
 
     patience = TIMES * (4 if sum(p.numel() for p in copy.parameters()) <= SMALL else 1)
-    time, end, unread = 0, TIMES if values else 1, parameters
+    time, end = 0, TIMES if values else 1
+    unread: Set[str] = parameters
     try:
         while time < end:
             step(time)
@@ -267,17 +268,6 @@ def _copy(module: nn.Module, values: bool) -> nn.Module:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
-def _draw(module: nn.Module, seed: int) -> None:
-    """Give the parameters values like those that layers begin with, no two alike."""
-    generator = torch.Generator().manual_seed(7 + seed)
-    for name, parameter in module.named_parameters():
-        value = parameter.detach()
-        if not value.is_floating_point():
-            value.zero_()
-            continue
-        aside.draw_(name, value, torch.randn(value.shape, generator=generator))
 
 
 @contextmanager

@@ -198,14 +198,23 @@ class Reads(MLP):
         return loss
 
 
-def test_a_step_that_reads_values_is_three_forward_passes():
+def test_a_step_that_reads_values_is_followed_on_drawn_ones():
+    plain, reads = (Submodels(kind(8, (7,), 3), (torch.zeros(2, 8), LABELS)).cost(FULL, 5) for kind in (MLP, Reads))
+    assert reads.guessed == ""
+    assert replace(reads, peak_bytes=0) == replace(plain, peak_bytes=0)
+    assert reads.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.05)
+
+
+def test_a_large_model_whose_step_reads_values_is_three_forward_passes(monkeypatch):
+    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
     cost = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS)).cost(FULL, 4)
     assert cost.flops_per_sample == 6 * (8 * 7 + 7 * 3)
     assert cost.guessed.startswith("the training step cannot be followed without values (RuntimeError: ")
     assert cost.guessed.endswith("): three times its forward pass counts")
 
 
-def test_a_run_and_a_plan_say_that_a_cost_is_a_guess_and_why(tmp_path):
+def test_a_run_and_a_plan_say_that_a_cost_is_a_guess_and_why(tmp_path, monkeypatch):
+    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
     one, other = (
         experiment(tmp_path / name, "fed_async", model=lambda: Reads(64, (4,), 10), max_updates=1) for name in "ab"
     )
@@ -318,8 +327,12 @@ class Routed(nn.Module):
         return out.sum()
 
 
-def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing():
+def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing(monkeypatch):
     batch = (torch.randn(4, 8), LABELS)
+    cost = Submodels(Routed(), batch).cost(FULL, 6)
+    # each sample goes to one of the two, whichever: the gate forward, an expert and its weights' gradient
+    assert cost.guessed == "" and cost.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)
+    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
     cost = Submodels(Routed(), batch).cost(FULL, 4)
     assert cost.guessed.startswith(
         "the training step cannot be followed without values ("

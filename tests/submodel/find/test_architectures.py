@@ -15,6 +15,7 @@ SHARES = {
     "DeBERTa-v2": (6, 0.33), "Falcon": (4, 0.33), "GPT-BigCode": (4, 0.39),
     "Mixtral": (4, 0.36), "Mamba": (6, 0.29), "ViT-MAE": (6, 0.54), "DINOv2": (4, 0.48),
     "SegFormer": (4, 0.59), "Swin": (8, 0.34), "CLIP text": (4, 0.39), "HuBERT": (6, 0.36), "Whisper": (6, 0.33),
+    "Wav2Vec2": (6, 0.36),
     "torchvision swin": (8, 0.34), "torchvision convnext": (2, 0.51), "torchvision densenet": (10, 0.10),
     "nanoGPT": (4, 0.36), "sizes in the code": (4, 0.36), "rotary, experts": (10, 0.32), "autoencoder": (5, 0.07),
     "functional weights": (2, 0.15), "cells by hand": (3, 0.12),

@@ -147,7 +147,8 @@ class Submodels:
             return self.problem
         whole = [f"'{name}' ({reason})" for name, reason in list(self.kept_whole.items())[:3]]
         found = f"kept whole are {', '.join(whole)}" if whole else "its forward calls no layers"
-        return f"{found}: declare `submodel_axes` on it"
+        is_declared = hasattr(self.module, "submodel_axes")
+        return f"{found}: {'its `submodel_axes` leaves none' if is_declared else 'declare `submodel_axes` on it'}"
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:

@@ -247,7 +247,7 @@ def test_runs_in_several_processes_leave_no_file_open(tmp_path):
     before = open_files()
     for number in range(3):
         finish(experiment(tmp_path / str(number), fed_async(), workers=3))
-    assert open_files() == before
+    assert open_files() <= before
     assert children() == []
 
 

@@ -193,7 +193,7 @@ def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch)
         show(progress, snapshot, evaluated)
 
     monkeypatch.setattr(Progress, "update", update)
-    simulate(experiment(folder, "fed_async", eval_every=3, target="accuracy=0.99", clients=6))
+    simulate(experiment(folder, "fed_async", eval_every=3, target="accuracy=0.99", clients=6, progress="plain"))
     assert len(seen) == 4
     for own, read in seen:
         assert own.num_processes == 1 and read.num_processes is None

@@ -37,7 +37,7 @@ def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
 
 def seeded(seed: int) -> None:
     """Begin anew with the random numbers of torch, numpy and Python, for what is compared with another that draws."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # a GPU's is the caller's
     np.random.seed(seed)
     random.seed(seed)
 
@@ -68,6 +68,17 @@ def _functions_with_a_cache() -> list[Any]:
         kind = functools._lru_cache_wrapper
         _known = len(sys.modules), weakref.WeakSet(x for x in gc.get_objects() if type(x) is kind)
     return list(_known[1])
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Have recurrent layers run step by step: torch's fused ones are one operation."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def settle(module: nn.Module) -> None:
@@ -147,10 +158,15 @@ def num_samples(batch: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 0)
 
 
-def repeated(batch: Any, times: int) -> Any:
-    """Return a batch with its samples so many times."""
+def repeated(batch: Any, batch_size: int) -> Any:
+    """Return a copy of a batch with so many samples: its own in their order, each as often as need be."""
     num = num_samples(batch)
-    return mapped(batch, lambda x: torch.cat([x] * times) if x.dim() > 0 and x.shape[0] == num else x)
+    rows = torch.arange(batch_size) * num // batch_size
+
+    def one(x: Tensor) -> Tensor:
+        return x[rows.to(x.device)] if x.dim() > 0 and x.shape[0] == num else x.clone()
+
+    return mapped(batch, one)
 
 
 def loss_of(module: Any, batch: Any) -> Any:

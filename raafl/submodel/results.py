@@ -79,7 +79,7 @@ def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
     """Run an operation, or make its result where that of its ``form`` is known."""
     if form is not None and form.made is not None:
         return _made(form.made)
-    grouped = func._overloadpacket is GROUPED and args[0].is_meta and args[0].dtype != torch.bfloat16
+    grouped = func._overloadpacket is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16)
     result = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
     if form is not None and _is_functional(func):
         form.made = _fresh(result, tensors_in((args, kwargs)))
@@ -89,7 +89,7 @@ def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """Make the result of grouped products, for which the meta device asks for bfloat16 where a processor takes any type."""
+    """Make the result of grouped products, for which the meta device asks for bfloat16 where a processor takes other floats."""
     shape = left.shape[-2], right.shape[-1]
     if left.dim() == right.dim():
         groups = left.shape[0] if offs is None else offs.shape[0]

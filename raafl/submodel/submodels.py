@@ -47,6 +47,9 @@ class Submodels:
 
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
 
+    _runs_on_values = True
+    """Whether a step of a small module may be followed on drawn values where it cannot be without."""
+
     def __init__(
         self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
         batch_norm: BatchNorm | None = None, only_ranks: bool = True,
@@ -393,13 +396,16 @@ class Submodels:
         return predict(
             lambda spec: self.shrink(spec, device="meta").module, spec, self.example_batch, batch_size, layouts,
             self.parameter_names, self.idle_bytes(spec),
-            self._with_values if sum(self.parameters.values()) <= LARGE else None,
+            self._with_values if self._runs_on_values and sum(self.parameters.values()) <= LARGE else None,
         )  # fmt: skip
 
     def _with_values(self, spec: Spec) -> nn.Module:
-        """Return the small module of ``spec`` with drawn values."""
+        """Return the small module of ``spec`` with drawn values; buffers, whose values are not known here, are 0, and floats 1."""
         module = self.shrink(spec, present=FlatTensors.zeros(self.layout(spec))).module
         draw(module, 0)
+        for buffer in persistent_buffers(module).values():
+            if buffer.is_floating_point() or buffer.dtype == torch.bool:
+                buffer.fill_(1)  # code may divide by it
         return module
 
 

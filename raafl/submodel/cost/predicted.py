@@ -21,6 +21,7 @@ from raafl.submodel.aside import (
     tensors_in,
     uncached,
     undisturbed,
+    unfused,
 )
 from raafl.submodel.spec import FULL, Spec, SpecError
 
@@ -69,6 +70,9 @@ class Cost:
     guessed: str = ""
 
 
+_MOST_FLOPS = 2e11
+"""Of a step that is followed on drawn values: a few seconds of a processor's core."""
+
 _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activations"
 
 
@@ -97,14 +101,13 @@ def predict(
     make: Make, spec: Spec, example_batch: Any, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
     idle_bytes: int, real: Make | None = None,
 ) -> Cost:  # fmt: skip
-    """Predict the cost of training ``spec``, without allocating it.
+    """Predict the cost of training ``spec``, without allocating it where its step can be followed without values.
 
     One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
     tensors have a size and no values; what is alive is followed from operation to operation. A step that needs values (it
-    reads some, or deals samples out to experts) is followed on drawn ones, of the example's samples and of twice as many, from
-    which a batch's follows. Where neither runs (there is no step, or no model with values), a forward pass counts three times
-    and all gradients are taken to be there with all activations; without an example batch 6 FLOPs count for each parameter that
-    trains, and no activations.
+    reads some, or deals samples out to experts) is followed on drawn ones. Where neither runs (there is no step, or no model
+    with values), a forward pass counts three times and all gradients are taken to be there with all activations; without an
+    example batch 6 FLOPs count for each parameter that trains, and no activations.
 
     Args:
         make: makes the small module of a spec on the meta device.
@@ -124,9 +127,10 @@ def predict(
     batch = None if example_batch is None else meta_batch(example_batch, batch_size)
 
     def on_values() -> tuple[Step, int] | None:
-        return None if real is None else _on_values(lambda: real(spec), example_batch, batch_size)
+        return None if real is None else _on_values(real, spec, example_batch, batch_size)
 
-    step, held_bytes = _step(make, spec, batch, on_values)
+    with undisturbed():
+        step, held_bytes = _step(make, spec, batch, on_values)
     flops = step.flops
     if flops is None:
         flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
@@ -171,32 +175,25 @@ def _step(make: Make, spec: Spec, batch: Any, on_values: Callable[[], tuple[Step
     return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
 
 
-def _on_values(real: Callable[[], Any], example_batch: Any, batch_size: int) -> tuple[Step, int] | None:
-    """Follow steps on drawn values; return one of ``batch_size``, and the bytes of module and batch; None = they fail."""
-    found = []
+def _on_values(real: Make, spec: Spec, example_batch: Any, batch_size: int) -> tuple[Step, int] | None:
+    """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long."""
+    num = num_samples(example_batch)
     try:
-        with undisturbed():
-            for times in (1, 2):
-                seeded(5)
-                run = _Run(real(), repeated(example_batch, times))
-                step = run.step("cpu")
-                found.append(
-                    (
-                        step.flops or 0.0,
-                        step.moved_bytes,
-                        step.peak_bytes,
-                        step.padding_flops,
-                        step.num_kernels,
-                        run.held_bytes,
-                    )
-                )
+        if batch_size > num > 0:
+            few, _ = _followed(real(spec), example_batch, num)
+            if few.flops is None or few.flops * batch_size / num > _MOST_FLOPS:
+                return None
+        return None if num == 0 else _followed(real(spec), example_batch, batch_size)
     except Exception:
         return None
-    more = batch_size / max(num_samples(example_batch), 1) - 1
-    flops, moved, peak, padding, kernels, held = (
-        max(one + (two - one) * more, 0) for one, two in zip(*found, strict=True)
-    )
-    return Step(flops, int(moved), int(peak), padding, int(kernels), step.guessed), int(held)
+
+
+def _followed(module: Any, example_batch: Any, batch_size: int) -> tuple[Step, int]:
+    """Follow a step of a module with values on so many of the example's samples, each as often as need be."""
+    seeded(5)
+    run = _Run(module, repeated(example_batch, batch_size))
+    with unfused():
+        return run.step("cpu", every=True), run.held_bytes
 
 
 def _with_some(make: Make, spec: Spec, batch: Any, default: str, step: Step) -> Step:
@@ -227,7 +224,7 @@ def _runs_whole(make: Make, batch: Any) -> bool:
 
 
 class _Run:
-    """One step of the small module on the meta device."""
+    """One step of the small module, on the meta device or with values."""
 
     def __init__(self, module: Any, batch: Any) -> None:
         from raafl.submodel.cost.ledger import FusedAttention, Ledger, storage_key
@@ -241,8 +238,13 @@ class _Run:
         self.ledger: Ledger = Ledger(held)
         self.attention = FusedAttention()
 
-    def step(self, default: str) -> Step:
-        """Follow a training step, its backward pass and the optimiser's step; ``default`` is the device of what code makes."""
+    def step(self, default: str, every: bool = False) -> Step:
+        """Follow a training step, its backward pass and the optimiser's step.
+
+        Args:
+            default: the device of what code makes.
+            every: whether parameters without a gradient get one: more samples would have reached them, such as experts.
+        """
 
         def passes() -> None:
             with uncached(), torch.device(default):
@@ -252,7 +254,7 @@ class _Run:
 
         peak_bytes = self._peak_of(passes)
         work = self.ledger
-        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
+        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total(), every)
 
     def forward(self) -> Step:
         """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
@@ -267,11 +269,13 @@ class _Run:
         return self._updated(None, 3 * values, self.gradient_bytes)
 
     def _updated(
-        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0
-    ) -> Step:
+        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0,
+        every: bool = False,
+    ) -> Step:  # fmt: skip
         """Return the step with its update, whose state is there throughout from the second step on."""
-        if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
-            for parameter in self.trains:
+        without = [parameter for parameter in self.trains if parameter.grad is None]
+        if every or len(without) == len(self.trains):  # of all: there was no backward pass
+            for parameter in without:
                 with self.ledger:
                     parameter.grad = torch.empty_like(parameter)
         gradients, guessed = self.ledger.live_bytes, ""

@@ -8,8 +8,8 @@ followed without values, as long as it asks for conditions alone: those are take
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -219,7 +219,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
             tracer.forget()
             aside.draw(copy, time)
         aside.seeded(time)
-        with torch.no_grad(), torch.device(default), _unfused(), watch, tracer:
+        with torch.no_grad(), torch.device(default), aside.unfused(), watch, tracer:
             run(copy, batch)
 
     patience = TIMES * (4 if sum(p.numel() for p in copy.parameters()) <= SMALL else 1)
@@ -234,11 +234,11 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     except Exception as error:
         if time < TIMES:
             seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
-    else:
-        if values and tracer.num_conditions:  # once more as if no mask were all ones, so that padding is seen
-            tracer.is_blind, tracer.num_conditions = True, 0
-            with suppress(Exception):
-                step(time)
+    if values and tracer.num_conditions and seen.problem is None:
+        # once more as if no mask were all ones, so that padding is seen
+        tracer.is_blind, tracer.num_conditions = True, 0
+        with suppress(Exception):
+            step(end)
     beside = [path for path, part in copy.named_modules() if getattr(part, "is_beside_axes", False)]
     seen.untouched = {name for name in tracer.untouched() & parameters if not within(name, beside)}
     return seen
@@ -268,14 +268,3 @@ def _copy(module: nn.Module, values: bool) -> nn.Module:
 
 def _zeros(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
-@contextmanager
-def _unfused() -> Iterator[None]:
-    """Have recurrent layers run step by step: torch's fused ones are one operation."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
-from raafl.submodel.aside import draw
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
 from raafl.submodel.bases import Bases
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
@@ -46,9 +45,6 @@ class Submodels:
     """
 
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
-
-    _runs_on_values = True
-    """Whether a step of a small module may be followed on drawn values where it cannot be without."""
 
     def __init__(
         self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
@@ -390,23 +386,12 @@ class Submodels:
         if spec.base is not None:
             return self.form(spec).cost(spec.cut, batch_size)
         from raafl.submodel.cost.predicted import predict
-        from raafl.submodel.find.trace import LARGE
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}
         return predict(
-            lambda spec: self.shrink(spec, device="meta").module, spec, self.example_batch, batch_size, layouts,
-            self.parameter_names, self.idle_bytes(spec),
-            self._with_values if self._runs_on_values and sum(self.parameters.values()) <= LARGE else None,
+            lambda spec, present=None: self.shrink(spec, device="meta", present=present).module, spec, self.example_batch,
+            batch_size, layouts, self.parameter_names, self.idle_bytes(spec), is_whole=self.whole is None,
         )  # fmt: skip
-
-    def _with_values(self, spec: Spec) -> nn.Module:
-        """Return the small module of ``spec`` with drawn values; buffers, whose values are not known here, are 0, and floats 1."""
-        module = self.shrink(spec, present=FlatTensors.zeros(self.layout(spec))).module
-        draw(module, 0)
-        for buffer in persistent_buffers(module).values():
-            if buffer.is_floating_point() or buffer.dtype == torch.bool:
-                buffer.fill_(1)  # code may divide by it
-        return module
 
 
 def _is_float(tensor: Tensor) -> bool:

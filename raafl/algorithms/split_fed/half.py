@@ -89,8 +89,6 @@ class Half(Submodels):
             module.__dict__["training_step"] = partial(self._step, module, module.training_step)
         return Shrunk(module, present, present.prefix(self.layout(FULL, "trained")))
 
-    _runs_on_values = False  # of the whole model's
-
     def _step(self, module: nn.Module, step: Any, batch: Any, index: int) -> Any:
         """Make a training step of this half without values; return something to go back from."""
         if self.side == "lower":

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from raafl.submodel.aside import (
     call,
+    draw,
     line_of,
     loss_of,
     meta_batch,
@@ -23,13 +24,15 @@ from raafl.submodel.aside import (
     undisturbed,
     unfused,
 )
+from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.cost.ledger import Ledger
     from raafl.submodel.flat import Layout
 
-Make = Callable[[Spec], Any]
+Make = Callable[..., Any]
 
 _SLOTS = 2
 """Values that an optimiser is taken to keep for each trained one, as Adam does, where its step cannot run on the meta device."""
@@ -99,7 +102,7 @@ class Step:
 
 def predict(
     make: Make, spec: Spec, example_batch: Any, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
-    idle_bytes: int, real: Make | None = None,
+    idle_bytes: int, is_whole: bool = True,
 ) -> Cost:  # fmt: skip
     """Predict the cost of training ``spec``, without allocating it where its step can be followed without values.
 
@@ -110,24 +113,28 @@ def predict(
     example batch 6 FLOPs count for each parameter that trains, and no activations.
 
     Args:
-        make: makes the small module of a spec on the meta device.
+        make: makes the small module of a spec, on the meta device or from the storage that it is given, too.
         spec: the submodel.
         example_batch: any batch, or None.
         batch_size: the client's.
         layouts: of what is ``present``, ``sent`` and ``trained``.
         names: of the parameters among them.
         idle_bytes: that a client holds of a frozen base for other submodels.
-        real: makes the small module of a spec with drawn values; None = it is too large.
+        is_whole: whether the module's step is the model's, and may be followed on drawn values.
 
     Raises:
         SpecError: the step runs with the whole model and not with ``spec``.
     """
     trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
+    from raafl.submodel.find.trace import LARGE
+
     params = sum(entry.numel for entry in layouts["present"].entries if entry.name in names)
     batch = None if example_batch is None else meta_batch(example_batch, batch_size)
 
     def on_values() -> tuple[Step, int] | None:
-        return None if real is None else _on_values(real, spec, example_batch, batch_size)
+        if not is_whole or sum(entry.numel for entry in layouts["present"].entries) > LARGE:
+            return None
+        return _on_values(lambda: make(spec, FlatTensors.zeros(layouts["present"])), example_batch, batch_size)
 
     with undisturbed():
         step, held_bytes = _step(make, spec, batch, on_values)
@@ -175,22 +182,26 @@ def _step(make: Make, spec: Spec, batch: Any, on_values: Callable[[], tuple[Step
     return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
 
 
-def _on_values(real: Make, spec: Spec, example_batch: Any, batch_size: int) -> tuple[Step, int] | None:
+def _on_values(zeroed: Callable[[], Any], example_batch: Any, batch_size: int) -> tuple[Step, int] | None:
     """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long."""
     num = num_samples(example_batch)
     try:
         if batch_size > num > 0:
-            few, _ = _followed(real(spec), example_batch, num)
+            few, _ = _followed(zeroed(), example_batch, num)
             if few.flops is None or few.flops * batch_size / num > _MOST_FLOPS:
                 return None
-        return None if num == 0 else _followed(real(spec), example_batch, batch_size)
+        return None if num == 0 else _followed(zeroed(), example_batch, batch_size)
     except Exception:
         return None
 
 
 def _followed(module: Any, example_batch: Any, batch_size: int) -> tuple[Step, int]:
-    """Follow a step of a module with values on so many of the example's samples, each as often as need be."""
+    """Draw a module's values, and follow its step on so many of the example's samples, each as often as need be."""
     seeded(5)
+    draw(module, 0)
+    for buffer in persistent_buffers(module).values():  # whose values are not known here
+        if buffer.is_floating_point() or buffer.dtype == torch.bool:
+            buffer.fill_(1)  # code may divide by it
     run = _Run(module, repeated(example_batch, batch_size))
     with unfused():
         return run.step("cpu", every=True), run.held_bytes

@@ -45,10 +45,13 @@ def prepare(module: Any) -> Any:
             with explained(module, hook):
                 getattr(module, hook)(*args)
     for name, parameter in module.named_parameters():
-        layer = repr(module.get_submodule(name.rpartition(".")[0]))[:80]
+        owner = module.get_submodule(name.rpartition(".")[0])
+        layer = repr(owner)[:80]
         if isinstance(parameter, nn.UninitializedParameter):
             raise BadInput(f"{kind}.{name} has no size before a first batch: give {layer} the size of its input")
-        if parameter.numel() == 0:
+        if parameter.numel() == 0 and type(owner).__module__.startswith(
+            "torch.nn."
+        ):  # a model may have no register tokens, say
             raise BadInput(f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {layer} sizes of 1 or more")
     return module
 

@@ -185,7 +185,7 @@ def call(module: Any, batch: Any) -> Any:
 def draw_(name: str, value: Tensor, noise: Tensor) -> None:
     """Give a parameter values like those that layers begin with, made of standard normal ``noise``."""
     if value.dim() > 1:
-        value.copy_(noise / math.sqrt(max(value[0].numel(), 1)))
+        value.copy_(noise / math.sqrt(max(value.numel() // max(len(value), 1), 1)))
     else:
         value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
 

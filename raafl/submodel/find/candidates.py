@@ -75,7 +75,8 @@ class Candidates:
         self._places = {name: place for place, name in enumerate(seen.dims)}
         for name, dims in seen.dims.items():
             for place, dim in enumerate(dims):
-                self._collect(name, place, dim)
+                if dim.size:
+                    self._collect(name, place, dim)
         self._copy_to_exits()
         self._pin_outputs()
         self.reasons: dict[Atom, Reason] = {}

@@ -284,3 +284,22 @@ def test_a_large_model_that_needs_a_number_says_so(monkeypatch):
     monkeypatch.setattr("raafl.submodel.find.trace.MOST_VALUES", -1)
     found = find_axes(Step(Counted()), (torch.randn(2, 4), torch.tensor([0, 1])))
     assert found.axes == [] and "item() cannot be called on meta tensors" in found.problem
+
+
+def test_an_empty_parameter_is_in_nobodys_way():
+    class Registers(nn.Module):
+        """A transformer's register tokens, none of which it has been given."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.registers = nn.Linear(4, 6), nn.Linear(6, 2), nn.Parameter(torch.zeros(1, 0, 4))
+
+        def forward(self, x):
+            x = torch.cat([self.registers.expand(len(x), -1, -1), x[:, None]], 1)
+            return self.down(self.up(x).relu()).mean(1)
+
+    module, batch = Step(Registers()), (torch.randn(2, 4), torch.tensor([0, 1]))
+    submodels = Submodels(module, batch)
+    assert list(submodels.axes) == ["model.up"] and refuted(submodels, module, batch) == {}
+    small = submodels.shrink(Spec.keep({"model.up": range(2)})).module
+    assert small.model.registers.shape == (1, 0, 4) and small.model.up.weight.shape == (2, 4)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from raafl.submodel.aside import seeded
+
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU the current one of this thread, so that what is asked of ``cuda`` is asked of it; nothing to do for a CPU."""
@@ -18,13 +20,8 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed all that a module or a data set may draw from.
-
-    Of torch only the generators in use: `torch.manual_seed` walks the stack for each absent accelerator.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    """Seed all that a module or a data set may draw from, on the CPU and a GPU in use."""
+    seeded(seed)
     if device.type == "cuda":
         with current(device):
             torch.cuda.manual_seed(seed)

@@ -49,9 +49,8 @@ def prepare(module: Any) -> Any:
         layer = repr(owner)[:80]
         if isinstance(parameter, nn.UninitializedParameter):
             raise BadInput(f"{kind}.{name} has no size before a first batch: give {layer} the size of its input")
-        if parameter.numel() == 0 and type(owner).__module__.startswith(
-            "torch.nn."
-        ):  # a model may have no register tokens, say
+        # a model of one's own may have no register tokens, say
+        if parameter.numel() == 0 and type(owner).__module__.startswith("torch.nn."):
             raise BadInput(f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {layer} sizes of 1 or more")
     return module
 

@@ -36,9 +36,9 @@ def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
 
 
 def seeded(seed: int) -> None:
-    """Begin anew with the random numbers of torch, numpy and Python, for what is compared with another that draws."""
-    torch.default_generator.manual_seed(seed)  # a GPU's is the caller's
-    np.random.seed(seed)
+    """Seed the generators of torch, numpy and Python on the CPU; `torch.manual_seed` walks the stack for each absent GPU."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
@@ -154,7 +154,7 @@ def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
 
 
 def num_samples(batch: Any) -> int:
-    """Return how many samples a batch has: dimension 0 of its first tensor."""
+    """Count the samples of a batch: dimension 0 of its first tensor."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 0)
 
 

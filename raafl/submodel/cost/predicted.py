@@ -264,8 +264,10 @@ class _Run:
                     _backward(loss)
 
         peak_bytes = self._peak_of(passes)
+        if every:
+            self._give_gradients()
         work = self.ledger
-        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total(), every)
+        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
 
     def forward(self) -> Step:
         """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
@@ -280,15 +282,11 @@ class _Run:
         return self._updated(None, 3 * values, self.gradient_bytes)
 
     def _updated(
-        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0,
-        every: bool = False,
-    ) -> Step:  # fmt: skip
+        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0
+    ) -> Step:
         """Return the step with its update, whose state is there throughout from the second step on."""
-        without = [parameter for parameter in self.trains if parameter.grad is None]
-        if every or len(without) == len(self.trains):  # of all: there was no backward pass
-            for parameter in without:
-                with self.ledger:
-                    parameter.grad = torch.empty_like(parameter)
+        if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
+            self._give_gradients()
         gradients, guessed = self.ledger.live_bytes, ""
         try:
             update_bytes = self._peak_of(self._optimise)
@@ -304,6 +302,13 @@ class _Run:
             why = f"the optimiser's step cannot be followed without values ({line_of(error)})"
             guessed = f"{why}: {_SLOTS} values of its own count for each trained one"
         return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
+
+    def _give_gradients(self) -> None:
+        """Give those parameters a gradient that have none."""
+        for parameter in self.trains:
+            if parameter.grad is None:
+                with self.ledger:
+                    parameter.grad = torch.empty_like(parameter)
 
     def _optimise(self) -> None:
         with torch.device("cpu"):  # where optimisers count their steps

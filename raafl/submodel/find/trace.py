@@ -35,7 +35,7 @@ TIMES = 3
 """Steps on drawn values, each on others; so many more after one that reads parameters that none before has, such as an expert's."""
 
 SMALL = 1_000_000
-"""Parameters of a model up to which four times as many do."""
+"""Parameters of a model up to which four times as many follow such a one."""
 
 LARGE = 20_000_000
 """Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,17 +12,12 @@ from hypothesis import given, settings
 from torch import nn
 
 from model_zoo import CNN, MLP, ViT
-from raafl.commands.run import simulate
 from raafl.devices.profiles import Profile
 from raafl.devices.times import time_on
-from raafl.errors import BadInput
-from raafl.plan.plan import make_plan
-from raafl.plan.show import text
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel.aside import meta_batch
 from raafl.submodel.cost import predicted as cost_module
 from raafl.submodel.depth.exits import give_exits
-from tests.federation import experiment
 from tests.submodel import networks
 from tests.submodel.models import built, named_specs
 
@@ -189,78 +183,6 @@ def test_only_the_number_of_indices_matters_and_it_is_measured_once(monkeypatch)
     assert submodels.cost(Spec.keep({"layers.1": range(2, 5)}), 4) is first
 
 
-class Reads(MLP):
-    """A step that reads a value, which a meta tensor does not have."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.last = loss.item()
-        return loss
-
-
-def test_a_step_that_reads_values_is_followed_on_drawn_ones():
-    plain, reads = (Submodels(kind(8, (7,), 3), (torch.zeros(2, 8), LABELS)) for kind in (MLP, Reads))
-    for batch_size in (1, 5, 64):  # of 64 activations take most of the memory
-        one, other = plain.cost(FULL, batch_size), reads.cost(FULL, batch_size)
-        assert other.guessed == "" and replace(other, peak_bytes=0) == replace(one, peak_bytes=0)
-        assert other.peak_bytes == pytest.approx(one.peak_bytes, rel=0.05)
-
-
-class Recurrent(nn.Module):
-    """An LSTM whose step may read a value."""
-
-    def __init__(self, reads):
-        super().__init__()
-        self.lstm, self.reads = nn.LSTM(8, 16, batch_first=True), reads
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def training_step(self, batch, index):
-        loss = self.lstm(batch)[0].square().mean()
-        return loss * float(loss.item() < 1e9) if self.reads else loss
-
-
-def test_a_fused_layer_costs_the_same_on_drawn_values():
-    plain, reads = (Submodels(Recurrent(reads), torch.randn(2, 5, 8)).cost(FULL, 6) for reads in (False, True))
-    assert reads.guessed == "" and reads.flops_per_sample == plain.flops_per_sample > 0
-
-
-def test_a_batch_whose_samples_cannot_be_counted_leaves_a_guess():
-    @dataclass
-    class Pair:
-        x: torch.Tensor
-
-    class Own(Recurrent):
-        def training_step(self, batch, index):
-            return super().training_step(batch.x, index)
-
-    assert Submodels(Own(True), Pair(torch.randn(2, 5, 8))).cost(FULL, 6).guessed
-
-
-def test_a_large_model_whose_step_reads_values_is_three_forward_passes(monkeypatch):
-    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
-    cost = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS)).cost(FULL, 4)
-    assert cost.flops_per_sample == 6 * (8 * 7 + 7 * 3)
-    assert cost.guessed.startswith("the training step cannot be followed without values (RuntimeError: ")
-    assert cost.guessed.endswith("): three times its forward pass counts")
-
-
-def test_a_run_and_a_plan_say_that_a_cost_is_a_guess_and_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
-    one, other = (
-        experiment(tmp_path / name, "fed_async", model=lambda: Reads(64, (4,), 10), max_updates=1) for name in "ab"
-    )
-    why = "the training step cannot be followed without values (RuntimeError: "
-    (warning,) = simulate(one)[0]["warnings"]
-    assert warning.startswith(f"predicted times and memory are a guess: {why}")
-    with pytest.raises(BadInput, match="are a guess"):
-        simulate(replace(other, strict=True))
-    plan = make_plan(other, [], 1)
-    assert plan.guessed.startswith(why) and plan.to_json()["guessed"] == plan.guessed
-    assert f"Times and memory are a guess: {why}" in text(plan, 140, terminal=False)
-
-
 def test_without_a_batch_or_a_step():
     model = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
     blind = Submodels(model).cost(FULL, 4)
@@ -329,77 +251,3 @@ def test_an_exit_that_the_step_does_not_use_has_no_gradient():
     assert with_it.flops_per_sample == without.flops_per_sample
     assert with_it.down_bytes - without.down_bytes == head
     assert with_it.peak_bytes - without.peak_bytes == 2 * head  # as received, and in the module
-
-
-class Routed(nn.Module):
-    """Experts that are called with the samples that are dealt to them, if any are, as mixtures are written by hand."""
-
-    def __init__(self, checked=False):
-        super().__init__()
-        self.gate = nn.Linear(8, 2)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.checked = checked
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def training_step(self, batch, index):
-        x = batch[0]
-        dealt = self.gate(x).argmax(-1)
-        if self.checked:
-            if torch.isnan(x).any() or torch.isinf(x).any():
-                raise NotImplementedError("not finite")
-            if (batch[1] > 9).any():
-                raise ValueError("no such class")
-            return self.experts[0](x).sum()
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            mine = dealt == number
-            if mine.any():
-                out[mine] = expert(x[mine])
-        return out.sum()
-
-
-def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing(monkeypatch):
-    batch = (torch.randn(4, 8), LABELS)
-    cost = Submodels(Routed(), batch).cost(FULL, 6)
-    # each sample goes to one of the two, whichever: the gate forward, an expert and its weights' gradient
-    assert cost.guessed == "" and cost.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)
-    # an expert that none of the example's samples goes to has a gradient, which other samples would give it
-    alone, both = (Submodels(Routed(), (x, LABELS)).cost(FULL, 2) for x in (batch[0][:1].repeat(2, 1), batch[0][:2]))
-    assert alone.moved_bytes_per_sample > 0.8 * both.moved_bytes_per_sample
-    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
-    cost = Submodels(Routed(), batch).cost(FULL, 4)
-    assert cost.guessed.startswith(
-        "the training step cannot be followed without values ("
-    )  # how many there are is not known
-    assert cost.flops_per_sample == 6 * sum(p.numel() for p in Routed().parameters())
-    # nothing is not finite, and a check of one's own finds nothing: gate and expert, and the expert's weights once more
-    checked = Submodels(Routed(checked=True), batch).cost(FULL, 4)
-    assert checked.guessed == "" and checked.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)
-
-
-class Grouped(nn.Module):
-    """Experts as one stack of matrices, with whose rows' products torch has one operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.below, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8, 16))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def training_step(self, batch, index):
-        ends = torch.histc(batch[1].float(), 4, 0, 3).cumsum(0).to(torch.int32)
-        return torch._grouped_mm(self.below(batch[0]), self.experts, offs=ends).square().sum()
-
-
-def test_flops_of_grouped_products_by_hand():
-    batch = (torch.randn(12, 8), torch.arange(12) // 3)
-    try:
-        Grouped().training_step(batch, 0).backward()
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
-        pytest.skip(f"this torch has no grouped products on a processor: {error}")
-    cost = Submodels(Grouped(), batch).cost(FULL, 12)
-    assert cost.guessed == ""
-    assert cost.flops_per_sample == 2 * (2 * 8 * 8) + 3 * (2 * 8 * 16)  # no gradient of the batch

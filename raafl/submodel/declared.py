@@ -86,6 +86,7 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
     known = [stack.path for stack in stacks.values()]
     lists = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
     lists = [(path, part) for path, part in lists if len(part) > 1 and len(set(map(type, part))) == 1]
+    lists = [(path, part) for path, part in lists if part[0] is not None]  # places that a model leaves empty
     mixed = {type(part[0]) for _, part in lists if len(set(map(_form, part))) > 1}
     for path, part in lists:
         if _form(part[0]) and type(part[0]) not in mixed and not within(path, known):

@@ -26,9 +26,13 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield for each adapter its name and the names of A, whose dimension 0 is the rank, and B, whose dimension 1 is."""
-    for adapter in layer.lora_A:
-        yield adapter, f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+    """Yield for each adapter its name and the names of A, whose dimension 0 is the rank, and B, whose dimension 1 is.
+
+    AdaLoRA holds both as parameters, where the others hold layers.
+    """
+    for adapter, down in layer.lora_A.items():
+        weight = ".weight" if isinstance(down, nn.Module) else ""
+        yield adapter, f"lora_A.{adapter}{weight}", f"lora_B.{adapter}{weight}"
     for adapter in layer.lora_embedding_A:
         yield adapter, f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
 
@@ -40,8 +44,10 @@ def ranks(module: nn.Module) -> list[Axis]:
         prefix, factors = f"{path}." if path else "", list(_factors(layer)) if is_lora(layer) else []
         for adapter, down, up in factors:
             name = f"{prefix}rank" + (f".{adapter}" if len(factors) > 1 else "")
-            members = (Member(f"{prefix}{down}", 0), Member(f"{prefix}{up}", 1))
-            axes.append(Axis(name, layer.get_parameter(down).shape[0], members))
+            members = [Member(f"{prefix}{down}", 0), Member(f"{prefix}{up}", 1)]
+            if adapter in getattr(layer, "lora_E", ()):  # AdaLoRA's singular values, (rank, 1)
+                members.append(Member(f"{prefix}lora_E.{adapter}", 0))
+            axes.append(Axis(name, layer.get_parameter(down).shape[0], tuple(members)))
     return axes
 
 

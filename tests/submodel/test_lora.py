@@ -155,3 +155,22 @@ def test_depth_goes_with_it():
     present = {name for name, _ in small.named_parameters()}
     assert not any(".layer.1." in name for name in present) and f"{LAYERS[0]}.lora_A.default.weight" in present
     assert small(*BATCH[:2]).shape == (3, 2)
+
+
+def adalora():
+    net = nn.Sequential(nn.Linear(5, 6), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 1), nn.Flatten(), nn.Linear(12, 2))
+    config = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, lora_alpha=8, target_modules=["0", "4"])
+    return peft.get_peft_model(net, config)
+
+
+def test_adalora_holds_singular_values_beside_its_factors():
+    module, submodels = made(adalora)
+    first = "base_model.model.0"
+    assert submodels.axes[f"{first}.rank"].members == (
+        Member(f"{first}.lora_A.default", 0), Member(f"{first}.lora_B.default", 1), Member(f"{first}.lora_E.default", 0),
+    )  # fmt: skip
+    spec = Spec.keep({f"{first}.rank": [1, 3], "base_model.model.4.rank": [0]})
+    small, x = small_of(module, submodels, spec).eval(), torch.randn(3, 5)
+    torch.testing.assert_close(small(x), zeroed(module, submodels, spec)(x))
+    assert not torch.equal(small(x), module(x))
+    assert small.get_submodule(first).r == {"default": 2}

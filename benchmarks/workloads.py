@@ -138,9 +138,9 @@ class Client:
 
         class Noted(ClientData):
             def batches(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-                for batch in super().batches(*args, **kwargs):
+                for sized in super().batches(*args, **kwargs):
                     marks.append(clock())
-                    yield batch
+                    yield sized
                 marks.append(clock())
 
         import torch

@@ -52,7 +52,7 @@ def bad_label(monkeypatch, tmp_path):
     made = experiment(tmp_path / "unused", train=TRAIN)
     from raafl.runtime.setup import load_data
 
-    (batch, *_) = load_data(made).client(3).in_order(64)
+    ((batch, _), *_) = load_data(made).client(3).in_order(64)
     monkeypatch.setattr(OneBadLabel, "bad", batch[0][-1:].flatten(1))
 
 

@@ -67,7 +67,7 @@ def test_a_client_with_nothing_smaller_to_do_is_kept_out_and_the_others_go_on(tm
     more = {"train": Training(num_epochs=1, num_steps=None), "max_updates": 30, "model": lambda: Fed(64, (24,), 10)}
     more |= {} if up == "none" else {"compress": Compress(up=up)}
     made = experiment(tmp_path / "one", "fed_async", **more)
-    (batch, *_) = load_data(made).client(3).in_order(64)
+    ((batch, _), *_) = load_data(made).client(3).in_order(64)
     monkeypatch.setattr(Fed, "sample", batch[0][-1:].flatten(1))
     one, two = finish(made), finish(experiment(tmp_path / "two", "fed_async", workers=2, **more))
     assert one.summary["finished"] == "max_updates" and one.summary["clients_kept_out"] == {"3": 1}

@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate
 
 from raafl.data import FPB, SST2, AGNews, HuggingFaceText
-from raafl.data.federated import check_dataset
 from raafl.data.hub import load_splits
 from raafl.data.labels import labels_of
+from raafl.data.loaders import check_dataset
 from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning
 

@@ -146,7 +146,7 @@ class Run:
         self.watcher.begin(self, saved)
         self.evaluator.fill(self.parts.coordinator.state.values)
         try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
-        with explained(module, "validation_step", next(iter(data.test_batches()))):
+        with explained(module, "validation_step", next(data.test_batches())[0]):
             metrics = self.evaluator(self.parts.coordinator.state.values)
         if not metrics:
             raise BadInput(

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import Subset, default_collate
 
 from raafl.data.labels import Columns, classes_in, labels_of
+from raafl.data.loaders import overrides, reading, single_loader
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
-from raafl.errors import BadInput, at_least, briefly, said
+from raafl.errors import BadInput, at_least
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -29,29 +29,15 @@ if TYPE_CHECKING:
     from raafl.data.partition import Partition
 
 
+Sized = tuple[Any, int]
+"""A batch and the number of samples in it, which its tensors need not show."""
+
 _MOST_MEASURED = 2000
 """Samples of the training set on which the global model is measured where there is nothing else."""
 _MOST_KEPT = 10_000
 """Clients whose data a process keeps ready; those of others are made anew when they work again."""
 _MOST_COPIED_BYTES = 1e9
 """Samples that are copied to where they are read from, if they are no more than this."""
-
-
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn what fails inside into a `BadInput` of the field ``data``; ``what`` is whose code reads it."""
-    try:
-        yield
-    except BadInput:
-        raise
-    except Exception as error:
-        reason = f"{said(error)}: is there a data set without samples, or are samples not as that line takes them?"
-        if isinstance(error, OSError):
-            path = f" '{error.filename}'" if error.filename else ""
-            reason = f"{error.strerror or error}{path}: put the file there, or give the path that it has"
-        wrong = BadInput(f"{what} cannot read its data: {reason}")
-        wrong.field = "data"
-        raise wrong from error
 
 
 class ClientData:
@@ -120,8 +106,8 @@ class ClientData:
         batch_size: int | None = None,
         num_epochs: int | None = None,
         num_steps: int | None = None,
-    ) -> Iterator[Any]:
-        """Batches for so many epochs or so many steps; each epoch is one fresh permutation of all samples.
+    ) -> Iterator[Sized]:
+        """Yield each batch with its number of samples, for so many epochs or steps; each epoch is a fresh permutation.
 
         The last batch of an epoch may be smaller, and is the only one where `batch_size` exceeds the samples. Draws one
         `torch.randperm` from the generator at the start of each epoch, and nothing from the global generators.
@@ -135,7 +121,7 @@ class ClientData:
         Raises:
             BadInput: a count is below 1, or not exactly one of the two is given.
         """
-        return map(self._fetch, self.rows(generator, batch_size, num_epochs, num_steps))
+        return self._fetched(self.rows(generator, batch_size, num_epochs, num_steps))
 
     def rows(
         self,
@@ -157,11 +143,17 @@ class ClientData:
         """The batch of samples that `rows` gives the numbers of."""
         return self._fetch(rows)
 
-    def in_order(self, batch_size: int | None = None) -> Iterator[Any]:
-        """All samples once, in the order of the data set, in batches of equal size, give or take one sample."""
+    def in_order(self, batch_size: int | None = None) -> Iterator[Sized]:
+        """Yield all samples once, in the order of the data set, in batches of equal size, give or take one sample.
+
+        Each batch comes with its number of samples.
+        """
         rows = torch.arange(self.num_samples) if self._indices is None else self._indices
         num_batches = math.ceil(self.num_samples / self._size(batch_size))
-        yield from map(self._fetch, torch.tensor_split(rows, num_batches))
+        return self._fetched(torch.tensor_split(rows, num_batches))
+
+    def _fetched(self, batches: Iterable[torch.Tensor]) -> Iterator[Sized]:
+        return ((self._fetch(rows), len(rows)) for rows in batches)
 
     def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[torch.Tensor]:
         indices = self._indices
@@ -225,7 +217,7 @@ class FederatedData:
         with reading(type(datamodule).__name__):
             datamodule.prepare_data()
             datamodule.setup("fit")
-            loader = _single_loader(datamodule.train_dataloader(), "train_dataloader")
+            loader = single_loader(datamodule.train_dataloader(), "train_dataloader")
         self._dataset, self._collate = loader.dataset, loader.collate_fn
         self._fetch, _ = fetcher(self._dataset, self._collate)
         self.batch_size: int | None = loader.batch_size
@@ -283,8 +275,10 @@ class FederatedData:
         """Rows of the training set as one batch."""
         return self._fetch(rows)
 
-    def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Any]:
-        """The test set (without one, the validation set, or some of the training set) in order; the last batch may be smaller.
+    def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Sized]:
+        """Yield the test set (without one, the validation set, or some of the training set) in order, in batches.
+
+        Each comes with its number of samples; the last may be smaller.
 
         Args:
             batch_size: samples in a batch; None = the loader's own.
@@ -313,7 +307,7 @@ class FederatedData:
         """Return the test set, or the validation set, as their loader has them; None where there is neither."""
         module = self.datamodule
         for name in ("test_dataloader", "val_dataloader"):
-            if not _overrides(module, name):
+            if not overrides(module, name):
                 continue
             with reading(type(module).__name__):
                 if name == "test_dataloader":
@@ -321,7 +315,7 @@ class FederatedData:
                 loader = getattr(module, name)()
             if loader is None or (isinstance(loader, (list, tuple)) and not loader):
                 continue
-            loader = _single_loader(loader, name)
+            loader = single_loader(loader, name)
             return loader.dataset, loader.collate_fn, loader.batch_size
         return None
 
@@ -345,47 +339,14 @@ class _InOrder:
     batch_size: int | None
     tensors: list[torch.Tensor] | None
 
-    def batches(self, batch_size: int, first: int) -> Iterator[Any]:
+    def batches(self, batch_size: int, first: int) -> Iterator[Sized]:
+        batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
         if self.tensors is not None:
             columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)
-            yield from map(list, zip(*columns, strict=True))
+            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=True)
             return
-        for rows in torch.split(torch.arange(self.num_samples), batch_size)[first:]:
-            yield self.fetch(rows)
-
-
-def _single_loader(loader: Any, name: str) -> DataLoader[Any]:
-    if isinstance(loader, (list, tuple)) and len(loader) == 1:
-        loader = loader[0]
-    if not isinstance(loader, DataLoader):
-        raise BadInput(f"{name}() returned {type(loader).__name__}: return one torch DataLoader")
-    check_dataset(f"the data set of {name}()", loader.dataset)
-    return loader
-
-
-def check_dataset(what: str, dataset: Any) -> None:
-    """Raise `BadInput` unless samples can be picked by number, and there are some; ``what`` names the data set."""
-    kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise BadInput(f"{what} is a DataLoader: give its data set, and batch_size= and collate_fn= beside it")
-    is_iterable = isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
-    )
-    if is_iterable:
-        raise BadInput(
-            f"{what} is {kind}, which is iterated over, but samples are dealt out to clients by number: load it whole "
-            "(of Hugging Face without streaming), as a data set with __len__ and __getitem__"
-        )
-    if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise BadInput(f"{what} is {kind}: give a data set with __len__ and __getitem__")
-    if len(dataset) == 0:
-        raise BadInput(f"{what} is {kind} without any samples: give one that has some, or look at how it is read")
-
-
-def _overrides(module: LightningDataModule, name: str) -> bool:
-    """Whether the module has this hook of its own; Lightning's, in DataHooks, only raises."""
-    hook = getattr(module, name, None)
-    return hook is not None and not getattr(hook, "__qualname__", "").startswith("DataHooks.")
+        for rows in batches:
+            yield self.fetch(rows), len(rows)
 
 
 def _length(dataset: Any) -> int:

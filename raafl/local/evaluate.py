@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
 from raafl.local.draws import generators, same_generators
@@ -31,14 +32,14 @@ class Evaluator:
     def __init__(
         self,
         submodels: Submodels,
-        batches: Callable[..., Iterable[Any]],
+        batches: Callable[..., Iterable[Sized]],
         device: torch.device | str = "cpu",
         prepare: Callable[[FlatTensors], None] = lambda values: None,
     ) -> None:
         """Build the full module once.
 
-        ``batches`` is called for each evaluation, with ``first`` where it is to begin later, ``prepare`` before it, on the
-        evaluator's own copy of the values, which it may change.
+        ``batches`` is called for each evaluation, with ``first`` where it is to begin later, and gives each batch with its
+        number of samples; ``prepare`` is called before it, on the evaluator's own copy of the values, which it may change.
 
         Raises:
             BadInput: the module has no ``validation_step``.
@@ -112,7 +113,7 @@ class Evaluator:
         finally:
             recorder.clear()
 
-    def _numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Any]]:
+    def _numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Sized]]:
         batches = self._batches(first=start) if start else self._batches()
         return enumerate(islice(batches, None if stop is None else stop - start), start)
 

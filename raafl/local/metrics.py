@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.data.federated import ClientData
+from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
-from raafl.local.record import Recorder, batch_length, to_device
+from raafl.local.record import Recorder, to_device
 
 TEST = "test/"
 """Begins the names of what a client measured on its own test part, in `Update.metrics` and clients.csv."""
@@ -45,7 +45,7 @@ def overrides(module: Any, name: str) -> bool:
 def measure(
     module: nn.Module,
     recorder: Recorder,
-    batches: Iterable[Any],
+    batches: Iterable[Sized],
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, float]:
@@ -55,7 +55,12 @@ def measure(
     batches together. `on_validation_epoch_start` and `on_validation_epoch_end` are called where the module has them. A
     metric that is both logged and returned is as it was logged; anything else that is returned is left alone.
 
-    ``recorder`` is attached to ``module``; ``context`` goes around each step, such as the precision of the run.
+    Args:
+        module: has a ``validation_step``.
+        recorder: attached to ``module``.
+        batches: each with its number of samples.
+        device: of ``module``.
+        context: goes around each step, such as the precision of the run.
     """
     begin(module, recorder)
     step(module, recorder, enumerate(batches), device, context)
@@ -71,28 +76,25 @@ def begin(module: nn.Module, recorder: Recorder) -> None:
 
 @torch.no_grad()
 def step(
-    module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Any]], device: torch.device,
+    module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:  # fmt: skip
     """Measure on numbered batches; return how many there were."""
     num = 0
-    for index, batch in batches:
+    for index, (batch, num_samples) in batches:
         num += 1
-        recorder.weight = float(batch_length(batch))
+        recorder.weight = float(num_samples)
         with context():
             answer = module.validation_step(to_device(batch, device), index)  # type: ignore[operator]
         if isinstance(answer, Mapping):
-            numbers = {name: value for name, value in answer.items() if _is_number(value)}
-            recorder.log_dict(
-                {_RETURNED + name: value for name, value in numbers.items()}, batch_size=batch_length(batch)
-            )
+            recorder.log_dict({_RETURNED + name: value for name, value in answer.items() if _is_number(value)})
     return num
 
 
 def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
     """Return the means over all batches."""
     _call(module, "on_validation_epoch_end")
-    found, recorder.weight = recorder.means(), 1.0  # all at once: what is both logged and returned is reset after it
+    found = recorder.means()  # all at once: what is both logged and returned is reset after it
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}
     return {**returned, **{name: value for name, value in found.items() if not name.startswith(_RETURNED)}}
 
@@ -102,7 +104,7 @@ def measure_part(
     recorder: Recorder,
     buffers: Buffers,
     data: ClientData,
-    batches: Iterable[Any],
+    batches: Iterable[Sized],
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_batch: Iterable[str] = (),
@@ -122,13 +124,13 @@ def measure_part(
     return {**{TEST + name: value for name, value in metrics.items()}, TEST + "num_samples": float(data.num_samples)}
 
 
-def _with_batch_statistics(module: nn.Module, batches: Iterable[Any], paths: Iterable[str]) -> Iterable[Any]:
+def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: Iterable[str]) -> Iterable[Sized]:
     """Yield the batches, with the batch norms at ``paths`` in training mode; a single sample has no statistics."""
     norms = [module.get_submodule(path) for path in paths]
-    for batch in batches:
+    for batch, num_samples in batches:
         for norm in norms:
-            norm.train(batch_length(batch) > 1)
-        yield batch
+            norm.train(num_samples > 1)
+        yield batch, num_samples
 
 
 def _call(module: Any, hook: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from raafl.local.record import Recorder
+from raafl.local.record import Recorder, logged_value
 
 
 class Unshared(Exception):
@@ -20,7 +20,7 @@ class Noting(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: list[list[Any]] = []
+        self._numbers: list[tuple[str, Tensor | float, str, float]] = []
 
     def log(
         self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",
@@ -30,7 +30,8 @@ class Noting(Recorder):
         super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
         if not callable(getattr(value, "compute", None)):
             how = getattr(reduce_fx, "__name__", str(reduce_fx))
-            self._numbers.append([name, *_plain(value), how, self.weight if batch_size is None else float(batch_size)])
+            weight = self.weight if batch_size is None else float(batch_size)
+            self._numbers.append((name, logged_value(name, value), how, weight))
 
     def taken(self) -> dict[str, Any]:
         """Return all that was noted, and the states of metrics.
@@ -39,13 +40,16 @@ class Noting(Recorder):
             Unshared: a metric's state is no sum of whole numbers, which comes to the same in any order.
         """
         states = {name: _states(name, metric) for name, metric in self._metrics.items()}
-        return {"numbers": self._numbers, "states": states}
+        return {
+            "numbers": [[name, _plain(value), how, weight] for name, value, how, weight in self._numbers],
+            "states": states,
+        }
 
 
 def add(recorder: Recorder, noted: dict[str, Any]) -> None:
     """Let a recorder go on with what a `Noting` has taken, as if it had been logged there."""
-    for name, kind, text, how, weight in noted["numbers"]:
-        recorder.log(name, _value(kind, text), reduce_fx=how, batch_size=weight)
+    for name, text, how, weight in noted["numbers"]:
+        recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
     for name, states in noted["states"].items():
         metric = recorder.metrics[name]
         for state, numbers in states.items():
@@ -65,18 +69,8 @@ def _states(name: str, metric: Any) -> dict[str, Any]:
     return {state: value.tolist() for state, value in states.items()}
 
 
-def _plain(value: Any) -> Iterable[str]:
-    """Return a number as text, after the name of its type if it is a tensor."""
-    if not isinstance(value, Tensor):
-        return "", repr(float(value))
-    if value.numel() != 1 or value.is_complex():
+def _plain(value: Tensor | float) -> str:
+    """Return a number as text, which JSON has of infinities and NaN too."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise Unshared("what is logged is not one number")
-    number = value.item()
-    return str(value.dtype).removeprefix("torch."), repr(number if value.is_floating_point() else int(number))
-
-
-def _value(kind: str, text: str) -> Tensor | float:
-    if not kind:
-        return float(text)
-    dtype = getattr(torch, kind)
-    return torch.tensor(float(text) if dtype.is_floating_point else int(text), dtype=dtype)
+    return repr(float(value))

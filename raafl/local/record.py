@@ -15,8 +15,12 @@ from raafl.errors import BadInput
 class Recorder:
     """Stands in for ``self.log`` of a LightningModule: keeps weighted means of what is logged.
 
-    Values stay tensors until `means` is called, so that logging never waits for a device. Of a torchmetrics ``Metric`` the
-    object is kept; it computes its value once, at the end, from all that it was updated with, and is reset.
+    Values are added up in float64, whatever the precision of the model. They stay tensors until `means` is called, so that
+    logging never waits for a device. Of a torchmetrics ``Metric`` the object is kept; it computes its value once, at the end,
+    from all that it was updated with, and is reset.
+
+    Attributes:
+        weight: of what is logged without a ``batch_size``: the number of samples in the batch.
     """
 
     def __init__(self) -> None:
@@ -41,16 +45,15 @@ class Recorder:
         """Add one value; display options (``prog_bar`` and the like) are ignored.
 
         ``value`` is a number, a tensor with one element or a ``Metric`` that has been updated; values become their mean
-        weighted by ``batch_size`` (None = samples in the batch), or their sum, min or max.
+        weighted by ``batch_size`` (None = `weight`), or their sum, min or max.
 
         Raises:
-            BadInput: another ``reduce_fx``.
+            BadInput: another ``reduce_fx``, or ``value`` is no number.
         """
         if callable(getattr(value, "compute", None)):
             self._metrics[name] = value
             return
-        if isinstance(value, Tensor):
-            value = value.detach()
+        value = logged_value(name, value)
         weight = self.weight if batch_size is None else float(batch_size)
         total, count = self._sums.get(name, (None, 0.0))
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
@@ -95,6 +98,27 @@ class Recorder:
                 metric.reset()
         self._sums.clear()
         self._metrics.clear()
+        self.weight = 1.0
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return a detached copy of a loss or a metric in float64, in which many are added up; on MPS, without float64, in float32."""
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.detach().to(torch.promote_types(value.dtype, dtype), copy=True)
+
+
+def logged_value(name: str, value: Any) -> Tensor | float:
+    """Return what was logged as ``name`` in the form in which it is added up.
+
+    Raises:
+        BadInput: it is no number.
+    """
+    if isinstance(value, Tensor):
+        return widened(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise BadInput(f"'{name}' is logged and is {type(value).__name__}: give one number") from None
 
 
 _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
@@ -115,19 +139,6 @@ def _number(name: str, value: Any) -> float:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "several values"
         raise BadInput(f"'{name}' is logged or returned as a metric and is {what}: give one number")
     return float(value)
-
-
-def batch_length(batch: Any) -> int:
-    """Return the number of samples in ``batch``: the length of the first tensor found in it."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    if isinstance(batch, list | tuple):
-        for item in batch:
-            if isinstance(item, Tensor | Mapping | list | tuple):
-                return batch_length(item)
-    return 1
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.types import Assignment, derive_seed
-from raafl.data.federated import ClientData
+from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.submodel import FlatTensors
 from raafl.submodel.flat import sum_of_bits
@@ -200,6 +200,10 @@ class Share(ClientData):
     def classes(self) -> frozenset[int] | None:
         """The classes of all of the client's samples."""
         return self._whole.classes()
+
+    def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:
+        """Yield this process's rows of each batch, with their number, which may be 0."""
+        return ((self._fetch(rows), len(rows[self._rank :: self._num_shares])) for rows in batches)
 
     def _mine(self, rows: Tensor) -> Any:
         mine = rows[self._rank :: self._num_shares]

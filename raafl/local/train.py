@@ -20,7 +20,7 @@ from raafl.core.exchange import ClientLink
 from raafl.core.masked_loss import CLASSES
 from raafl.core.payload import Bundles, Payload
 from raafl.core.types import Assignment, Update
-from raafl.data.federated import ClientData
+from raafl.data.federated import ClientData, Sized
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, briefly
 from raafl.local.buffers import Buffers
@@ -29,7 +29,7 @@ from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
 from raafl.local.pull import Pull
-from raafl.local.record import Recorder, to_device
+from raafl.local.record import Recorder, to_device, widened
 from raafl.local.spanning import ClientProcesses
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
@@ -261,12 +261,12 @@ class LocalTrainer:
     def _test(self, built: Built, data: ClientData) -> dict[str, float]:
         """Measure the trained submodel on the client's test part."""
 
-        def batches() -> Iterator[Any]:
+        def batches() -> Iterator[Sized]:
             self.place = "batch 0 of its test part"
-            for index, batch in enumerate(data.in_order(self.training.batch_size), start=1):
+            for index, sized in enumerate(data.in_order(self.training.batch_size), start=1):
                 if self._is_stopped():
                     raise Stopped
-                yield batch
+                yield sized
                 self.place = f"batch {index} of its test part"
 
         static = self.submodels.batch_norm == "static"  # then a client has no running statistics
@@ -333,16 +333,16 @@ class LocalTrainer:
         accumulate, device, crew = self.options.accumulate_grad_batches, self.fabric.device, self.crew
         per_epoch = data.num_batches(self.training.batch_size)
         hook = self._hook(built, assignment, received, steps if steps is not None else per_epoch * (epochs or 1))
-        num_batches, num_steps = 0, 0
+        num_batches, num_steps, self.place = 0, 0, "batch 0"
         total: Tensor | float = 0.0
-        self.place = "batch 0"
         try:
-            for batch in data.batches(self._generator, self.training.batch_size, num_epochs=epochs, num_steps=steps):
+            for batch, num_samples in data.batches(self._generator, self.training.batch_size, epochs, steps):
                 if crew is None and self._is_stopped():
                     raise Stopped
+                built.recorder.weight = float(num_samples)
                 loss = hook.loss(to_device(batch, device), num_batches)
                 loss = loss if crew is None else crew.weighed(loss)
-                total = total + loss.detach()
+                total = total + widened(loss)
                 num_batches += 1
                 in_epoch = num_batches % per_epoch  # 0 at its end
                 is_due = in_epoch % accumulate == 0 or num_batches == steps

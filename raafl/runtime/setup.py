@@ -13,7 +13,8 @@ from raafl.core.algorithm import Algorithm, OwnTests
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
-from raafl.data.federated import ClientData, FederatedData, reading
+from raafl.data.federated import ClientData, FederatedData
+from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, said
 from raafl.local.numerics import set_numerics

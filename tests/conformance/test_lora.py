@@ -52,7 +52,7 @@ def test_one_round_by_hand(tmp_path):
     for client, rank in enumerate(RANKS, start=1):
         model = zeroed_above(copy.deepcopy(before), rank).train()
         optimizer = model.configure_optimizers()
-        (batch,) = data.client(client).batches(torch.Generator(), 64, num_epochs=1)
+        ((batch, _),) = data.client(client).batches(torch.Generator(), 64, num_epochs=1)
         model.training_step(batch, 0).backward()
         optimizer.step()
         assert model.get_parameter(f"{LAYERS[0]}.lora_B.default.weight")[:, rank:].count_nonzero() == 0

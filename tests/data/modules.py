@@ -42,10 +42,16 @@ class Module(LightningDataModule):
         return DataLoader(self.train, **self.loader)
 
 
+def values(sized):
+    """The batches, without their numbers of samples."""
+    return [batch for batch, _ in sized]
+
+
 def equal(first, second):
+    """Whether both give the same batches with the same numbers of samples."""
     first, second = list(first), list(second)
     assert len(first) == len(second)
-    for a, b in zip(first, second, strict=True):
-        assert type(a) is type(b) and len(a) == len(b)
+    for (a, num), (b, other) in zip(first, second, strict=True):
+        assert num == other and type(a) is type(b) and len(a) == len(b)
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     return True

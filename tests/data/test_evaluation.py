@@ -29,10 +29,10 @@ def test_test_set_in_order(monkeypatch):
         for test in (tensors(10), Plain(tensors(10)), Subset(tensors(20), range(10))):
             module = kind(tensors(), test)
             fed = FederatedData(module, Iid(), 2, 0)
-            expected = list(DataLoader(tensors(10), batch_size=4))
+            expected = list(zip(DataLoader(tensors(10), batch_size=4), [4, 4, 2], strict=True))
             assert equal(fed.test_batches(), expected) and equal(fed.test_batches(), expected)
             assert module.calls == calls
-            assert [len(y) for _, y in fed.test_batches(7)] == [7, 3]
+            assert [(len(y), num) for (_, y), num in fed.test_batches(7)] == [(7, 7), (3, 3)]
             with monkeypatch.context() as patched:
                 patched.setattr(federated, "_MOST_COPIED_BYTES", 0)
                 assert equal(FederatedData(kind(tensors(), test), Iid(), 2, 0).test_batches(), expected)
@@ -47,7 +47,7 @@ def test_without_test_data_evenly_spaced_training_samples_are_measured_on(monkey
     monkeypatch.setattr(federated, "_MOST_MEASURED", 5)
     fed = FederatedData(Nothing(tensors(50)), Iid(), 2, 0)
     assert not fed.notes, "nothing has been measured yet"
-    (batch,) = fed.test_batches()
+    ((batch, _),) = fed.test_batches()
     assert batch[0][:, 0].tolist() == [0.0, 20.0, 40.0, 60.0, 80.0]  # rows 0, 10, 20, 30, 40
     assert fed.notes == [
         "Nothing has no test or validation set: the global model is measured on 5 samples of the training set, which says "
@@ -89,7 +89,7 @@ def test_data_without_samples_is_refused(train, test, name):
 def test_lightnings_own_datamodule_from_data_sets_works():
     module = LightningDataModule.from_datasets(tensors(), test_dataset=tensors(6), batch_size=5)
     fed = FederatedData(module, Iid(), 2, 0)
-    assert fed.batch_size == 5 and [len(y) for _, y in fed.test_batches()] == [5, 1]
+    assert fed.batch_size == 5 and [num for _, num in fed.test_batches()] == [5, 1]
 
 
 def test_example_batch_is_the_first_samples_collated():
@@ -121,7 +121,7 @@ def test_a_batch_sampler_leaves_no_batch_size():
     client = FederatedData(module, Iid(), 2, 0).client(1)
     with pytest.raises(BadInput, match="batch_size is not given"):
         client.batches(generator(), num_epochs=1)
-    assert len(next(client.batches(generator(), 3, num_epochs=1))[1]) == 3
+    assert next(client.batches(generator(), 3, num_epochs=1))[1] == 3
 
 
 def test_the_users_collate_function_is_used_for_training_and_example():
@@ -131,7 +131,7 @@ def test_the_users_collate_function_is_used_for_training_and_example():
         collate_fn=lambda samples: {"n": len(samples), "all": default_collate(samples)},
     )
     fed = FederatedData(module, Iid(), 2, 0)
-    assert [b["n"] for b in fed.client(1).batches(generator(), num_epochs=1)] == [4] * 6 + [1]
+    assert [b["n"] for b, _ in fed.client(1).batches(generator(), num_epochs=1)] == [4] * 6 + [1]
     assert fed.example_batch(2)["n"] == 2
 
 

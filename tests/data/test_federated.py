@@ -7,7 +7,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid
 from raafl.data.tensors import TensorImages
 from raafl.errors import BadInput
-from tests.data.modules import Module, Plain, equal, generator, tensors
+from tests.data.modules import Module, Plain, equal, generator, tensors, values
 
 ROWS = torch.tensor([1, 4, 5, 9, 16, 20, 33, 34, 40, 41, 49])
 
@@ -37,13 +37,14 @@ def test_batches_are_permutations_of_the_clients_own_rows_by_a_plain_loop():
     expected = []
     for _ in range(2):
         order = ROWS[torch.randperm(len(ROWS), generator=plain)]
-        expected += [[t[order[i : i + 4]] for t in base.tensors] for i in range(0, len(ROWS), 4)]
+        cuts = [order[i : i + 4] for i in range(0, len(ROWS), 4)]
+        expected += [([t[rows] for t in base.tensors], len(rows)) for rows in cuts]
     assert equal(ClientData(base, ROWS).batches(generator(5), 4, num_epochs=2), expected)
 
 
 def test_each_epoch_has_every_sample_once_in_a_fresh_order():
     client = ClientData(TensorDataset(torch.arange(50)), ROWS)
-    epochs = list(client.batches(generator(), 4, num_epochs=2))
+    epochs = values(client.batches(generator(), 4, num_epochs=2))
     assert [len(x) for (x,) in epochs] == [4, 4, 3] * 2 and client.num_batches(4) == 3
     first, second = torch.cat([x for (x,) in epochs[:3]]), torch.cat([x for (x,) in epochs[3:]])
     assert sorted(first.tolist()) == sorted(second.tolist()) == ROWS.tolist()
@@ -61,14 +62,14 @@ def test_drop_last_leaves_out_the_short_batch_of_an_epoch_unless_it_is_the_only_
     client = ClientData(tensors(), ROWS, drop_last=True)
     whole = list(ClientData(tensors(), ROWS).batches(generator(), 4, num_epochs=2))
     assert equal(client.batches(generator(), 4, **counts), [*whole[:2], *whole[3:5]]) and client.num_batches(4) == 2
-    (alone,) = client.batches(generator(), 12, num_epochs=1)
-    assert len(alone[0]) == len(ROWS) and client.num_batches(12) == 1
-    assert sum(len(batch[0]) for batch in client.in_order(4)) == len(ROWS)
+    ((alone, num),) = client.batches(generator(), 12, num_epochs=1)
+    assert len(alone[0]) == num == len(ROWS) and client.num_batches(12) == 1
+    assert sum(num for _, num in client.in_order(4)) == len(ROWS)
 
 
 def test_a_batch_larger_than_the_data_is_one_batch():
-    (batch,) = ClientData(tensors(), ROWS).batches(generator(), 1000, num_epochs=1)
-    assert len(batch[0]) == len(ROWS)
+    ((batch, num),) = ClientData(tensors(), ROWS).batches(generator(), 1000, num_epochs=1)
+    assert len(batch[0]) == num == len(ROWS)
 
 
 @pytest.mark.parametrize("dataset", [tensors(), Plain(tensors())])
@@ -80,14 +81,14 @@ def test_the_order_depends_on_the_generator_alone_and_global_generators_stay(dat
     torch.rand(3)
     assert equal(first, client.batches(generator(1), 4, num_epochs=1))
     other = list(client.batches(generator(2), 4, num_epochs=1))
-    assert not torch.equal(torch.cat([x for x, _ in first]), torch.cat([x for x, _ in other]))
+    assert not torch.equal(torch.cat([x for x, _ in values(first)]), torch.cat([x for x, _ in values(other)]))
 
 
 def test_a_batch_may_be_changed_in_place():
     client = ClientData(tensors(), ROWS)
-    for x, _ in client.batches(generator(), 4, num_epochs=1):
+    for x, _ in values(client.batches(generator(), 4, num_epochs=1)):
         x.zero_()
-    assert all(x.sum() > 0 for x, _ in client.batches(generator(), 4, num_epochs=1))
+    assert all(x.sum() > 0 for x, _ in values(client.batches(generator(), 4, num_epochs=1)))
 
 
 def test_bad_counts_are_refused_at_the_call():
@@ -117,9 +118,9 @@ def test_clients_share_the_training_set_and_use_the_modules_batch_size():
     assert module.calls == ["prepare", "fit"]
     assert fed.num_clients == 3 and fed.sizes == [17, 17, 16]
     assert [fed.client(i).num_samples for i in (1, 2, 3)] == fed.sizes
-    seen = torch.cat([x for i in (1, 2, 3) for x, _ in fed.client(i).batches(generator(), num_epochs=1)])
+    seen = torch.cat([x for i in (1, 2, 3) for x, _ in values(fed.client(i).batches(generator(), num_epochs=1))])
     assert sorted(seen[:, 0].tolist()) == tensors().tensors[0][:, 0].tolist()
-    assert [len(y) for _, y in fed.client(1).batches(generator(), num_epochs=1)] == [8, 8, 1]
+    assert [num for _, num in fed.client(1).batches(generator(), num_epochs=1)] == [8, 8, 1]
 
 
 def test_clients_are_numbered_from_one():
@@ -193,7 +194,7 @@ def test_labels_of_a_subset_are_those_of_its_rows():
     rows = [i for i in range(50) if i % 5 in (1, 3)]
     for base in (tensors(), Targets(tensors())):
         fed = FederatedData(Module(Subset(base, rows)), ClassesPerClient(1), 2, 0)
-        ys = [{int(v) for _, y in fed.client(i).batches(generator(), num_epochs=1) for v in y} for i in (1, 2)]
+        ys = [{int(v) for _, y in values(fed.client(i).batches(generator(), num_epochs=1)) for v in y} for i in (1, 2)]
         assert sorted(map(sorted, ys)) == [[1], [3]]
 
 
@@ -222,5 +223,5 @@ def test_by_column_reads_attributes_and_hugging_face_columns():
         FederatedData(Module(rows), ByColumn("speaker"), 3, 0)
     by_class = FederatedData(Module(rows.select([4, 3, 2])), ClassesPerClient(1), 2, 0)
     assert sorted(by_class.indices(i).tolist() for i in (1, 2)) == [[0, 2], [1]]
-    batch = next(FederatedData(Module(rows), Iid(), 1, 0).client(1).batches(generator(), 5, num_epochs=1))
+    (batch,) = values(FederatedData(Module(rows), Iid(), 1, 0).client(1).batches(generator(), 5, num_epochs=1))
     assert sorted(batch["x"].tolist()) == [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -58,11 +58,11 @@ def test_clients_train_and_test_on_parts_of_their_own(make):
     for client in (1, 2, 3):
         mine = data.client(client)
         assert mine.num_samples == data.sizes[client - 1] and mine.test.num_samples == 3
-        rows = [int(x[0]) // 2 for batch in mine.test.in_order(2) for x in batch[0]]
+        rows = [int(x[0]) // 2 for batch, _ in mine.test.in_order(2) for x in batch[0]]
         assert sorted([*data.indices(client).tolist(), *rows]) == whole.indices(client).tolist()
-        assert [len(batch[0]) for batch in mine.test.in_order(2)] == [2, 1]
+        assert [(len(batch[0]), num) for batch, num in mine.test.in_order(2)] == [(2, 2), (1, 1)]
         assert mine.classes() is not None and whole.client(client).test is None
-        trained = {int(x[0]) // 2 for batch in mine.batches(torch.Generator(), 4, num_epochs=1) for x in batch[0]}
+        trained = {int(x[0]) // 2 for batch, _ in mine.batches(torch.Generator(), 4, num_epochs=1) for x in batch[0]}
         assert trained == set(data.indices(client).tolist())
 
 
@@ -73,4 +73,4 @@ def test_one_client_that_has_all_data_tests_on_a_part_as_well():
 
 def test_batches_in_order_differ_by_one_sample_at_most():
     part = FederatedData(Module(tensors()), Iid(test_share=0.5), 1).client(1).test
-    assert [len(batch[0]) for batch in part.in_order(8)] == [7, 6, 6, 6]
+    assert [num for _, num in part.in_order(8)] == [7, 6, 6, 6]

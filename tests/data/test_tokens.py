@@ -94,7 +94,7 @@ def test_windows_and_their_targets():
 def test_both_take_the_fast_path_of_a_client(copied):
     for dataset in (tokens(), TensorWindows(torch.arange(9).reshape(3, 3), ["a", "b", "c"])):
         client = ClientData(dataset, torch.tensor([0, 2]), 2, copied=copied)
-        (batch,) = client.batches(torch.Generator().manual_seed(0), num_epochs=1)
+        ((batch, _),) = client.batches(torch.Generator().manual_seed(0), num_epochs=1)
         rows = torch.tensor([0, 2])[torch.randperm(2, generator=torch.Generator().manual_seed(0))]
         assert all(torch.equal(a, b) for a, b in zip(batch, dataset.gather(rows), strict=True))
         assert isinstance(batch, list) and (client._indices is None) == copied

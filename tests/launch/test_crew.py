@@ -130,15 +130,19 @@ def test_a_task_is_that_of_one_process(net, spec, options, size):
 
 def test_shares_are_disjoint_and_weighed_by_their_rows():
     bench = Bench.of(Net)
-    whole = list(bench.data.batches(torch.Generator().manual_seed(1), num_epochs=1))
+    whole = [batch for batch, _ in bench.data.batches(torch.Generator().manual_seed(1), num_epochs=1)]
     shares = [Share(bench.data, rank, 3) for rank in range(3)]
     found = [
-        [(batch[0], share.weight) for batch in share.batches(torch.Generator().manual_seed(1), num_epochs=1)]
+        [
+            (batch[0], share.weight, num)
+            for (batch, num) in share.batches(torch.Generator().manual_seed(1), num_epochs=1)
+        ]
         for share in shares
     ]
     for number, (x, _) in enumerate(whole):
         rows = [one[number][0] for one in found]
-        weights = [one[number][1] for one in found]
+        weights, sizes = ([one[number][place] for one in found] for place in (1, 2))
+        assert sizes == [len(x[rank::3]) for rank in range(3)]
         assert weights == pytest.approx([len(x[rank::3]) * 3 / len(x) for rank in range(3)])
         assert all(torch.equal(mine, x[rank::3]) for rank, mine in enumerate(rows) if weights[rank])
         assert [len(mine) for mine in rows] == [max(len(x[rank::3]), 1) for rank in range(3)]

@@ -8,6 +8,9 @@ from lightning.pytorch.core.module import Metric
 from torch import nn
 from torch.nn import functional as F
 
+from raafl.api.datasets import Datasets as DataModule
+from raafl.data.federated import FederatedData
+from raafl.data.partition import Iid
 from raafl.errors import BadInput
 from raafl.local.evaluate import Evaluator
 from raafl.submodel import Submodels
@@ -31,7 +34,7 @@ def evaluator_of(make, sizes=(5, 5, 5, 5, 2)):
     x, y = samples().tensors
     split = list(zip(torch.split(x, sizes), torch.split(y, sizes), strict=True))
     submodels = Submodels(module, split[0])
-    return Evaluator(submodels, lambda: iter(split)), submodels.state(module), module
+    return Evaluator(submodels, lambda: zip(split, sizes, strict=True)), submodels.state(module), module
 
 
 @pytest.mark.parametrize("make", [Returning, Logging])
@@ -142,3 +145,35 @@ def test_what_is_logged_after_a_measurement_weighs_as_before():
     evaluator, values, _ = evaluator_of(Returning)
     evaluator(values)
     assert evaluator._recorder.weight == 1.0
+
+
+class Graph:
+    """Tensors in attributes, the nodes of all samples in one."""
+
+    def __init__(self, given):
+        self.x, self.y = torch.cat([x for x, _ in given]), torch.stack([y for _, y in given])
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda given: {"x": torch.stack([x for x, _ in given], 1), "y": torch.stack([y for _, y in given])},
+        lambda given: {"x": [x for x, _ in given], "y": torch.stack([y for _, y in given])},
+        Graph,
+    ],
+    ids=["time first", "lists of images", "graph"],
+)
+def test_a_batch_of_any_kind_counts_as_many_samples_as_were_fetched(collate):
+    """Of 0 to 9 in batches of 4, 4 and 2 the mean is 4.5; of the batches' means, 5.17."""
+
+    class Mean(Net):
+        def validation_step(self, batch, index):
+            y = batch.y if isinstance(batch, Graph) else batch["y"]
+            self.log("logged", y.mean())
+            return {"returned": y.mean()}
+
+    data = [(torch.full((3, 6), float(i)), torch.tensor(float(i))) for i in range(10)]
+    module = DataModule(data, data, batch_size=4, collate_fn=collate)
+    submodels = Submodels(Mean(), samples()[:2])
+    evaluator = Evaluator(submodels, FederatedData(module, Iid(), 2).test_batches)
+    assert evaluator(submodels.state(Mean())) == {"logged": 4.5, "returned": 4.5}

@@ -74,7 +74,7 @@ def evaluate(module, values=None):
     x, y = samples().tensors
     split = list(zip(torch.split(x, SIZES), torch.split(y, SIZES), strict=True))
     submodels = Submodels(module, split[0])
-    evaluator = Evaluator(submodels, lambda: iter(split))
+    evaluator = Evaluator(submodels, lambda: zip(split, SIZES, strict=True))
     values = submodels.state(module)
     first = evaluator(values)
     assert evaluator(values) == first

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raafl.local.record import Recorder, batch_length, to_device
+from raafl.errors import BadInput
+from raafl.local.noted import Noting, add
+from raafl.local.record import Recorder, to_device
 
 
 def test_values_are_weighted_by_what_holds_when_they_are_logged():
@@ -35,20 +37,31 @@ def test_logging_holds_no_graph():
     assert not total.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("batch", "length"),
-    [
-        (torch.zeros(4, 2), 4),
-        (torch.tensor(1.0), 1),
-        ([torch.zeros(3), torch.zeros(3)], 3),
-        ({"ids": torch.zeros(5, 7), "mask": torch.zeros(5, 7)}, 5),
-        (("text", {"x": torch.zeros(6)}), 6),
-        ("text", 1),
-        ([], 1),
-    ],
-)
-def test_the_length_of_a_batch_is_that_of_its_first_tensor(batch, length):
-    assert batch_length(batch) == length
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_in_float64_whatever_the_precision_of_the_model(dtype):
+    """A running sum in bfloat16 stands still at 256: the mean of 2,000 would be 0.15."""
+    recorder, noting = Recorder(), Noting()
+    value = torch.tensor(1.14, dtype=dtype)
+    for one in (recorder, noting):
+        for _ in range(2000):
+            one.log("loss", value)
+            one.log("number", value, reduce_fx="sum")
+    wanted = {"loss": value.item(), "number": 2000 * value.item()}
+    assert recorder.means() == pytest.approx(wanted, rel=1e-12)
+    add(recorder, noting.taken())
+    assert recorder.means() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_what_is_logged_is_kept_as_it_was():
+    recorder, value = Recorder(), torch.tensor(2.0, dtype=torch.float64)
+    recorder.log("most", value, reduce_fx="max")
+    value.zero_()
+    assert recorder.means() == {"most": 2.0}
+
+
+def test_what_is_no_number_is_named():
+    with pytest.raises(BadInput, match="'phase' is logged and is str: give one number"):
+        Recorder().log("phase", "early")
 
 
 def test_what_is_on_the_cpu_already_is_not_copied():

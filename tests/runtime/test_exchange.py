@@ -262,10 +262,10 @@ class Numbers:
         return 2
 
     def batches(self, *_, **__):
-        yield self.number
+        yield self.number, 1
         self.link.reply({"twice": (2 * self.number).view(1)})
         self.number = self.hear()
-        yield self.number
+        yield self.number, 1
         self.link.reply({"twice": (2 * self.number).view(1)})
 
 

@@ -79,10 +79,15 @@ class Batches:
         """Return the number of batches in one epoch."""
         return self._per_epoch
 
-    def batches(self, *_: Any, **__: Any) -> Iterator[Received]:
-        """Yield each batch as it comes; when the next is asked for, send the gradient of the last."""
+    @property
+    def _due(self) -> int:
+        """Number of samples of the batch that is due."""
+        return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
+
+    def batches(self, *_: Any, **__: Any) -> Iterator[tuple[Received, int]]:
+        """Yield each batch as it comes, with its number of samples; when the next is asked for, send the last one's gradient."""
         while True:
-            yield self._received
+            yield self._received, self._due
             self._link.reply({"gradient": self._received.gradient.contiguous()})
             self._index += 1
             if self._index == self._total:
@@ -120,8 +125,7 @@ class Batches:
     def _checked_shapes(self, given: Any) -> Shapes:
         """Return the shapes of the batch's tensors, if they may be those of the batch that is due."""
         examples = shapes_of(self._half.example_batch)
-        place, samples = self._index % self._per_epoch, examples[0][0] if examples[0] else 1
-        due = min(self._batch_size, self.num_samples - place * self._batch_size)
+        samples, due = examples[0][0] if examples[0] else 1, self._due
         if not isinstance(given, list) or len(given) != len(examples):
             raise Unsound("wrong-shape", f"shapes of {len(examples)} tensors expected, got {str(given)[:80]}")
         for shape, example in zip(given, examples, strict=True):

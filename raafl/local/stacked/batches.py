@@ -24,13 +24,16 @@ class Batch:
     """What the clients that go on train on in one step.
 
     Attributes:
-        kinds: places of the clients, by what their batches are like.
+        kinds: places of the clients, by what their batches are like; those of a kind have as many samples.
+        sizes: number of samples in each client's batch.
         num: of the clients.
     """
 
-    def __init__(self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec]) -> None:
-        """Take each client's kind of batch and its leaves, and how those of a kind are built."""
-        self._all, self._leaves, self._forms, self.num = kinds, leaves, forms, len(kinds)
+    def __init__(
+        self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec], sizes: Sequence[int]
+    ) -> None:
+        """Take each client's kind of batch, its leaves and its size, and how those of a kind are built."""
+        self._all, self._leaves, self._forms, self.num, self.sizes = kinds, leaves, forms, len(kinds), sizes
         self.kinds: defaultdict[Any, list[int]] = defaultdict(list)
         for client, kind in enumerate(kinds):
             self.kinds[kind].append(client)
@@ -50,7 +53,7 @@ class Stack(Batch):
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
         """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
-        super().__init__([size] * num, [], forms)
+        super().__init__([size] * num, [], forms, [size] * num)
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
@@ -83,7 +86,8 @@ def batches(
     feeds = [_ahead(client.fetch, own, ahead) for client, own in zip(clients, rows, strict=True)]
     for going in _going(counts):
         found = [next(feed) for feed in feeds[:going]]
-        yield Batch([size for size, _ in found], [leaves for _, leaves in found], forms)
+        sizes = [size for size, _ in found]
+        yield Batch(sizes, [leaves for _, leaves in found], forms, sizes)
 
 
 def _going(counts: Sequence[int]) -> Iterator[int]:
@@ -107,7 +111,7 @@ def _of_one_source(
             if min(own) == max(own):
                 yield Stack(own[0], len(own), tensors, forms)
             else:
-                yield Batch(own, list(zip(*(one.split_with_sizes(own) for one in tensors), strict=True)), forms)
+                yield Batch(own, list(zip(*(one.split_with_sizes(own) for one in tensors), strict=True)), forms, own)
 
 
 def _ahead(
@@ -124,11 +128,14 @@ def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Seq
     """Fetch batches of any form."""
     forms: dict[Any, TreeSpec] = {}
     for going in _going(counts):
-        kinds, every = [], []
+        kinds, every, sizes = [], [], []
         for client, own in zip(clients[:going], rows, strict=False):
-            leaves, form = tree_flatten(client.fetch(next(own)))
-            kind = form, tuple((one.shape, one.dtype) if isinstance(one, Tensor) else repr(one) for one in leaves)
+            numbers = next(own)
+            leaves, form = tree_flatten(client.fetch(numbers))
+            alike = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else repr(one) for one in leaves)
+            kind = len(numbers), form, alike
             forms[kind] = form
             kinds.append(kind)
             every.append(leaves)
-        yield Batch(kinds, every, forms)
+            sizes.append(len(numbers))
+        yield Batch(kinds, every, forms, sizes)

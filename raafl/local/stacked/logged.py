@@ -8,18 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.local.record import Recorder
+from raafl.local.record import Recorder, widened
 from raafl.local.stacked.stacks import Unstackable
 
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}  # -0.0 + x is x, also of a zero
 
 
 class Logged:
-    """Stands in for `Recorder`: keeps each client's sums."""
+    """Stands in for `Recorder`: keeps each client's sums.
+
+    Attributes:
+        weight: of what is logged without a ``batch_size``: the samples in the batch of each client that is computed next.
+    """
 
     def __init__(self, num: int) -> None:
         """Start empty, for ``num`` clients."""
-        self._num = num
+        self._num, self.weight = num, 1.0
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, list[float]] = {}
         self._step: list[tuple[str, Any, float, str]] = []
@@ -38,8 +42,8 @@ class Logged:
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if callable(getattr(value, "compute", None)) or how not in _START:
             raise Unstackable(f"it logs '{name}', which is no number, or not averaged")
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-        self._step.append((name, value, 1.0 if batch_size is None else float(batch_size), how))
+        value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Note several values."""
@@ -58,15 +62,13 @@ class Logged:
             value = value.reshape(len(clients))
             value = value * weight if how == "mean" else value
             if name not in self._sums:
-                start = torch.full(
-                    (self._num,), _START[how], dtype=value.dtype if value.is_floating_point() else torch.float64
-                )
+                start = torch.full((self._num,), _START[how], dtype=torch.float64)
                 self._sums[name], self._counts[name] = start, [0.0] * self._num
             sums, counts = self._sums[name], self._counts[name]
             if how in ("mean", "sum"):
                 sums[where] += value
             else:
-                sums[where] = (torch.minimum if how == "min" else torch.maximum)(sums[where], value.to(sums.dtype))
+                sums[where] = (torch.minimum if how == "min" else torch.maximum)(sums[where], value)
             for client in clients:
                 counts[client] = counts[client] + weight if how == "mean" else 1.0
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.local.pull import Pull
+from raafl.local.record import widened
 from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.clipping import clip_
 from raafl.local.stacked.logged import Logged
@@ -100,7 +101,7 @@ class Steps:
         self.rows = Rows(built.present.layout, num)
         for client, member in enumerate(members):
             self.rows.of(client).copy_(member.received)
-        self.losses = torch.zeros(0)  # once there is one, of its type
+        self.losses = torch.zeros(num, dtype=torch.float64)
         self.logged = Logged(num)
         self.seen: defaultdict[Any, set[int]] = defaultdict(set)
         self.states = [torch.Generator().manual_seed(member.assignment.seed).get_state() for member in members]
@@ -207,6 +208,7 @@ class Steps:
         columns, form = batch.columns(clients)
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
+        self.logged.weight = float(batch.sizes[clients[0]])  # of clients with batches of one kind
 
         def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
             values = {name: inside(stack) for name, stack in tensors.items()}
@@ -226,9 +228,7 @@ class Steps:
     def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor]) -> None:
         """Keep what a step has given besides gradients."""
         where = torch.tensor(clients)
-        if not len(self.losses):
-            self.losses = torch.zeros(len(self.members), dtype=losses.dtype)
-        self.losses[where] += losses.detach()
+        self.losses[where] += widened(losses)
         self.logged.add(clients, values)
         for client, state in zip(clients, states, strict=True):
             self.states[client] = state

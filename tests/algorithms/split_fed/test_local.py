@@ -97,7 +97,7 @@ def test_the_server_expects_the_batches_that_the_client_makes(training, drop_las
     assert [terms[name] for name in ("per_epoch", "batches", "samples")] == [per_epoch, batches, samples]
     dataset = torch.utils.data.TensorDataset(torch.zeros(70, 1))
     data = ClientData(dataset, torch.arange(70), 32, drop_last=drop_last)
-    sizes = [len(x) for (x,) in data.batches(torch.Generator(), None, work.num_epochs, work.num_steps)]
+    sizes = [len(x) for (x,), _ in data.batches(torch.Generator(), None, work.num_epochs, work.num_steps)]
     assert (data.num_batches(), len(sizes), sum(sizes)) == (per_epoch, batches, samples)
 
 

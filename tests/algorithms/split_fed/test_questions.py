@@ -53,7 +53,7 @@ def test_each_batch_is_answered_by_its_gradient_when_the_next_is_asked_for():
     questions = asked(wire)
     assert (questions.num_samples, questions.num_batches(), questions.test) == (3, 2, None)
     seen = []
-    for received in questions.batches():
+    for received, _ in questions.batches():
         seen.append((received.activation.tolist(), received.batch[1].tolist()))
         assert len(wire.replies) == len(seen) - 1
         inputs = received.batch[0]
@@ -89,4 +89,4 @@ def test_a_batch_that_is_not_the_one_due_is_refused(changes, reason):
 def test_mixed_precision_may_send_either_dtype():
     for precision, dtype in (("bf16-mixed", "bfloat16"), ("bf16-mixed", "float32"), ("32-true", "float32")):
         questions = asked(Wire(({"precision": precision, "dtype": dtype}, FIRST)))
-        assert next(iter(questions.batches())).activation.dtype == getattr(torch, dtype)
+        assert next(iter(questions.batches()))[0].activation.dtype == getattr(torch, dtype)

@@ -73,6 +73,8 @@ class Logging(Net):
         loss = F.cross_entropy(logits, y)
         self.log("hits", (logits.argmax(1) == y).float().mean(), batch_size=len(y))
         self.log_dict({"largest": logits.max(), "index": float(index)}, reduce_fx="max")
+        self.log("step", float(index))
+        self.log("half", logits.mean().bfloat16())
         return {"loss": loss}
 
 
@@ -276,6 +278,27 @@ def test_clients_measure_their_own_test_part_with_what_they_have_learnt():
 def test_data_read_one_by_one_are_the_same_batches():
     bench = Bench.of(Mapped, data=OneByOne())
     check(bench, members(bench, data=OneByOne(), epochs=1))
+
+
+def test_what_is_logged_counts_by_the_samples_of_a_batch_whatever_its_tensors_show():
+    """Clients of 22, 7 and 13 samples: the last batches are of 2 and 3, all tensors of one shape."""
+
+    def collate(given):
+        return {"x": torch.stack([one["x"] for one in given]).mean(0, keepdim=True), "y": given[0]["y"].view(1)}
+
+    class Means(Mapped):
+        def training_step(self, batch, index):
+            self.log("step", float(index))
+            return super().training_step(batch, index)
+
+    bench, data = Bench.of(Means, data=OneByOne()), OneByOne()
+    tasks = [
+        task._replace(data=ClientData(data, torch.arange(size), BATCH_SIZE, collate))
+        for task, size in zip(members(bench, sizes=(22, 7, 13), data=data, epochs=1), (22, 7, 13), strict=True)
+    ]
+    check(bench, tasks)
+    steps = [bench.trainer.run(*task).metrics["step"] for task in tasks]
+    assert steps == [(5 * (0 + 1 + 2 + 3) + 2 * 4) / 22, 2 * 1 / 7, (5 * 1 + 3 * 2) / 13]
 
 
 REFUSED = {

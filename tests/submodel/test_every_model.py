@@ -6,6 +6,7 @@ All in double precision, so that what should be equal up to rounding is equal to
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def lying_like(module, flat):
         parameter.data = room[start : start + parameter.numel()].view_as(parameter).copy_(parameter.detach())
         assert (parameter.data_ptr() - flat[name].data_ptr()) % 64 == 0
     return module
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
+    _, submodels, full = built(name)
+    spec = Spec.keep({axis.name: range(max(axis.size // 2, 1)) for axis in submodels.axes.values()})
+    shrunk = submodels.shrink(spec, rescale=True)
+    submodels.plan(spec, "present").gather(full, shrunk.present)
+    answers = []
+    for module in (shrunk.module, pickle.loads(pickle.dumps(shrunk.module)), copy.deepcopy(shrunk.module)):
+        torch.manual_seed(1)
+        answers.append(MODELS[name].answer(lying_like(module, shrunk.present).train()))
+    assert torch.equal(answers[1], answers[0]) and torch.equal(answers[2], answers[0])
 
 
 @pytest.mark.parametrize("name", MODELS)

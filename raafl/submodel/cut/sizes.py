@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from raafl.submodel.cut.carried import set_carried
+
 Counts = Mapping[str, int]
 """Number of indices that are there, by axis."""
 
@@ -85,7 +87,7 @@ class Sizes:
                 for site, arguments in sites.items()
             }
             if shrunk and path in modules:
-                modules[path].__dict__[method] = Corrected(modules[path], method, table)
+                set_carried(modules[path], method, Corrected(modules[path], method, table))
 
 
 def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int]) -> None:
@@ -96,16 +98,17 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
             continue  # it is left out, or another takes its place
         attributes = modules[path].__dict__
         if not inside:
-            attributes[str(name)] = value
+            set_carried(modules[path], str(name), value)
             continue
         held: Any = attributes[str(name)]
         part: Any = inside[0]
         if isinstance(held, tuple | list):
-            attributes[str(name)] = type(held)([*held[:part], value, *held[part + 1 :]])
+            set_carried(modules[path], str(name), type(held)([*held[:part], value, *held[part + 1 :]]))
             continue
         if (path, str(name)) not in own:
             own.add((path, str(name)))
-            held = attributes[str(name)] = shallow(held)
+            held = shallow(held)
+            set_carried(modules[path], str(name), held)
         (held if isinstance(held, dict) else held.__dict__)[part] = value
 
 

@@ -43,7 +43,7 @@ class Stream(IterableDataset):
             small_mlp,
             (DataLoader([1]), None),
             {},
-            "train is a DataLoader: give its data set, and batch_size= and collate_fn=",
+            r"train is a DataLoader: give its data set \(a Subset, where it has a sampler\), and batch_size= and collate_fn=",
         ),
         (small_mlp, digits(), {"devices": "auto"}, "devices is auto: it says what the clients can do"),
         (

@@ -1,8 +1,8 @@
 """Data of a federation: any LightningDataModule, shared out among clients, and each client's batches.
 
 `FederatedData` asks the data module for its training data set once and partitions it; `ClientData` is one client's
-part. The sampler of the module's own loader is not used: the order of a client's batches depends on the generator it
-is given and on nothing else, so that a task can be repeated anywhere.
+part. The order of a client's batches depends on the generator it is given and on nothing else, so that a task can be
+repeated anywhere.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from itertools import accumulate, count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Subset, default_collate
 
 from raafl.data.labels import Columns, classes_in, labels_of
-from raafl.data.loaders import overrides, reading, single_loader
+from raafl.data.loaders import overrides, read_loader, reading
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
 from raafl.errors import BadInput, at_least
 
@@ -54,6 +55,7 @@ class ClientData:
         collate: the loader's collate function.
         copied: whether the fast path copies the client's samples, and then lets the data set go.
         drop_last: leave out the last batch of an epoch where it is smaller than the others, unless it is the only one.
+        weights: `(num_samples,)`, by which an epoch draws as many samples as there are, with replacement; None = each once.
 
     Attributes:
         test: the samples that this client measures its submodel on, and does not train on; None = it has none.
@@ -72,13 +74,14 @@ class ClientData:
         collate: Collate = default_collate,
         copied: bool = False,
         drop_last: bool = False,
+        weights: torch.Tensor | None = None,
     ) -> None:
         """Gather the client's samples, if they are to be copied."""
         self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
         self.num_samples = len(indices)
-        self.batch_size, self._drop_last = batch_size, drop_last
+        self.batch_size, self._drop_last, self._weights = batch_size, drop_last, weights
         self._fetch, self.gathers = fetcher(dataset, collate)
         self.source = dataset if self.gathers else None
         self._indices: torch.Tensor | None = indices
@@ -110,7 +113,8 @@ class ClientData:
         """Yield each batch with its number of samples, for so many epochs or steps; each epoch is a fresh permutation.
 
         The last batch of an epoch may be smaller, and is the only one where `batch_size` exceeds the samples. Draws one
-        `torch.randperm` from the generator at the start of each epoch, and nothing from the global generators.
+        `torch.randperm`, with weights one `torch.multinomial`, from the generator at the start of each epoch, and nothing from
+        the global generators.
 
         Args:
             generator: a CPU generator, the only source of the order.
@@ -158,10 +162,16 @@ class ClientData:
     def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[torch.Tensor]:
         indices = self._indices
         for _ in epochs:
-            order = torch.randperm(self.num_samples, generator=generator)
+            order = self._order(generator)
             if indices is not None:
                 order = indices.index_select(0, order)
             yield from torch.split(order, batch_size)[: self.num_batches(batch_size)]
+
+    def _order(self, generator: torch.Generator) -> torch.Tensor:
+        """Draw the order of an epoch."""
+        if self._weights is None:
+            return torch.randperm(self.num_samples, generator=generator)
+        return torch.multinomial(self._weights, self.num_samples, replacement=True, generator=generator)
 
     def _size(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else batch_size
@@ -188,8 +198,8 @@ class FederatedData:
     """A data module's training set shared out among clients 1..N, and its test set.
 
     Calls `prepare_data` and `setup("fit")`, takes the data set, batch size and collate function of
-    `train_dataloader()` and partitions the data set. Its `drop_last` holds for each client's epochs; its sampler and workers
-    are not used.
+    `train_dataloader()` and partitions the data set. Its `drop_last` and the weights of a `WeightedRandomSampler` hold for each
+    client's epochs, a `SubsetRandomSampler` picks the samples; its workers are not used.
 
     Args:
         datamodule: any LightningDataModule whose training loader iterates over one map-style data set.
@@ -217,17 +227,16 @@ class FederatedData:
         with reading(type(datamodule).__name__):
             datamodule.prepare_data()
             datamodule.setup("fit")
-            loader = single_loader(datamodule.train_dataloader(), "train_dataloader")
-        self._dataset, self._collate = loader.dataset, loader.collate_fn
+            loader = read_loader(datamodule.train_dataloader(), "train_dataloader")
+        self._dataset, self._collate, self.batch_size, self.drop_last, self._weights = loader
         self._fetch, _ = fetcher(self._dataset, self._collate)
-        self.batch_size: int | None = loader.batch_size
-        self.drop_last: bool = loader.drop_last
-        labels = labels_of(self._dataset) if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
+        labels = self.labels() if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
         parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
         sides: Iterable[Sequence[torch.Tensor]] = (parts, [parts[0][:0]] * len(parts))
         if partition.test_share:
             sides = zip(*(partition.held_out(part, client, seed) for client, part in enumerate(parts, 1)), strict=True)
         self._parts, self._test_parts = map(_Parts, sides)
+        self._check_weights()
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
         self._test: _InOrder | None = None
         self.notes: list[str] = []
@@ -248,6 +257,22 @@ class FederatedData:
             raise BadInput(f"client is {client}: clients are numbered 1 to {self.num_clients}")
         return self._parts.of(client)
 
+    def labels(self) -> npt.NDArray[Any]:
+        """The class of each row of the training set."""
+        return labels_of(self._dataset)
+
+    def _check_weights(self) -> None:
+        """Raise `BadInput` where a client has only samples that the loader's sampler never draws."""
+        weights = self._weights
+        if weights is None:
+            return
+        for client in range(1, self.num_clients + 1):
+            if not weights[self._parts.of(client)].sum() > 0:
+                raise BadInput(
+                    f"the WeightedRandomSampler of train_dataloader() has weight 0 for all samples of client {client}: give "
+                    "weights above 0, or another partition"
+                )
+
     def client(self, client: int) -> ClientData:
         """The data of client 1..N; built on first use, and kept until `_MOST_KEPT` others have been asked for."""
         if client not in self._clients:
@@ -259,13 +284,14 @@ class FederatedData:
 
     def make_client(self, client: int, *, copied: bool = False) -> ClientData:
         """Make the data of client 1..N, with a copy of its samples where a process is to hold no others."""
-        mine = self._own(self.indices(client), copied)
+        rows = self.indices(client)
+        mine = self._own(rows, copied, None if self._weights is None else self._weights[rows])
         if self.test_sizes[client - 1]:
             mine.test = self._own(self._test_parts.of(client), copied)
         return mine
 
-    def _own(self, indices: torch.Tensor, copied: bool) -> ClientData:
-        return ClientData(self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last)
+    def _own(self, indices: torch.Tensor, copied: bool, weights: torch.Tensor | None = None) -> ClientData:
+        return ClientData(self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last, weights)
 
     def example_batch(self, n: int = 2) -> Any:
         """The first n samples of the training set as one batch."""
@@ -315,8 +341,13 @@ class FederatedData:
                 loader = getattr(module, name)()
             if loader is None or (isinstance(loader, (list, tuple)) and not loader):
                 continue
-            loader = single_loader(loader, name)
-            return loader.dataset, loader.collate_fn, loader.batch_size
+            read = read_loader(loader, name)
+            if read.weights is not None:
+                raise BadInput(
+                    f"the sampler of {name}() is a WeightedRandomSampler, but the model is measured on each sample once: leave "
+                    "it out"
+                )
+            return read.dataset, read.collate, read.batch_size
         return None
 
     def _some_of_training(self) -> tuple[Any, Collate, int | None]:

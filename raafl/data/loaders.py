@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from raafl.data.tensors import Collate
 from raafl.errors import BadInput, briefly, said
 
 if TYPE_CHECKING:
@@ -31,20 +42,101 @@ def reading(what: str) -> Iterator[None]:
         raise wrong from error
 
 
-def single_loader(loader: Any, name: str) -> DataLoader[Any]:
+class Loader(NamedTuple):
+    """What raafl takes of a data loader.
+
+    Attributes:
+        dataset: of the loader, the part of it that a subset sampler picks.
+        collate: makes a batch of a list of samples.
+        batch_size: samples in a batch; None = the loader does not say.
+        drop_last: leave out the last batch of an epoch where it is smaller than the others.
+        weights: `(len(dataset),)` float64, of a `WeightedRandomSampler`; None = each sample once in an epoch.
+    """
+
+    dataset: Any
+    collate: Collate
+    batch_size: int | None
+    drop_last: bool
+    weights: torch.Tensor | None
+
+
+def read_loader(loader: Any, name: str) -> Loader:
+    """Read the loader that the hook ``name`` of a data module returned.
+
+    Raises:
+        BadInput: it is not one torch DataLoader over a map-style data set, or has a sampler that cannot be kept.
+    """
     if isinstance(loader, (list, tuple)) and len(loader) == 1:
         loader = loader[0]
     if not isinstance(loader, DataLoader):
         raise BadInput(f"{name}() returned {type(loader).__name__}: return one torch DataLoader")
-    check_dataset(f"the data set of {name}()", loader.dataset)
-    return loader
+    dataset: Any = loader.dataset
+    check_dataset(f"the data set of {name}()", dataset)
+    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    if batch_size is None and loader.batch_sampler is not None:
+        batches = loader.batch_sampler
+        if type(batches) is not BatchSampler:
+            raise BadInput(
+                f"the batch_sampler of {name}() is {type(batches).__name__}, whose batches cannot be kept where samples are "
+                "dealt out to clients: give batch_size in its place"
+            )
+        sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+    weights = None
+    if type(sampler) is SubsetRandomSampler:
+        dataset = _picked(dataset, sampler, name)
+    elif type(sampler) is WeightedRandomSampler:
+        weights = _weights(sampler, len(dataset), name)
+    else:
+        _check_sampler(sampler, len(dataset), name)
+    return Loader(dataset, loader.collate_fn, batch_size, drop_last, weights)
+
+
+def _picked(dataset: Any, sampler: SubsetRandomSampler, name: str) -> Subset[Any]:
+    rows = [int(row) for row in sampler.indices]
+    if not rows or min(rows) < 0 or max(rows) >= len(dataset):
+        numbers = f"{min(rows)} to {max(rows)}" if rows else "none"
+        raise BadInput(
+            f"the SubsetRandomSampler of {name}() has indices {numbers}: give some from 0 to {len(dataset) - 1}, the data set's"
+        )
+    return Subset(dataset, rows)
+
+
+def _weights(sampler: WeightedRandomSampler, length: int, name: str) -> torch.Tensor:
+    what = f"the WeightedRandomSampler of {name}()"
+    if len(sampler.weights) != length:
+        raise BadInput(f"{what} has {len(sampler.weights)} weights for {length} samples: give one for each")
+    if not sampler.replacement or sampler.num_samples != length:
+        raise BadInput(
+            f"{what} draws {sampler.num_samples} samples with replacement={sampler.replacement}, but each client draws as many "
+            f"as it has, with replacement: give num_samples={length} and replacement=True"
+        )
+    return sampler.weights
+
+
+def _check_sampler(sampler: Any, length: int, name: str) -> None:
+    """Raise `BadInput` unless a sampler gives each sample once."""
+    kind = type(sampler).__name__
+    if type(sampler) not in (SequentialSampler, RandomSampler):
+        raise BadInput(
+            f"the sampler of {name}() is {kind}, which cannot be kept where samples are dealt out to clients: use a "
+            "SubsetRandomSampler or a Subset for a part of them, a WeightedRandomSampler for weights, or none"
+        )
+    if len(sampler) != length or getattr(sampler, "replacement", False):
+        raise BadInput(
+            f"the {kind} of {name}() gives {len(sampler)} of {length} samples"
+            f"{' with replacement' if getattr(sampler, 'replacement', False) else ''}, but an epoch has each sample of a client "
+            "once: leave it out, and set train.num_steps for shorter tasks"
+        )
 
 
 def check_dataset(what: str, dataset: Any) -> None:
     """Raise `BadInput` unless samples can be picked by number, and there are some; ``what`` names the data set."""
     kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
     if isinstance(dataset, DataLoader):
-        raise BadInput(f"{what} is a DataLoader: give its data set, and batch_size= and collate_fn= beside it")
+        raise BadInput(
+            f"{what} is a DataLoader: give its data set (a Subset, where it has a sampler), and batch_size= and collate_fn= "
+            "beside it"
+        )
     is_iterable = isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
     )

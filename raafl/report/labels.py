@@ -23,11 +23,9 @@ def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData
     """
     if not run.config:
         return "there is no config to deal the data out by"
-    from raafl.data.labels import labels_of
-
     try:
         data = deal_out(run)
-        labels = labels_of(data.datamodule.train_dataloader().dataset)
+        labels = data.labels()
     except (BadInput, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
         return f"the data cannot be dealt out again: {' '.join(str(error).split())[:300]}"
     names, numbers = np.unique(labels, return_inverse=True)

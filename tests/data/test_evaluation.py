@@ -116,14 +116,6 @@ def test_unusable_loaders_are_refused():
         FederatedData(Two(tensors()), Iid(), 2, 0)
 
 
-def test_a_batch_sampler_leaves_no_batch_size():
-    module = Module(tensors(), batch_sampler=[[0, 1], [2]])
-    client = FederatedData(module, Iid(), 2, 0).client(1)
-    with pytest.raises(BadInput, match="batch_size is not given"):
-        client.batches(generator(), num_epochs=1)
-    assert next(client.batches(generator(), 3, num_epochs=1))[1] == 3
-
-
 def test_the_users_collate_function_is_used_for_training_and_example():
     module = Module(
         tensors(),

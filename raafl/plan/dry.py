@@ -27,7 +27,6 @@ from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.prove.narrow import num_values
 
 MOST_UPDATES = 2000
-FREE = "takes no time: its clients do no FLOPs (they look up rows of a table), and neither links nor bytes_per_s bound them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Prediction:
         run_s: seconds until ``max_updates`` of the config.
         least, most: merged updates of the client with the fewest, and with the most.
         problem: why it cannot be run; the figures are then None or 0.
-        note: why it will not learn at this staleness, or takes no time.
+        note: why it will not learn at this staleness.
         bases: form in which each client, by id, held the frozen base in its last task, where there are several.
     """
 
@@ -218,5 +217,5 @@ def _gone_through(
         name, updates, versions, time_s, time_s / versions, time_s / updates, summary["utilisation"],
         staleness, (summary["bytes_up"] + summary["bytes_down"]) / updates,
         None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
-        note=algorithm.merge.too_stale(staleness) or (None if time_s else FREE), bases=executor.bases,
+        note=algorithm.merge.too_stale(staleness), bases=executor.bases,
     )  # fmt: skip

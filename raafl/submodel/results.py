@@ -6,7 +6,7 @@ alike: a result whose operation and arguments are as before is made anew in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +21,8 @@ _MOST = 8192
 _PLAIN = (Tensor, nn.Parameter)
 _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default  # called so, no mode of torch's functions sees it
+_RECURRENT = torch.ops.aten.mkldnn_rnn_layer
+_PAGE = 4096
 GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 """Products of rows with the matrices of experts to which they are dealt out; None = torch has none."""
 
@@ -79,13 +81,39 @@ def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
     """Run an operation, or make its result where that of its ``form`` is known."""
     if form is not None and form.made is not None:
         return _made(form.made)
-    grouped = func._overloadpacket is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16)
-    result = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
+    own = _made_here(func._overloadpacket, args)
+    result = func(*args, **kwargs) if own is None else own(*args, **kwargs)
     if form is not None and _is_functional(func):
         form.made = _fresh(result, tensors_in((args, kwargs)))
         if form.made is not None:
             form.remember()
     return result
+
+
+def _made_here(packet: Any, args: Any) -> Callable[..., Any] | None:
+    """Return what makes an operation's result where the meta device refuses it, or leaves something of it out."""
+    if packet is _RECURRENT and args[0].is_meta:
+        return _recurrent
+    if packet is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16):
+        return _grouped
+    return None
+
+
+def _recurrent(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Make the result of oneDNN's LSTM over ``x``, (positions, batch, inputs), with all that it keeps for the backward pass.
+
+    By what torch 2 allocates: gates twice, six tables of states as wide as the wider of inputs and hidden units, one of cells,
+    rows padded to 64 bytes and once more where they would all fall into the same lines of the cache, and some pages.
+    """
+    y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(x, *args)
+    num, batch, hidden = *x.shape[:2], h.shape[-1]
+    values = 2 * num * _row(4 * hidden) + (num + 1) * (6 * _row(max(x.shape[-1], hidden)) + _row(hidden))
+    return y, h, c, x.new_empty(4 * batch * values + 4 * _PAGE, dtype=torch.uint8)
+
+
+def _row(width: int) -> int:
+    padded = -(-width // 16) * 16
+    return padded + 16 if padded % 256 == 0 else padded
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -68,14 +68,13 @@ class Words(LightningDataModule):
 # ---- what a run then takes ----
 
 
-def test_a_task_that_takes_no_time_is_explained(capsys):
-    """The client's part of SplitFed is the table: rows are looked up in it, and that is no FLOP."""
+def test_a_task_without_products_takes_the_time_of_its_arithmetic(capsys):
+    """The client's part of SplitFed is the table: rows are looked up in it, and added to where the gradient comes back."""
     argv = ["--model", f"{__name__}.Rows", "--data", f"{__name__}.Words", "--algorithm", "fed_avg", "--clients", "2"]
     argv += ["--devices", "null", "--max_updates", "4", "--algorithms", "split_fed"]
     assert main(["plan", "--config", "configs/quickstart.yaml", *argv, "--json"]) == 0
     own, split = json.loads(capsys.readouterr().out)["algorithms"]
-    assert split["time_s"] == 0 and split["note"] == dry.FREE
-    assert own["time_s"] > 0 and own["note"] is None
+    assert 0 < split["time_s"] < own["time_s"] and split["note"] is None
 
 
 def test_a_plan_works_out_no_places_of_values(world, monkeypatch):

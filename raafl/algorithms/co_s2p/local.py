@@ -16,7 +16,8 @@ from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.aside import meta_batch, settle, tensors_in
-from raafl.submodel.cost.ledger import FusedAttention, Ledger
+from raafl.submodel.cost.fused import FusedKernels
+from raafl.submodel.cost.ledger import Ledger
 
 _More = tuple[float, int, float, float]
 
@@ -99,7 +100,7 @@ class MaskedAndDistilled(Local):
             return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
         return (
-            max(own.flops - plain.flops, 0.0) / samples,
+            max(own.task_flops - plain.task_flops, 0.0) / samples,
             max(own.peak_bytes - plain.peak_bytes, 0),
             max(own.moved_bytes - plain.moved_bytes, 0) / samples,
             max(own.padding_flops - plain.padding_flops, 0.0) / samples,
@@ -135,7 +136,7 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     hook = local.hook(task)
     ledger = Ledger([*module.parameters(), *module.buffers(), *tensors_in(batch)])
     try:
-        with torch.device("meta"), ledger, FusedAttention():
+        with torch.device("meta"), ledger, FusedKernels():
             hook.backward(hook.loss(batch, 0))
     finally:
         hook.close()

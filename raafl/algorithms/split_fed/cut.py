@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import Submodels
 from raafl.submodel.aside import tensors_in
-from raafl.submodel.cost.ledger import FusedAttention, Ledger, storage_key
+from raafl.submodel.cost.fused import FusedKernels
+from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cut.copying import copy_structure
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -119,7 +120,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
-        with torch.enable_grad(), patched(quiet(self.module)), self, FusedAttention():
+        with torch.enable_grad(), patched(quiet(self.module)), self, FusedKernels():
             self.module.training_step(self.batch, 0)
         return self
 

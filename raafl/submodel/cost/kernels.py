@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_Convolution = tuple[Tensor, Tensor, Tensor, int, Sequence[bool], bool]
+from raafl.submodel.cost.flops import convolution_flops
+
+_Convolution = tuple[Tensor, Tensor, Tensor, bool, int, Sequence[bool], bool]
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
+_RECURRENT = frozenset({_aten.mkldnn_rnn_layer, _aten.mkldnn_rnn_layer_backward})
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels of a block."""
 _SMALL_BLOCK = 8
@@ -52,21 +55,23 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
     shape = _convolution(packet, args, made)
     if shape is None:
         return int(_TIMES.get(packet, 1.0) * moved_bytes), 0.0
-    x, weight, y, groups, masks, uses_onednn = shape
+    x, weight, y, transposed, groups, masks, uses_onednn = shape
     if not uses_onednn:
         return int(_CONVOLUTION * (moved_bytes + _unfolded(x, weight, y))), 0.0
     passes = _passes(x, weight, y, groups, masks)
-    flops = 2 * math.prod(weight.shape[1:]) * math.prod(y.shape)
+    flops = convolution_flops(x, weight, y, transposed)
     padding_flops = sum((one.weight_bytes / _bytes(weight) - 1) * flops for one in passes)
     return int(_CONVOLUTION * (moved_bytes + sum(one.num_bytes for one in passes))), padding_flops
 
 
 def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes that an operation needs at its peak beside its operands and results; 0 for all but convolutions."""
+    """Return the bytes that an operation needs at its peak beside its operands and results: a convolution, or oneDNN's LSTM."""
+    if packet in _RECURRENT:
+        return _recurrent_workspace(*args)
     shape = _convolution(packet, args, made)
     if shape is None:
         return 0
-    x, weight, y, groups, masks, uses_onednn = shape
+    x, weight, y, _, groups, masks, uses_onednn = shape
     if not uses_onednn:
         return _unfolded(x, weight, y)
     results = sum(map(_bytes, made))
@@ -81,16 +86,27 @@ def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) ->
     return max(max(needs) - results, 0)
 
 
+def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: Any) -> int:
+    """Return what a layer of oneDNN's LSTM takes: both weights in blocks, gates of all positions and three more, copies in order.
+
+    Copied is a gradient of the outputs whose values do not lie in order, such as that of a batch that comes first.
+    """
+    gates = x.itemsize * (x.shape[0] + 3) * x.shape[1] * of_hidden.shape[0]
+    strewn = [one for one in args if isinstance(one, Tensor) and not one.is_contiguous()]
+    return _bytes(of_input) + _bytes(of_hidden) + gates + sum(map(_bytes, strewn))
+
+
 def _convolution(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
-    """Return input, weights, output, groups, which gradients are wanted (none in a forward pass), and whether oneDNN does it."""
+    """Return input, weights, output, whether transposed, groups, gradients wanted (none: forward), whether oneDNN does it."""
     masks: Sequence[bool] = ()
     if packet is _aten.convolution:
-        x, weight, y, stride, dilation, groups = args[0], args[1], made[0], args[3], args[5], args[8]
+        x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
+        y = made[0]
     elif packet is _aten.convolution_backward:
-        y, x, weight, stride, dilation, groups, masks = *args[:3], args[4], args[6], args[9], args[10]
+        y, x, weight, _, stride, _, dilation, transposed, _, groups, masks = args[:11]
     else:
         return None
-    return x, weight, y, groups, masks, _uses_onednn(x, weight, stride, dilation, groups)
+    return x, weight, y, transposed, groups, masks, _uses_onednn(x, weight, stride, dilation, groups)
 
 
 def _unfolded(x: Tensor, weight: Tensor, y: Tensor) -> int:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raafl.submodel.aside import tensors_in
+from raafl.submodel.cost.flops import arithmetic_flops, product_flops
 from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
-from raafl.submodel.results import GROUPED, form_of, run
+from raafl.submodel.results import form_of, run
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -34,7 +33,8 @@ class Ledger(TorchDispatchMode):
     """Counts all operations while it is entered; a condition on a tensor without values is false.
 
     Attributes:
-        flops: multiplications and additions of matrix products, convolutions and attention.
+        flops: multiplications and additions of matrix products, convolutions, attention and recurrent layers.
+        arithmetic: operations on single values, of all others.
         padding_flops: those that convolutions do beside, on channels that are padding.
         moved_bytes: bytes of operands and results of every operation that is not a mere view, of a table from which rows
             are looked up the rows; each operation's by the time that it takes to move them (`traffic`).
@@ -48,7 +48,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         """Start with nothing; the storages of ``held`` are never counted as alive."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops, self.padding_flops = 0.0, 0.0
+        self.flops, self.arithmetic, self.padding_flops = 0.0, 0.0, 0.0
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
         self.kernels: Counter[Any] = Counter()
         self.asked = self.some = False
@@ -56,6 +56,11 @@ class Ledger(TorchDispatchMode):
         self._answers = WeakIdKeyDictionary()
         for tensor in held:
             self._note(tensor, counted=False)
+
+    @property
+    def task_flops(self) -> float:
+        """FLOPs by which a step is timed: those of its products, or of its arithmetic where it has none."""
+        return self.flops or self.arithmetic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and enter it."""
@@ -82,6 +87,7 @@ class Ledger(TorchDispatchMode):
             form.cost = work
             form.remember()
         self.flops += work.flops
+        self.arithmetic += work.arithmetic
         self.padding_flops += work.padding_flops
         self.moved_bytes += work.moved_bytes
         if work.num_bytes:
@@ -115,12 +121,21 @@ def _finds_nothing(packet: Any, args: Any) -> bool:
 
 
 class OperationCost(NamedTuple):
-    """What one operation does and moves, as a `Ledger` counts it; ``num_bytes`` are those of operands and results as they are."""
+    """What one operation does and moves, as a `Ledger` counts it.
+
+    Attributes:
+        flops: of products, see `product_flops`.
+        padding_flops: that a convolution does beside, on channels that are padding.
+        num_bytes: of operands and results as they are.
+        moved_bytes: the same by the time that it takes to move them, see `traffic`.
+        arithmetic: FLOPs of an operation that is no product, see `arithmetic_flops`.
+    """
 
     flops: float = 0.0
     padding_flops: float = 0.0
     num_bytes: int = 0
     moved_bytes: int = 0
+    arithmetic: float = 0.0
 
 
 def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
@@ -128,34 +143,15 @@ def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
     if not isinstance(func, torch._ops.OpOverload):
         return OperationCost()
     packet, made = func._overloadpacket, tensors_in(result)
-    formula = _formulas().get(packet)
-    flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
+    flops, arithmetic = product_flops(packet, args, kwargs, result), arithmetic_flops(func, args, made)
     num_bytes = _moved_bytes(func, args, kwargs, made)
     moved_bytes, padding_flops = traffic(packet, args, made, num_bytes)
-    return OperationCost(flops, padding_flops, num_bytes, moved_bytes)
-
-
-@cache
-def _formulas() -> Mapping[Any, Callable[..., int]]:
-    from torch.utils.flop_counter import flop_registry
-
-    attention, backward = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
-    of_cpu = {  # torch before 2.15 has no count of a processor's, which do what those of a GPU do
-        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[attention],
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
-    }
-    return {**of_cpu, **flop_registry, GROUPED: _grouped_flops}
-
-
-def _grouped_flops(left: Tensor, right: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Count the FLOPs of products with experts' matrices, to which rows or columns are dealt out; torch has no count of them."""
-    rows = left.shape[:-1].numel() if right.dim() == 3 else left.shape[-2]
-    return 2 * rows * left.shape[-1] * right.shape[-1]
+    return OperationCost(flops, padding_flops, num_bytes, moved_bytes, arithmetic)
 
 
 def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:
     packet = func._overloadpacket
-    if packet in _TAKES_NO_PART:
+    if packet in _TAKES_NO_PART or torch.Tag.inplace_view in func.tags:
         return 0
     operands = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
     there = {storage_key(tensor) for tensor in operands}
@@ -188,40 +184,3 @@ def _bytes_of(tensor: Tensor) -> int:
 def storage_key(tensor: Tensor) -> int:
     """Identify a storage while it is alive, on the meta device as well, unlike `data_ptr`."""
     return int(tensor.untyped_storage()._cdata)
-
-
-class FusedAttention(TorchFunctionMode):
-    """Attention by the fused kernel that a CPU would take, which saves no scores; the meta device alone takes none."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace `scaled_dot_product_attention` where there is a kernel for its arguments."""
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            fused = _fused_attention(*args, **kwargs)
-            if fused is not None:
-                return fused
-        return func(*args, **kwargs)
-
-
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
-    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
-        return None
-    if attn_mask is not None and attn_mask.requires_grad:  # a bias that is learnt, such as T5's
-        return None
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    if attn_mask is not None:
-        attn_mask = attn_mask.to(query.dtype)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return output

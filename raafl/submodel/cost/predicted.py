@@ -22,7 +22,6 @@ from raafl.submodel.aside import (
     tensors_in,
     uncached,
     undisturbed,
-    unfused,
 )
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
@@ -44,7 +43,8 @@ class Cost:
 
     Attributes:
         params: parameters present.
-        flops_per_sample: multiplications and additions of one sample's forward and backward pass.
+        flops_per_sample: multiplications and additions of the products in one sample's forward and backward pass; of a step
+            without any, such as matrix factorisation, operations on single values.
         peak_bytes: memory that a client's tensors need at the worst moment of a task: the values as received, which it
             keeps, the frozen base where it holds one, the module with its buffers, the batch, and whichever is more of a
             step: what is alive in the forward and backward pass (activations, gradients, what the backward pass holds
@@ -203,8 +203,7 @@ def _followed(module: Any, example_batch: Any, batch_size: int) -> tuple[Step, i
         if buffer.is_floating_point() or buffer.dtype == torch.bool:
             buffer.fill_(1)  # code may divide by it
     run = _Run(module, repeated(example_batch, batch_size))
-    with unfused():
-        return run.step("cpu", every=True), run.held_bytes
+    return run.step("cpu", every=True), run.held_bytes
 
 
 def _with_some(make: Make, spec: Spec, batch: Any, default: str, step: Step) -> Step:
@@ -238,7 +237,8 @@ class _Run:
     """One step of the small module, on the meta device or with values."""
 
     def __init__(self, module: Any, batch: Any) -> None:
-        from raafl.submodel.cost.ledger import FusedAttention, Ledger, storage_key
+        from raafl.submodel.cost.fused import FusedKernels
+        from raafl.submodel.cost.ledger import Ledger, storage_key
 
         self.module, self.batch = module, batch
         settle(self.module)
@@ -247,7 +247,7 @@ class _Run:
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
         self.ledger: Ledger = Ledger(held)
-        self.attention = FusedAttention()
+        self.fused = FusedKernels()
 
     def step(self, default: str, every: bool = False) -> Step:
         """Follow a training step, its backward pass and the optimiser's step.
@@ -267,14 +267,14 @@ class _Run:
         if every:
             self._give_gradients()
         work = self.ledger
-        return self._updated(work.flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
+        return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
 
     def forward(self) -> Step:
         """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         times = 3 * work.kernels.total()
-        return self._updated(3.0 * work.flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
+        return self._updated(3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
 
     def update(self) -> Step:
         """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
@@ -323,7 +323,7 @@ class _Run:
     def _peak_of(self, call: Callable[[], Any]) -> int:
         """Return the most bytes alive at once during a call."""
         self.ledger.peak_bytes = self.ledger.live_bytes
-        with self.ledger, self.attention:
+        with self.ledger, self.fused:
             call()
         return self.ledger.peak_bytes
 

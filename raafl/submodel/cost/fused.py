@@ -1,0 +1,173 @@
+"""Run layers on the meta device by the operations that a CPU takes for them; by itself the meta device takes others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+Layer = Callable[[Tensor, Any, Sequence[Tensor], bool, bool, list[Tensor]], tuple[Tensor, Any]]
+"""A layer in one direction: inputs, state, weights, whether backwards, whether it trains, workspace -> outputs, last state."""
+Cell = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The next state from products of the input, the state, and products of the state."""
+_LSTM = 2
+"""oneDNN's number of an LSTM among its recurrent layers."""
+
+
+class FusedKernels(TorchFunctionMode):
+    """Attention that saves no scores, an LSTM of one operation a layer, other recurrent nets with all inputs' products at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace a function where there is a kernel for its arguments."""
+        kwargs = kwargs or {}
+        kernel = _KERNELS.get(func)
+        fused = None if kernel is None else kernel(*args, **kwargs)
+        return func(*args, **kwargs) if fused is None else fused
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
+    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
+        return None
+    if attn_mask is not None and attn_mask.requires_grad:  # a bias that is learnt, such as T5's
+        return None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output
+
+
+def _lstm(
+    x: Tensor, hidden: Any, parameters: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+    bidirectional: bool, batch_first: bool = False,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Run an LSTM as torch does by oneDNN: one operation for each layer and direction; None = it does not.
+
+    Args:
+        x: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
+        hidden: states h and c, (layers x directions, batch, hidden) each; of packed sequences it is no list.
+        parameters: see `_stacked_layers`, as for what follows.
+        has_biases: whether there are biases.
+        num_layers: layers.
+        dropout: probability between layers.
+        train: whether this is a training step.
+        bidirectional: whether each layer runs both ways.
+        batch_first: in which order the first two dimensions of inputs and outputs are.
+    """
+    if not isinstance(hidden, list | tuple) or not x.is_meta or x.dtype != torch.float32:
+        return None
+    if hidden[0].shape[-1] != hidden[1].shape[-1]:  # a projection, which oneDNN is not given
+        return None
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    states = list(zip(*hidden, strict=True))
+    y, ends = _stacked_layers(_lstm_layer, x, states, parameters, has_biases, num_layers, dropout, train, bidirectional)
+    y = y.transpose(0, 1) if batch_first else y
+    return y, *(torch.stack(end) for end in zip(*ends, strict=True))
+
+
+def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
+    """Return a recurrent net that multiplies all inputs at a time, as torch does on a CPU alone, then goes step by step."""
+
+    def layer(
+        x: Tensor, state: Tensor, weights: Sequence[Tensor], backwards: bool, train: bool, workspace: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        workspace[:] = F.linear(x, weights[0], *weights[2:3]).unbind(0)
+        outputs: list[Tensor] = []
+        for given in reversed(workspace) if backwards else workspace:
+            state = cell(given, state, F.linear(state, weights[1], *weights[3:]))
+            outputs.append(state)
+        return torch.stack(outputs[::-1] if backwards else outputs), state
+
+    def run(
+        x: Tensor, hidden: Any, parameters: Any, has_biases: Any, num_layers: Any, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        if not isinstance(has_biases, bool) or not x.is_meta:  # arguments of packed sequences are others
+            return None
+        x, states = x.transpose(0, 1) if batch_first else x, hidden.unbind(0)
+        y, ends = _stacked_layers(layer, x, states, parameters, has_biases, num_layers, dropout, train, bidirectional)
+        return (y.transpose_(0, 1) if batch_first else y), torch.stack(ends)
+
+    return run
+
+
+def _gru_cell(given: Tensor, state: Tensor, gates: Tensor) -> Tensor:
+    reset, update, new = given.unsafe_chunk(3, 1)
+    of_reset, of_update, of_new = gates.unsafe_chunk(3, 1)
+    resets, updates = of_reset.add_(reset).sigmoid_(), of_update.add_(update).sigmoid_()
+    news = new.add(of_new.mul_(resets)).tanh_()
+    return (state - news).mul_(updates).add_(news)
+
+
+def _stacked_layers(
+    run: Layer, x: Tensor, states: Sequence[Any], parameters: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    """Run the layers of a recurrent net; return its outputs and the last state of each layer and direction.
+
+    Args:
+        run: runs one layer in one direction.
+        x: inputs, (positions, batch, inputs).
+        states: of each layer and direction at the start.
+        parameters: two weights and, with ``has_biases``, two biases for each layer and direction.
+        has_biases: whether there are biases.
+        num_layers: layers; each takes what the one before gives.
+        dropout: probability between layers, while ``train``.
+        train: whether this is a training step.
+        bidirectional: whether each layer runs both ways.
+    """
+    directions, size = 2 if bidirectional else 1, 4 if has_biases else 2
+    ends: list[Any] = []
+    for layer in range(num_layers):
+        outputs: list[Tensor] = []
+        workspace: list[Tensor] = []  # alive until both directions are joined, as in torch
+        for direction in range(directions):
+            at = layer * directions + direction
+            weights = parameters[at * size : (at + 1) * size]
+            output, end = run(x, states[at], weights, direction == 1, train, workspace)
+            outputs.append(output)
+            ends.append(end)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        workspace.clear()
+        if dropout and train and layer < num_layers - 1:
+            x = F.dropout(x, dropout)
+    return x, ends
+
+
+def _lstm_layer(
+    x: Tensor, state: Any, weights: Sequence[Tensor], backwards: bool, train: bool, workspace: list[Tensor]
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    has_biases = len(weights) == 4
+    w, u = weights[:2]
+    biases = weights[2:] if has_biases else (w.new_zeros(w.shape[0]), u.new_zeros(u.shape[0]))
+    num_hidden = state[0].shape[-1]
+    y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+        x, w, u, *biases, *state, backwards, [], _LSTM, num_hidden, 1, has_biases, False, False, train
+    )
+    return y, (h, c)
+
+
+_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _fused_attention,
+    torch.lstm: _lstm,
+    torch.gru: _by_steps(_gru_cell),
+    torch.rnn_tanh: _by_steps(lambda given, state, gates: gates.add_(given).tanh()),
+    torch.rnn_relu: _by_steps(lambda given, state, gates: gates.add_(given).relu()),
+}
+"""By function of torch, what runs in its place; it gives None where it is not for the arguments."""

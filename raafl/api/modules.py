@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,9 @@ from torch import Tensor, nn
 from raafl.api.datasets import num_classes, train_loader
 from raafl.errors import BadInput, briefly
 from raafl.lean_import import import_lightning
+from raafl.local.model_checks import check_tensors
 from raafl.local.prepare import given_class, uncompiled, with_methods
+from raafl.submodel.cut.copying import copy_structure
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
@@ -145,6 +146,8 @@ class ModuleSpec:
         _check_function("optimizer", self.optimizer, "that makes one of a list of parameters, such as torch.optim.Adam")
         if isinstance(self.loss, type) and issubclass(self.loss, nn.Module):
             raise BadInput(f"loss is {briefly(self.loss)}: give an object of it, {self.loss.__name__}()")
+        if self.is_made:
+            check_tensors(self.given)
         is_whole = isinstance(self.given, LightningModule) or is_name
         if is_whole and (self.loss is not None or self.metrics is not None):
             raise BadInput("loss and metrics are for a plain nn.Module: this one has steps of its own")
@@ -166,6 +169,7 @@ class ModuleSpec:
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
         made = uncompiled(made)
         if not isinstance(made, LightningModule):
+            check_tensors(made)
             if self.loss is None:
                 raise BadInput(f"module makes a plain {type(made).__name__}, and loss is missing: give loss=")
             return self._plain(made, data)
@@ -175,7 +179,7 @@ class ModuleSpec:
 
     def _copy(self) -> Any:
         try:
-            return copy.deepcopy(self.given)
+            return copy_structure(self.given, {})
         except (RuntimeError, TypeError) as error:
             raise BadInput(
                 f"module {type(self.given).__name__} cannot be copied ({error}): hand over a function that makes it"

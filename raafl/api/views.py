@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from raafl.submodel.cut.copying import copy_structure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +97,7 @@ class RunView:
 def current(run: Run, *, anew: bool) -> nn.Module:
     """Return a copy of a run's module with the global values; ``anew`` collects its static statistics, if it has any."""
     parts = run.parts
-    module = copy.deepcopy(parts.module)
+    module = copy_structure(parts.module, {})
     with run.statistics.filled(parts.coordinator.state.values, anew=anew):
         parts.submodels.load_(module, parts.coordinator.state.values)
     return module

@@ -9,7 +9,9 @@ from torch import nn
 
 from raafl.errors import BadInput
 from raafl.local.metrics import overrides
+from raafl.local.model_checks import check_tensors
 from raafl.local.trial import explained
+from raafl.submodel.cut.copying import persistent_buffers
 
 _GIVEN = "_raafl_given"
 
@@ -22,8 +24,8 @@ def prepare(module: Any) -> Any:
     training loss.
 
     Raises:
-        BadInput: it has no training_step, steps its optimisers itself, one of the hooks fails, or a parameter has no size yet,
-            or no elements.
+        BadInput: it has no training_step, steps its optimisers itself, one of the hooks fails, a parameter has no elements, or
+            its tensors cannot be copied and sent (`check_tensors`).
     """
     module = uncompiled(module)
     for part in module.modules():
@@ -44,14 +46,20 @@ def prepare(module: Any) -> Any:
         if overrides(module, hook):
             with explained(module, hook):
                 getattr(module, hook)(*args)
+    check_tensors(module)
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
-        layer = repr(owner)[:80]
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise BadInput(f"{kind}.{name} has no size before a first batch: give {layer} the size of its input")
         # a model of one's own may have no register tokens, say
         if parameter.numel() == 0 and type(owner).__module__.startswith("torch.nn."):
-            raise BadInput(f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {layer} sizes of 1 or more")
+            raise BadInput(
+                f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {repr(owner)[:80]} sizes of 1 or more"
+            )
+    for name, buffer in persistent_buffers(module).items():
+        if (
+            0 in buffer.stride() and not buffer.is_meta
+        ):  # one element in several places, as of `expand`: none can be written
+            path, _, own = name.rpartition(".")
+            module.get_submodule(path)._buffers[own] = buffer.contiguous()
     return module
 
 

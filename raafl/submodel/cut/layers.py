@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from raafl.submodel.packages import type_names
 
@@ -37,10 +39,28 @@ def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:
 
 def resize(layer: nn.Module) -> None:
     """Set the size attributes of a layer whose tensors have been replaced by smaller ones."""
+    _compute_anew(layer)
     names = (key for pair in zip(type(layer).__mro__, type_names(layer), strict=True) for key in pair)
     if (found := next((RESIZES[key] for key in names if key in RESIZES), None)) is not None:
         with _looked_at(layer):
             found(layer)
+
+
+def computed_by(hook: Any) -> str | None:
+    """Return the tensor that a hook of `nn.utils.weight_norm`, `spectral_norm` or `prune` computes before each forward."""
+    name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+    return name if type(hook).__module__.startswith("torch.nn.utils.") else None
+
+
+@torch.no_grad()
+def _compute_anew(layer: nn.Module) -> None:
+    """Let such hooks compute their tensors of the parameters that the layer has now, so that those have their shapes."""
+    for hook in layer._forward_pre_hooks.values():
+        name = computed_by(hook)
+        if isinstance(hook, SpectralNorm):  # called, it would change its vectors
+            setattr(layer, hook.name, hook.compute_weight(layer, do_power_iteration=False))
+        elif name is not None:
+            hook(layer, ())
 
 
 @contextmanager

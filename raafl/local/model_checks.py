@@ -1,0 +1,78 @@
+"""Refuses models whose tensors a copy would not follow: what raafl copies, cuts and sends has to be all that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from raafl.errors import BadInput
+from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import computed_by
+
+
+def check_tensors(module: nn.Module) -> None:
+    """Raise `BadInput` for what of a model cannot be copied and sent.
+
+    That is a part made by `torch.jit`; a parameter or buffer without a size, or not dense; two parameters in one memory,
+    which copies would part; and a tensor that was computed from parameters once and is kept as an attribute.
+    """
+    problem = next(_problems(module), None)
+    if problem is not None:
+        raise BadInput(f"{type(module).__name__}{problem}")
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            place = f".{path} is" if path else " is"
+            yield f"{place} made by torch.jit, which has no smaller copies: give the module from which it was made"
+            return
+    state: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            layer = repr(module.get_submodule(name.rpartition(".")[0]))[:80]
+            yield f".{name} has no size before a first batch: give {layer} the size of its input"
+        elif tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            remedy = "make it dense" + ("" if is_parameter else ", or register it with persistent=False")
+            yield f".{name} is {kind}, and what is sent has to be dense: {remedy}"
+    yield from _shared(module, state)
+    yield from _computed(module)
+
+
+def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Find a parameter that trains in the memory of another tensor: a copy of the model has two of them."""
+    first: dict[int, str] = {}
+    known = {name: tensor for name, tensor in state.items() if tensor.layout == torch.strided}
+    for name, tensor in (*known.items(), *_attributes(module)):
+        if not tensor.numel() or not tensor.data_ptr():  # without values
+            continue
+        other = first.setdefault(tensor.data_ptr(), name)
+        if other == name or known.get(name) is known[other]:
+            continue
+        if known[other].requires_grad or (name in known and tensor.requires_grad):
+            yield (
+                f".{name} lies in the memory of '{other}', and copies of the model have two tensors: assign the parameter "
+                "itself, as in self.b.weight = self.a.weight, or compute the one of the other in forward"
+            )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that parts have as plain attributes, without those that a hook computes before each forward."""
+    for path, part in module.named_modules():
+        hooked = {computed_by(hook) for hook in part._forward_pre_hooks.values()}
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and name not in hooked:
+                yield f"{path}.{name}".removeprefix("."), value
+
+
+def _computed(module: nn.Module) -> Iterator[str]:
+    for name, tensor in _attributes(module):
+        if not tensor.is_leaf:
+            yield (
+                f".{name} is a tensor with a history of gradients, which copies of the model do not follow: compute it in "
+                "forward, or give a function that makes the model"
+            )

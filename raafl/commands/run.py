@@ -12,6 +12,8 @@ from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
+from raafl.local.sparse_gradients import check_optimizer
+from raafl.local.train import configure
 from raafl.local.trial import explained, try_training
 from raafl.loggers.loggers import Loggers
 from raafl.parts.select.submodels import Full
@@ -146,6 +148,8 @@ class Run:
         self.watcher.begin(self, saved)
         self.evaluator.fill(self.parts.coordinator.state.values)
         try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
+        fabric = self.parts.experiment.fabric
+        check_optimizer(configure(module)[0], self.parts.experiment.algorithm.local, fabric.gradient_clip_val)
         with explained(module, "validation_step", next(data.test_batches())[0]):
             metrics = self.evaluator(self.parts.coordinator.state.values)
         if not metrics:

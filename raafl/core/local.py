@@ -141,6 +141,11 @@ class Local:
         """Whether a client of several processes can train this way: by gradients of the module alone, which are averaged."""
         return True
 
+    @property
+    def steps_are_plain(self) -> bool:
+        """Whether its hook is `Hook` itself, so that nothing reads a gradient but the pull, the clipping and the optimiser."""
+        return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
+
     def prepare(self, module: Any) -> Any:
         """Return the model as this method trains it, such as with heads of its own; on server and clients, also without values.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
+from raafl.local.sparse_gradients import make_dense_
 from raafl.submodel import FlatTensors
 from raafl.submodel.flat import sum_of_bits
 
@@ -75,7 +76,7 @@ class ClientProcesses:
         """Replace the gradients summed since `summing` by their mean; return whether any process is to ``stop``.
 
         Raises:
-            BadInput: sparse gradients, or a method that does not step by the gradients of the module.
+            BadInput: a method that does not step by the gradients of the module.
         """
         if not self._stepped:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
@@ -86,8 +87,6 @@ class ClientProcesses:
             [*(p.grad is not None for p in buckets.parameters), stop, buckets.again], dtype=torch.float32
         )
         self._total(known)
-        if any(p.grad is not None and p.grad.layout is not torch.strided for p in buckets.parameters):
-            raise BadInput(_own_way("has sparse gradients"))
         if known[-2]:
             return True
         if known[-1]:  # several backward passes: some sums were begun too early
@@ -163,9 +162,8 @@ class Buckets:
     @torch.no_grad()
     def _begin(self) -> None:
         bucket = self._buckets[len(self._begun)]
-        grads = [
-            p.grad if p.grad is not None and p.grad.layout is torch.strided else torch.zeros_like(p) for p in bucket
-        ]
+        make_dense_(bucket)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([grad.flatten() for grad in grads]).to(torch.promote_types(bucket[0].dtype, torch.float32))
         self._begun.append((flat, self._begin_sum(flat)))
 

@@ -31,6 +31,7 @@ from raafl.local.metrics import measure_part
 from raafl.local.pull import Pull
 from raafl.local.record import Recorder, to_device, widened
 from raafl.local.spanning import ClientProcesses
+from raafl.local.sparse_gradients import backward_of
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
@@ -188,10 +189,9 @@ class LocalTrainer:
         self.submodels, self.local, self.sends, self.training = submodels, local, sends, training
         self.pools = pools
         self.options = options or FabricOptions()
-        devices = 1 if self.options.device is None else [self.options.device]
         self.fabric = Fabric(
             accelerator=self.options.accelerator,
-            devices=devices,
+            devices=1 if self.options.device is None else [self.options.device],
             precision=self.options.precision,  # type: ignore[arg-type]
         )
         self._strategy = self.fabric.strategy
@@ -366,10 +366,10 @@ class LocalTrainer:
         pull = Pull.towards(received, built.module) if self.local.prox else None
         task = Task(
             assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
-            loss=lambda batch, index: self._loss(built.module, batch, index),
-            backward=lambda loss: self._strategy.backward(loss, None),
-            update=lambda: self._update(built.module, built.optimizer, pull), down=built.down, up=built.up,
-            draws=lambda seed: Draws(self.fabric.device, seed), link=self.link,
+            loss=lambda batch, index: self._loss(built.module, batch, index), draws=lambda seed: Draws(self.fabric.device, seed),
+            backward=backward_of(self._strategy.backward, built.module, built.optimizer, self.local,
+                                 self.options.gradient_clip_val, 1 if self.crew is None else self.crew.size),
+            update=lambda: self._update(built.module, built.optimizer, pull), down=built.down, up=built.up, link=self.link,
         )  # fmt: skip
         return self.local.hook(task)
 

@@ -82,8 +82,11 @@ def unfused() -> Iterator[None]:
 
 
 def settle(module: nn.Module) -> None:
-    """Make a copy run in training mode without a trainer."""
+    """Make a copy run in training mode without a trainer, with dense gradients: sparse ones have no values to compare or count."""
     module.train()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False
     for name in ("log", "log_dict"):
         if hasattr(module, name):
             module.__dict__[name] = _ignore

@@ -31,8 +31,7 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
     """Return why no task of a run can be trained with others, or None; ``device`` is the type that Fabric chooses."""
-    plain = type(local).hook is Local.hook and local.hook.__func__ is Local.hook  # type: ignore[attr-defined]
-    if not plain or type(local).exchange is not Local.exchange or payload.has_bundles:
+    if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
     if device != "cpu":
         return f"fabric.accelerator is {device}"

@@ -96,6 +96,8 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, counted: bool = True) -> None:
+        if tensor.layout != torch.strided:  # it has no storage to ask for
+            return
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
         if key in self._alive:

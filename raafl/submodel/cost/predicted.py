@@ -243,6 +243,7 @@ class _Run:
         self.module, self.batch = module, batch
         settle(self.module)
         held = [*self.module.parameters(), *self.module.buffers(), *tensors_in(batch)]
+        held = [x for x in held if x.layout == torch.strided]  # the storage of another cannot be asked for
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)

@@ -202,7 +202,7 @@ class _Proof:
     def _masked(self, plan: CopyPlan, instead: float, noise: float) -> _Step:
         """Do a step of the whole model with ``instead`` in the place of what is dropped."""
         kept = FlatTensors.zeros(self.values.layout)
-        plan.cover_(kept, 1)
+        plan.cover_(kept, True)  # a number cannot be added to a buffer of booleans
         tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
         with torch.no_grad():
             for name, is_kept in kept.items():
@@ -246,7 +246,10 @@ class _Proof:
             for handle in handles:
                 handle.remove()
         done.loss, done.forced, done.noisy = loss.detach(), mode.forced, mode.noisy
-        done.gradients = {name: p.grad for name, p in module.named_parameters()}
+        done.gradients = {
+            name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+            for name, p in module.named_parameters()
+        }
         done.buffers = {n: b.clone() for n, b in persistent_buffers(module).items() if b.is_floating_point()}
         return done
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from raafl.submodel import Submodels, aside
 from raafl.submodel.prove.proof import refuted
@@ -33,7 +33,7 @@ def rows(forward, units=8, of=lambda layer: layer, **more):
 
 
 def pictures(forward, **more):
-    return Pattern(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Linear(8, 3), **more), PICTURES
+    return Pattern(forward, **{"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Linear(8, 3), **more}), PICTURES
 
 
 def plain(own, x):
@@ -87,9 +87,59 @@ def dropped(own, x):
     return own["b"](y * torch.empty_like(y).bernoulli_(0.9) / 0.9)
 
 
+def masked(own, x):
+    """A buffer of booleans and a list of empty places beside the layers."""
+    return own["b"](torch.relu(own["a"](x)) * own["c"].mask)
+
+
+def mask(units=8):
+    layer = nn.Identity()
+    layer.register_buffer("mask", torch.arange(units) % 3 > 0)
+    return layer
+
+
+def embedded(forward, **more):
+    """A table of eight features whose gradients are sparse, and what it is called with."""
+    batch = torch.tensor([[1, 2, 2], [0, 3, 4], [1, 1, 0], [4, 0, 2]]), torch.tensor([0, 2, 1, 1])
+    return Pattern(forward, **{"b": nn.Linear(8, 3), **more}), batch
+
+
+def averaged(own, x):
+    return own["b"](torch.tanh(own["a"](x)).mean(1))
+
+
+def looked_up(own, x):
+    return own["b"](torch.tanh(F.embedding(x, own["a"].weight, sparse=True)).mean(1))
+
+
+def recurrent(own, x):
+    return own["b"](own["a"](x[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
 BOTTLENECK = {"b": nn.Linear(8, 10), "c": nn.Linear(5, 3)}
 PATTERNS = {
     "weight norm": (partial(rows, plain, of=parametrizations.weight_norm), [8]),
+    "weight norm by hooks": (partial(rows, plain, of=nn.utils.weight_norm), [8]),
+    "weight norm of a depthwise convolution": (
+        lambda: pictures(
+            windows,
+            c=nn.Identity(),
+            a=nn.Sequential(
+                nn.utils.weight_norm(nn.Conv2d(3, 8, 1)),
+                nn.utils.weight_norm(nn.Conv2d(8, 8, 3, padding=1, groups=8)),
+            ),
+        ),
+        [8],
+    ),
+    "weight norm of a recurrent layer": (
+        lambda: rows(recurrent, a=nn.utils.weight_norm(nn.LSTM(6, 8, batch_first=True), "weight_hh_l0")),
+        [8],
+    ),
+    "pruned": (partial(rows, plain, of=partial(prune.random_unstructured, name="weight", amount=0.5)), [8]),
+    "a mask of booleans": (lambda: rows(masked, c=mask()), [8]),
+    "a sparse table": (lambda: embedded(averaged, a=nn.Embedding(5, 8, sparse=True)), [8]),
+    "a sparse bag": (lambda: embedded(plain, a=nn.EmbeddingBag(5, 8, sparse=True)), [8]),
+    "a sparse look-up": (lambda: embedded(looked_up, a=nn.Embedding(5, 8)), [8]),
     "spectral norm": (partial(rows, plain, of=parametrizations.spectral_norm), [8]),
     "standardised weights": (lambda: rows(standardised, c=nn.Linear(8, 8)), [8]),
     "shuffled channels": (partial(pictures, shuffled), [4]),
@@ -106,6 +156,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("name", PATTERNS)
 def test_its_axes_are_found_and_proven(name):
     make, sizes = PATTERNS[name]

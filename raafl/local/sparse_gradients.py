@@ -1,0 +1,85 @@
+"""Sparse gradients, as of `nn.Embedding(sparse=True)`: dense for all but a plain step of an optimiser that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from raafl.core.local import Local
+from raafl.errors import BadInput
+
+
+def takes_sparse(optimizer: Optimizer) -> bool:
+    """Check whether an optimiser's step takes sparse gradients."""
+    if isinstance(optimizer, SGD | Adagrad):  # weight decay adds the whole parameter to them
+        return all(not group["weight_decay"] for group in optimizer.param_groups)
+    return isinstance(optimizer, SparseAdam)
+
+
+def dense_by(local: Local, clip: float | None) -> str | None:
+    """Name what of a run reads or changes gradients between the backward pass and the step, which sparse ones do not allow."""
+    if local.prox:
+        return "the proximal term"
+    if clip is not None:
+        return "fabric.gradient_clip_val"
+    return None if local.steps_are_plain else "the algorithm's own steps"
+
+
+def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_processes: int = 1) -> None:
+    """Raise `BadInput` where `SparseAdam`, which takes sparse gradients alone, is to have dense ones.
+
+    Args:
+        optimizer: the module's own.
+        local: what the algorithm does on a client.
+        clip: largest gradient norm; None = no clipping.
+        num_processes: of one client.
+    """
+    reader = dense_by(local, clip) or ("a client of several processes" if num_processes > 1 else None)
+    if isinstance(optimizer, SparseAdam) and reader is not None:
+        raise BadInput(
+            f"configure_optimizers gives {type(optimizer).__name__}, which takes sparse gradients alone, but dense ones are "
+            f"needed for {reader}: use torch.optim.Adam"
+        )
+
+
+def backward_of(
+    run: Callable[[Tensor, None], None],
+    module: nn.Module,
+    optimizer: Optimizer,
+    local: Local,
+    clip: float | None,
+    num_processes: int,
+) -> Callable[[Tensor], None]:
+    """Return the backward pass of a task's loss, with sparse gradients made dense where anything but the step reads them.
+
+    Args:
+        run: the backward pass of Fabric's strategy, whose second argument is None.
+        module: what trains.
+        optimizer: the module's own.
+        local: what the algorithm does on a client.
+        clip: largest gradient norm; None = no clipping.
+        num_processes: of the client.
+
+    Raises:
+        BadInput: see `check_optimizer`.
+    """
+    check_optimizer(optimizer, local, clip, num_processes)
+    stays_sparse = dense_by(local, clip) is None and takes_sparse(optimizer)
+
+    def backward(loss: Tensor) -> None:
+        run(loss, None)
+        if not stays_sparse:
+            make_dense_(module.parameters())
+
+    return backward
+
+
+@torch.no_grad()
+def make_dense_(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace sparse gradients by dense ones, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()

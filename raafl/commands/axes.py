@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from raafl.config.argv import names_section, own_options
+from raafl.config.plain import check_plain
 from raafl.errors import BadInput, fraction
 from raafl.lean_import import quick_imports
 
@@ -35,26 +36,26 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP
-    from raafl.plan.axes import RATES, facts
-
     parser = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
-    parser.add_argument("--rate", type=float, nargs="+", default=RATES)
+    parser.add_argument("--rate", type=float, nargs="+")
     own, rest = own_options(parser, argv)
-    for rate in own.rate:
+    for rate in own.rate or ():
         fraction("rate", rate)
     if not names_section(rest, "--config"):
         if not (names_section(rest, "--model") and names_section(rest, "--data")):
             raise BadInput("axes needs a model and data: give --config FILE, or --model CLASS and --data CLASS")
         rest = [*_ALONE, *rest]
+    check_plain("axes", rest, whole=False)
     with quick_imports():
         from raafl.config.parse import parse
+        from raafl.plan.axes import RATES, facts
         from raafl.plan.dry import World
         from raafl.plan.show import axes_text
 
         parsed = parse("axes", rest)
     world = World(parsed.experiment)
     begin_s = time.perf_counter()
-    found = facts(world.cut_submodels(), own.rate, world.batch_size)
+    found = facts(world.cut_submodels(), own.rate or RATES, world.batch_size)
     found["seconds"] = time.perf_counter() - begin_s
     if parsed.as_json:
         return json.dumps(found, allow_nan=False)

@@ -88,10 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ends_process():
             return commands[argv[0]](with_paths(argv[1:]))
     except (BadInput, FileNotFoundError) as error:
-        from raafl.config.messages import place_of_field
-
-        field = getattr(error, "field", None)  # only of a config that was found
-        _complain(str(error) + (place_of_field(field, with_paths(argv)) if field else ""), known_to_all=True)
+        _complain(str(error) + _place(getattr(error, "field", None), argv), known_to_all=True)
         return 2
     except RunFailed as error:
         _complain(str(error))
@@ -101,6 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+
+
+def _place(field: str | None, argv: Sequence[str]) -> str:
+    """Return where in its config a field stands; empty for an error that names none."""
+    if field is None:
+        return ""
+    from raafl.config.messages import place_of_field
+
+    return place_of_field(field, with_paths(argv))
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
@@ -114,12 +120,16 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _fit(argv: list[str]) -> int:
+    from raafl.config.plain import check_plain
+
     if values(argv, "--local"):
-        from raafl.commands.fit_local import fit_local
+        from raafl.commands.fit_local import fit_local, read
 
         if not any(option in argv for option in ("--help", "-h", "--print_config")):
+            check_plain("fit", read(argv).options)
             return fit_local(argv, lambda text: print(textwrap.indent(text, "raafl: "), file=sys.stderr, flush=True))
         argv = without(argv, "--local", "--max_restarts")
+    check_plain("fit", argv)
     with quick_imports():
         from raafl.commands.fit import fit
         from raafl.config.parse import parse
@@ -133,8 +143,10 @@ def _fit(argv: list[str]) -> int:
 
 
 def _simulate(argv: list[str]) -> int:
+    from raafl.config.plain import check_plain
     from raafl.local.heap import keep_freed
 
+    check_plain("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
         from raafl.config.parse import parse
@@ -161,9 +173,11 @@ def _num_ranks() -> int:
 
 
 def _serve(argv: list[str]) -> int:
+    from raafl.config.plain import check_plain
     from raafl.config.remote_options import split
 
     own, rest = split("serve", argv)
+    check_plain("serve", rest)
     with _json_alone(rest):
         with quick_imports():
             from raafl.commands.serve import serve
@@ -315,14 +329,15 @@ def _printed(module: str) -> Callable[[list[str]], int]:
 
 
 def _algorithms(argv: list[str]) -> int:
-    from raafl.algorithms import ALGORITHMS
-    from raafl.commands import listing
-
     if argv in (["--help"], ["-h"]):
         print(
             "usage: raafl algorithms [NAME ...] [--json]\n\nThe algorithms and their five answers; of one named, all it takes."
         )
         return 0
+    with quick_imports():
+        from raafl.algorithms import ALGORITHMS
+        from raafl.commands import listing
+
     names = [arg for arg in argv if arg != "--json"]
     for name in names:
         if name.startswith("-"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raafl.config.argv import name_of, names_section
+from raafl.config.plain import check_plain
 from raafl.config.remote_options import split
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
@@ -18,6 +19,7 @@ def command(argv: list[str], tell: Callable[[str], None]) -> int:
         RunFailed: refused, or the server stayed away.
     """
     own, rest = split("join", argv)
+    check_plain("join", rest, whole=False)
     with quick_imports():
         from raafl.commands.join import join
         from raafl.config.parse import parse

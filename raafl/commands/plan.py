@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import own_options, values, whole_number
+from raafl.config.plain import check_plain
 from raafl.errors import BadInput, at_least, parse_address
 from raafl.lean_import import quick_imports
 from raafl.local.heap import keep_freed
@@ -66,6 +67,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
                 json.dumps(asdict(here[0])) if "--json" in rest else f"written to {own.measure}: devices: {own.measure}"
             )
         raise BadInput("plan needs a config: give --config FILE, or --measure, --answer or --profiles (see --help)")
+    check_plain("plan", rest)
     with quick_imports():
         from raafl.config.parse import parse
         from raafl.plan.plan import make_plan

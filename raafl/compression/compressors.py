@@ -13,39 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from raafl.errors import BadInput, Unsound, fraction, nearest, one_of
+from raafl.compression.options import NAMES, Compress
+from raafl.errors import BadInput, Unsound, nearest
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
-
-Name = Literal["none", "bf16", "int8", "top_k"]
-NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
 
 ROW = 32
 """Elements that a row of a tensor must have to get an int8 scale of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compress:
-    """How tensors are compressed on the wire; they travel as they are unless it is asked for.
-
-    Attributes:
-        down: of what clients are sent: none, bf16, int8 or top_k (changes since what the client was last sent).
-        up: of what they send back, as differences from what they were sent: none, bf16, int8 or top_k.
-        top_k: share of the elements that top_k sends, above 0, at most 1.
-    """
-
-    down: Name = "none"
-    up: Name = "none"
-    top_k: float = 0.1
-
-    def __post_init__(self) -> None:
-        for field, name in (("down", self.down), ("up", self.up)):
-            one_of(f"compress.{field}", name, NAMES)
-        fraction("compress.top_k", self.top_k)
 
 
 @dataclass(frozen=True)

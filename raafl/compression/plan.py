@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from raafl.compression.compressors import Compress, Compressor, compressor, up_name
+from raafl.compression.compressors import Compressor, compressor, up_name
+from raafl.compression.options import Compress
 from raafl.core.payload import MAX_CACHED, Payload, Way
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.spec import FULL, Spec

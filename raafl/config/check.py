@@ -13,15 +13,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from raafl.config.experiment import Experiment
-from raafl.core.algorithm import Algorithm, Select
-from raafl.data.partition import Partition
+from raafl.config.experiment import field_types
 
-KINDS: Mapping[Any, str] = {Select: "select", Partition: "partition", Algorithm: "algorithm"}
-"""Types of what a config names by its class_path, inside of other things."""
+_KINDS: Mapping[str, str] = {
+    "raafl.core.algorithm.Select": "select",
+    "raafl.data.partition.Partition": "partition",
+    "raafl.core.algorithm.Algorithm": "algorithm",
+}
 
 MADE = ("model", "data", "algorithm", "partition")
 """Fields of a config that do so."""
+
+
+def kind_of(hint: Any) -> str | None:
+    """Return which part a type stands for that a config names by its class_path, inside of other things; None = it is none."""
+    return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
 
 
 class Check(ABC):
@@ -29,8 +35,7 @@ class Check(ABC):
 
     def __init__(self) -> None:
         """Learn the types of an `Experiment`'s fields."""
-        hidden = {"LightningModule": object, "LightningDataModule": object}
-        self.hints = get_type_hints(Experiment, localns=hidden)
+        self.hints = field_types()
 
     @abstractmethod
     def made(self, kind: str, value: Any, where: str) -> None:
@@ -85,8 +90,8 @@ class Check(ABC):
             return any(self._tried(value, one, where, rule) for one in inner)
         if origin is Literal:
             return any(type(one) is type(value) and one == value for one in inner)
-        if hint in KINDS:
-            self.made(KINDS[hint], value, where)
+        if (kind := kind_of(hint)) is not None:
+            self.made(kind, value, where)
             return True
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             self.arguments(value, hint, where, hint.__name__)
@@ -103,7 +108,7 @@ class Check(ABC):
 
     def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
         """Tell whether a value fits one of several types; what is refused as an object is told as such."""
-        if (hint in KINDS or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
+        if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
         return self.fits(value, hint, where, rule)
 

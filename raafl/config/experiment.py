@@ -5,35 +5,29 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-import torch
-from torch import nn
-
-from raafl.compression.compressors import Compress, up_name
-from raafl.compression.plan import CompressionPlan
-from raafl.config.loggers import specs
+from raafl.compression.options import Compress
+from raafl.config.loggers import entries, specs
 from raafl.config.options import MODES, About, Target, Waits, about
-from raafl.core.algorithm import Algorithm, Select, Training
-from raafl.core.types import Limits
-from raafl.data.partition import Iid, Partition
+from raafl.config.submodel_options import SubmodelOptions
+from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, nearest, positive
-from raafl.local.prepare import prepare
-from raafl.local.train import FabricOptions
-from raafl.parts.protect.privacy import Privacy, noise_key, private
-from raafl.parts.protect.robust import Guard, guarded
-from raafl.parts.select.submodels import Full
-from raafl.submodel import Submodels
-from raafl.submodel.batch_norm import BatchNorm
-from raafl.submodel.depth.exits import give_exits
-from raafl.submodel.prove.proof import refuted
+from raafl.local.options import FabricOptions
+from raafl.parts.protect.options import Guard, Privacy
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
+
+    from raafl.compression.plan import CompressionPlan
+    from raafl.core.algorithm import Algorithm
+    from raafl.core.types import Limits
+    from raafl.data.partition import Partition
+    from raafl.submodel import Submodels
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
@@ -57,52 +51,10 @@ def seconds(field_name: str, value: float | str | None) -> float | None:
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class SubmodelOptions:
-    """How the model is cut and what becomes of its running statistics; what is null is as the model says.
+def _iid() -> Partition:
+    from raafl.data.partition import Iid
 
-    Attributes:
-        residual_width: whether widths that norms take statistics across may shrink, too.
-        batch_norm: merged sends running statistics up and pools them exactly; static sends none, and collects them on the
-            server whenever the model is measured or saved at the end.
-        static_batches: training batches from which static statistics are collected.
-        exits: numbers of blocks after each of which a transformer gets an exit head of its own; see `add_exits`.
-    """
-
-    residual_width: bool | None = None
-    batch_norm: BatchNorm | None = None
-    static_batches: int = 20
-    exits: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.residual_width not in (True, False, None):
-            raise BadInput(f"submodels.residual_width is {self.residual_width!r}: give true, false or null")
-        if self.batch_norm not in ("merged", "static", None):
-            raise BadInput(f"submodels.batch_norm is '{self.batch_norm}': give merged, static or null")
-        positive("submodels.static_batches", self.static_batches)
-        if not all(type(depth) is int and depth > 0 for depth in self.exits or ()):
-            raise BadInput(f"submodels.exits is {self.exits}: give numbers of blocks from 1, such as [2, 4]")
-
-    def of(self, module: nn.Module, example_batch: Any = None) -> Submodels:
-        """Return the submodels of ``module``, as server and clients must have them alike."""
-        return Submodels(module, example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
-
-    def proven(
-        self, module: nn.Module, batch: Any, select: Select, plain: Callable[[], nn.Module] | None = None
-    ) -> Submodels:
-        """Return the submodels of ``module`` without the axes that a step on ``batch`` does not prove: for the server.
-
-        Where ``select`` gives everyone the whole model there is nothing to prove.
-
-        ``module`` is as it is trained, ``batch`` a real one; ``plain`` makes the model as the user has it, to be proven
-        in its place.
-        """
-        submodels = self.of(module, batch)
-        if type(select) is not Full:
-            made = module if plain is None else plain()
-            found = refuted(submodels if plain is None else self.of(made, batch), made, batch)
-            submodels.keep_whole({name: reason for name, reason in found.items() if name in submodels.axes})
-        return submodels
+    return Iid()
 
 
 @dataclass
@@ -118,7 +70,7 @@ class Experiment:
     algorithm: Algorithm = field(metadata=about(
         "how it is trained: the five parts, from a factory in `raafl.algorithms`",
         "NAME", group="who", shared=True, told=True, keyword=False))
-    partition: Partition = field(default_factory=Iid, metadata=about(
+    partition: Partition = field(default_factory=_iid, metadata=about(
         "how the training set is shared out; evenly at random (raafl.data.Iid) unless given",
         "CLASS", group="who", shared=True, told=True))
     clients: int = field(default=10, metadata=about(
@@ -200,17 +152,21 @@ class Experiment:
         Raises:
             BadInput: it cannot have them, or be trained; see `raafl.local.prepare`.
         """
+        from raafl.local.prepare import prepare
+        from raafl.submodel.depth.exits import give_exits
+
         module: LightningModule = prepare(self.model())
         give_exits(module, self.submodels.exits or ())
         return module
 
-    def check(self) -> None:
-        """Raise `BadInput` that names every field out of range, one line each."""
-        problems = list(dict.fromkeys(self._problems()))
+    def check(self, *, needs_end: bool = True) -> None:
+        """Raise `BadInput` that names every field out of range, one line each; ``needs_end``: not a client's, which is told."""
+        problems = list(dict.fromkeys([*self.plain_problems(needs_end=needs_end), *self._problems()]))
         if problems:
             raise BadInput("\n".join(problems))
 
-    def _problems(self) -> Iterator[str]:
+    def plain_problems(self, *, needs_end: bool = True) -> Iterator[str]:
+        """Yield what is wrong with plain values: model, data, algorithm and partition are not looked at, nor is torch imported."""
         least = {name: one.least for name, one in ABOUT.items() if one.least is not None}
         counts = {name: getattr(self, name) for name in least}
         counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training)}
@@ -223,30 +179,21 @@ class Experiment:
                 yield f"{name} is {count}: give {least.get(name, 1)} or more"
         if self.train.num_epochs is None and self.train.num_steps is None:
             yield "train.num_epochs and train.num_steps are both null: give one of them"
-        if self.max_updates is None and self.max_time is None and self.target is None:
+        if needs_end and self.max_updates is None and self.max_time is None and self.target is None:
             yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
         if self.progress not in MODES:
             yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
         for wait in fields(self.waits):
             if not getattr(self.waits, wait.name) > 0:
                 yield f"waits.{wait.name} is {getattr(self.waits, wait.name)}: give seconds above 0"
-        cohort = getattr(self.algorithm.sample, "cohort", None)
-        if cohort is not None and cohort > self.clients > 0:
-            yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
         if self.guard.is_on and self.privacy.is_on:
             yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
         yield from self._machine_problems()
-        yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
         checks = (
             lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
-            lambda: specs(self.logger), self.targets, self.profiles, self._output, self._memory_bytes,
+            lambda: entries(self.logger), self.targets, self.profiles, self._output, self._memory_bytes,
         )  # fmt: skip
-        fixed = self.algorithm.local.up_as
-        for check in (*checks, lambda: self._protected(b""), lambda: up_name(self.compress, fixed)):
-            try:
-                check()
-            except (ValueError, OSError) as error:
-                yield from str(error).splitlines()
+        yield from _refused(checks)
 
     def _machine_problems(self) -> Iterator[str]:
         clip, accelerator = self.fabric.gradient_clip_val, self.fabric.accelerator
@@ -259,6 +206,29 @@ class Experiment:
             yield f"fabric.precision is '{precision}': give 32-true, bf16-mixed or 16-mixed, which leave the model's dtype alone"
         if precision == "16-mixed" and accelerator == "cpu":
             yield "fabric.precision is 16-mixed, which is for GPUs: use bf16-mixed, or fabric.accelerator cuda"
+        if self.transport not in TRANSPORTS:
+            yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
+        if not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", self.server_device):
+            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with the parts, and with what is asked of this machine."""
+        from raafl.compression.compressors import up_name
+
+        cohort = getattr(self.algorithm.sample, "cohort", None)
+        if cohort is not None and cohort > self.clients > 0:
+            yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
+        yield from self._gpu_problems()
+        yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
+        fixed = self.algorithm.local.up_as
+        yield from _refused(
+            (lambda: specs(self.logger), lambda: self._protected(b""), lambda: up_name(self.compress, fixed))
+        )
+
+    def _gpu_problems(self) -> Iterator[str]:
+        import torch
+
+        accelerator, num_gpus = self.fabric.accelerator, torch.cuda.device_count()
         if self.workers > 1 and (
             accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
         ):
@@ -266,19 +236,10 @@ class Experiment:
                 f"workers is {self.workers}, whose processes are forked and can use no GPU: leave it out with "
                 f"fabric.accelerator {accelerator}, or start `torchrun --nproc-per-node {self.workers} -m raafl simulate`"
             )
-        if self.transport not in TRANSPORTS:
-            yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
-        try:
-            device = torch.device(self.server_device)
-        except RuntimeError:
-            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
-            return
-        num_gpus = torch.cuda.device_count()
-        if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        gpu = re.fullmatch(r"cuda(?::(\d{1,3}))?", self.server_device)
+        if gpu and int(gpu[1] or 0) >= num_gpus:
             seen = f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
             yield f"server_device is '{self.server_device}', but torch sees {seen} here: give cpu, or one that is there"
-        elif device.type not in ("cpu", "cuda"):
-            yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
 
     def targets(self) -> list[Target]:
         """Return the targets."""
@@ -328,17 +289,26 @@ class Experiment:
 
     def protected(self) -> Algorithm:
         """Return the algorithm with its merge as `guard` and `privacy` ask; for the server, which has the noise's seed."""
+        from raafl.parts.protect.privacy import noise_key
+
         return self._protected(noise_key(self.privacy, self.seed) if self.privacy.is_on else b"")
 
     def _protected(self, key: bytes) -> Algorithm:
+        from raafl.parts.protect.privacy import private
+        from raafl.parts.protect.robust import guarded
+
         return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
 
     def compression_plan(self, submodels: Submodels) -> CompressionPlan | None:
         """Plan the compression of what travels of ``submodels``, alike on server and clients; None = there is none."""
+        from raafl.compression.plan import CompressionPlan
+
         return CompressionPlan.of(submodels, self.compress, self.algorithm.merge.sends, self.algorithm.local)
 
     def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
         """Return the limits of the run for the coordinator."""
+        from raafl.core.types import Limits
+
         return Limits(
             min_clients=min_clients,
             count_lost=count_lost,
@@ -356,6 +326,21 @@ class Experiment:
         if trigger.restart == "merge":
             return 1
         return max(1, self.clients // int(getattr(trigger, "size", 1)))
+
+
+def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
+    """Yield the lines of what each check raises."""
+    for check in checks:
+        try:
+            check()
+        except (ValueError, OSError) as error:
+            yield from str(error).splitlines()
+
+
+def field_types(**parts: Any) -> dict[str, Any]:
+    """Return the type of each field; ``parts`` are those that need torch, by name: what is not given is object."""
+    named = ("LightningModule", "LightningDataModule", "Algorithm", "Partition")
+    return get_type_hints(Experiment, localns=dict.fromkeys(named, object) | parts)
 
 
 ABOUT: dict[str, About] = {f.name: f.metadata["about"] for f in fields(Experiment)}

@@ -62,12 +62,21 @@ def specs(logger: Any) -> list[LoggerSpec]:
     Raises:
         BadInput: it is none of these, or names a logger that cannot be made here; all problems at once.
     """
-    entries = logger if isinstance(logger, list | tuple) else [] if logger is None else [logger]
+    return entries(logger, _check)
+
+
+def entries(logger: Any, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
+    """Read the field `logger` as `specs`, without importing what it names; ``check`` is asked of each entry.
+
+    Raises:
+        BadInput: an entry is malformed, or ``check`` refuses it; all problems at once.
+    """
+    given = logger if isinstance(logger, list | tuple) else [] if logger is None else [logger]
     found, problems = [], []
-    for entry in entries:
+    for entry in given:
         try:
             spec = _spec(entry)
-            _check(spec)
+            check(spec)
             found.append(spec)
         except BadInput as error:
             problems.append(str(error))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 import yaml
 
 from raafl.config.argv import name_of, values
-from raafl.config.check import KINDS, MADE, Check
+from raafl.config.check import MADE, Check, kind_of
 from raafl.config.experiment import ABOUT, SECTIONS
 from raafl.config.trainer_flags import unknown
 from raafl.devices import Device
@@ -62,14 +62,7 @@ def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: s
     ``refused`` is what it said, for a problem that is not found here; lines of ``hidden``, a file that the user has not
     written, are not quoted.
     """
-    found = _Explained(parser)
-    for file in values(argv, "--config"):
-        tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        found.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
-    for tree in found.options([item for item in argv if name_of(item) != "--config"]):
-        found.source(tree, lambda field: "")
-    found.missing()
-    lines = dict.fromkeys(found.problems)
+    lines = Explained(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 
 
@@ -116,7 +109,7 @@ def relative(path: str) -> str:
     return path.removeprefix(str(Path.cwd()) + os.sep)
 
 
-class _Explained(Check):
+class Explained(Check):
     """Collects what is wrong with the sources of a config, in the order in which they count."""
 
     def __init__(self, parser: ArgumentParser) -> None:
@@ -125,6 +118,16 @@ class _Explained(Check):
         self._parser = parser
         self._made: dict[str, tuple[str, dict[str, Any]]] = {"partition": (_EXAMPLES["partition"][1], {})}
         self._given: set[str] = set()
+
+    def lines(self, argv: Sequence[str], hidden: str | None = None) -> list[str]:
+        """Check all that a command line says; return a line for each problem."""
+        for file in values(argv, "--config"):
+            tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+            self.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
+        for tree in self.options([item for item in argv if name_of(item) != "--config"]):
+            self.source(tree, lambda field: "")
+        self.missing()
+        return list(dict.fromkeys(self.problems))
 
     def source(self, tree: Mapping[str, Any], place: Callable[[str], str]) -> None:
         """Check the sections of one file, or an option's; ``place`` says where a field stands."""
@@ -250,7 +253,7 @@ class _Explained(Check):
 
     def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
         """Take a class path for an object without arguments, too: an option may give it alone."""
-        spec = {"class_path": value} if hint in KINDS and isinstance(value, str) and "." in value else value
+        spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, rule)
 
     def scalar(self, value: Any, hint: Any, rule: str) -> bool:
@@ -343,8 +346,8 @@ def _words(hint: Any) -> list[str]:
         return sorted(found, key=lambda word: word == "null")
     if origin is Literal:
         return ["one of " + ", ".join(str(one) for one in inner)]
-    if hint in KINDS:
-        return [f"a class_path with init_args, such as {_EXAMPLES[KINDS[hint]][1]}"]
+    if (kind := kind_of(hint)) is not None:
+        return [f"a class_path with init_args, such as {_EXAMPLES[kind][1]}"]
     if hint is Device:
         return ["a table of fields, such as {name: slow, flops_per_s: 1.0e9}"]
     if origin in (list, Sequence) and inner[0] in _LISTED:

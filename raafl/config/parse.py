@@ -12,18 +12,18 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from raafl.config import remote_options
 from raafl.config.argv import names_section, values
-from raafl.config.messages import relative
+from raafl.config.check import MADE
+from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
+from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
 from raafl.errors import BadInput, nearest, one_of
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
-
-    from raafl.config.experiment import Experiment
 
 _EPILOG = """\
 Options win over the file. CLASS is the path of a class, such as model_zoo.MLP or my_module.MyModel; NAME is one that
@@ -33,6 +33,7 @@ What a part takes is said by --model.help CLASS, --data.help CLASS, --partition.
 `raafl algorithms NAME`. --resume RUN takes the config of that run; where that names classes that are not raafl's own, add
 --trust_config if you trust who made the folder: they choose what code runs."""
 TRUST = "--trust_config"
+NEEDS_CONFIG = "{0} needs a config: give --config FILE (raafl {0} --help lists every field)"
 _LOCAL = """
 --local N starts a server and N clients on this machine, without torchrun (--clients is then N); a rank that dies is
 started again, --max_restarts times in all (100)."""
@@ -48,20 +49,17 @@ class Parsed:
 
 
 @cache  # a quarter of the time that reading a config takes
-def make_parser(command: str) -> ArgumentParser:
-    """Make the parser of `raafl COMMAND`: `--config FILE`, and every field of an `Experiment` as an option."""
-    from raafl.lean_import import import_lightning
+def make_parser(command: str, *, plain: bool = False) -> ArgumentParser:
+    """Make the parser of `raafl COMMAND`: `--config FILE`, and every field of an `Experiment` as an option.
 
-    import_lightning()
+    ``plain``: one that needs no torch, for help and for `raafl.config.plain`; it takes anything for model, data, algorithm
+    and partition.
+    """
     import jsonargparse
-    from lightning import LightningDataModule, LightningModule
 
-    from raafl.config.experiment import ABOUT, SECTIONS, Experiment
-    from raafl.core.algorithm import Algorithm
-    from raafl.data.partition import Partition
-
+    parts = {} if plain else _part_types()
     jsonargparse.set_parsing_settings(
-        subclasses_enabled=[Algorithm, Partition],
+        subclasses_enabled=[parts[name] for name in ("Algorithm", "Partition") if name in parts],
         instantiate_subclass_spec_in_any=False,  # what has no declared type stays plain data
         import_path_denylist=[],  # enforce its own: no config, whoever's, names os.system, subprocess, pickle and the like
     )
@@ -75,25 +73,43 @@ def make_parser(command: str) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", metavar="FILE", help="a YAML file with any of the fields below")
     parser.add_argument("--json", action="store_true", help="print the summary, and nothing else, on standard output")
-    hints = get_type_hints(
-        Experiment, localns={"LightningModule": LightningModule, "LightningDataModule": LightningDataModule}
-    )
+    hints = field_types(**parts)
     # built by the server alone, in its own time
     hints["logger"] = str | dict[str, Any] | list[str | dict[str, Any]] | None
     groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
     for field in sorted(fields(Experiment), key=lambda field: [*GROUPS].index(ABOUT[field.name].group)):
         about = ABOUT[field.name]
-        options: dict[str, Any] = {"type": hints[field.name], "help": about.help}
+        options: dict[str, Any] = {"help": about.help}
+        options["type"] = _as_it_is if plain and field.name in MADE else hints[field.name]
         if about.metavar is not None:
             options["metavar"] = about.metavar
         if field.name == "partition":
-            options["default"] = {"class_path": "raafl.data.Iid"}
+            options["default"] = None if plain else {"class_path": "raafl.data.Iid"}
         elif field.default is not MISSING:
             options["default"] = field.default
         elif field.name not in SECTIONS:  # those bring defaults of their own
-            options["required"] = True
+            options["required"] = not plain
         groups[about.group].add_argument(f"--{field.name}", **options)
     return parser
+
+
+def _as_it_is(value: Any) -> Any:
+    """Take any value, as a type of an option: for `Any` jsonargparse would import the class path in it."""
+    return value
+
+
+def _part_types() -> dict[str, Any]:
+    """Import the types of what a config names by a class path."""
+    from raafl.lean_import import import_lightning
+
+    import_lightning()
+    from lightning import LightningDataModule, LightningModule
+
+    from raafl.core.algorithm import Algorithm
+    from raafl.data.partition import Partition
+
+    found = (LightningModule, LightningDataModule, Algorithm, Partition)
+    return {one.__name__: one for one in found}
 
 
 def _formatter() -> type[Any]:
@@ -110,7 +126,7 @@ def _formatter() -> type[Any]:
             if isinstance(action, argparse._HelpAction):
                 return "print this and stop"
             hidden = action.default is None or action.default is False or action.default == argparse.SUPPRESS
-            shown = not hidden and not isinstance(action.default, dict)
+            shown = not hidden and isinstance(action.default, bool | int | float | str)
             return f"{text} (default: %(default)s)" if shown else text
 
         def add_argument(self, action: argparse.Action) -> None:
@@ -139,16 +155,15 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             resume names more than raafl's own, without `--trust_config`.
         SystemExit: after `--help` or `--print_config`.
     """
-    from raafl.config.experiment import Experiment
     from raafl.config.registry import paths
     from raafl.config.trust import imports_only
 
     trusted = TRUST in argv
-    argv = expand_algorithm(_expand_strict([item for item in argv if item != TRUST]))
+    argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
     if config_yaml is None:
         config_yaml = _resumed(argv, trusted)
     if not argv and config_yaml is None:
-        raise BadInput(f"{command} needs a config: give --config FILE (raafl {command} --help lists every field)")
+        raise BadInput(NEEDS_CONFIG.format(command))
     _find_project_modules()
     hidden = None
     with ExitStack() as stack:
@@ -167,9 +182,6 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
     """Parse ``argv``: as plain values, as text, and with the objects that it names."""
     from argparse import ArgumentError
-
-    from raafl.config.experiment import SECTIONS
-    from raafl.config.messages import explain
 
     try:
         namespace = parser.parse_args(argv)
@@ -197,7 +209,6 @@ def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) 
     Raises:
         BadInput: as `parse`; or the config names more than raafl's own, and is not ``trusted``.
     """
-    from raafl.config.experiment import ABOUT
     from raafl.config.trust import of_folder
 
     unused = {name for name, one in ABOUT.items() if not one.again} if again else ()
@@ -236,7 +247,7 @@ def _find_project_modules() -> None:
         sys.path.insert(0, here)
 
 
-def _expand_strict(argv: Sequence[str]) -> list[str]:
+def expand_strict(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` with `--strict` alone as `--strict=true`."""
     alone = [item == "--strict" and after.startswith("--") for item, after in pairwise([*argv, "--"])]
     return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]

@@ -94,10 +94,7 @@ def from_server(text: str) -> str:
         raise RunFailed(
             f"the server's config is not taken: {problem}: get the config yourself and give it as --config FILE"
         ) from None
-    # a run needs an end; when this one ends the server says
-    return yaml.safe_dump(
-        {name: tree[name] for name in marked("told") if name in tree} | {"max_updates": 1}, sort_keys=False
-    )
+    return yaml.safe_dump({name: tree[name] for name in marked("told") if name in tree}, sort_keys=False)
 
 
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:

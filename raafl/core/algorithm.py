@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 from raafl.core.local import Hook, Local, Task
 from raafl.core.payload import Bundles, Wire
 from raafl.core.state import GlobalState
-from raafl.core.training import OwnTests, Training
+from raafl.core.training import Training
 from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work
 from raafl.devices.profiles import TaskTime
 from raafl.devices.times import time_on
@@ -38,6 +38,25 @@ __all__ = [
 ]  # fmt: skip
 
 Restart = Literal["arrival", "merge"]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTests:
+    """On how many samples clients measure what they have trained.
+
+    Attributes:
+        sizes: of the test part of client i's share of the run's data; none where it is not named.
+        share: of the test part of data that only a client has, whose size it does not say.
+    """
+
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    share: float = 0.0
+
+    def of(self, client: ClientInfo) -> float:
+        """Return the number of samples, of a client's own data as many as go with those that it trains on."""
+        if client.own_data:
+            return client.num_samples * self.share / (1.0 - self.share)
+        return float(self.sizes.get(client.id, 0))
 
 
 @dataclass(frozen=True, slots=True)

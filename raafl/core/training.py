@@ -1,11 +1,21 @@
-"""The run's own setting of what clients do, and on how many samples they measure it."""
+"""The run's own setting of what clients do; importing it costs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
-from raafl.core.types import ClientInfo, Work
+
+class Amount(Protocol):
+    """How much a task trains: the fields of a `raafl.core.types.Work` that say so."""
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Local epochs; None = the run's own setting."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Local steps; None = the run's own setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +32,10 @@ class Training:
     num_steps: int | None = None
     batch_size: int | None = None
 
-    def samples(self, work: Work, num_samples: int, batch_size: int) -> int:
+    def samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
         """Count the samples that ``work`` processes on a client with ``num_samples``."""
         steps = work.num_steps if work.num_steps is not None else self.num_steps
         if steps is not None and work.num_epochs is None:
             return steps * min(batch_size, num_samples)
         epochs = work.num_epochs if work.num_epochs is not None else self.num_epochs
         return (epochs or 1) * num_samples
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTests:
-    """On how many samples clients measure what they have trained.
-
-    Attributes:
-        sizes: of the test part of client i's share of the run's data; none where it is not named.
-        share: of the test part of data that only a client has, whose size it does not say.
-    """
-
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    share: float = 0.0
-
-    def of(self, client: ClientInfo) -> float:
-        """Return the number of samples, of a client's own data as many as go with those that it trains on."""
-        if client.own_data:
-            return client.num_samples * self.share / (1.0 - self.share)
-        return float(self.sizes.get(client.id, 0))

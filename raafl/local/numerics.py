@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from raafl.local.train import FabricOptions
+    from raafl.local.options import FabricOptions
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FLAGS = (

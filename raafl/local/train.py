@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -21,13 +20,13 @@ from raafl.core.masked_loss import CLASSES
 from raafl.core.payload import Bundles, Payload
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData, Sized
-from raafl.devices.gpus import Place
 from raafl.errors import BadInput, briefly
 from raafl.local.buffers import Buffers
 from raafl.local.draws import Draws, current, seed_everything
 from raafl.local.heap import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import measure_part
+from raafl.local.options import FabricOptions
 from raafl.local.pull import Pull
 from raafl.local.record import Recorder, to_device, widened
 from raafl.local.spanning import ClientProcesses
@@ -35,34 +34,6 @@ from raafl.local.sparse_gradients import backward_of
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
-
-
-@dataclass(frozen=True, slots=True)
-class FabricOptions:
-    """How local steps run; the meaning of each field is Lightning's.
-
-    Attributes:
-        accelerator: cpu, cuda or auto.
-        device: index of the GPU that all who train use; None = theirs in turn.
-        precision: 32-true, bf16-mixed, or on a GPU 16-mixed.
-        gradient_clip_val: largest gradient norm; None = no clipping.
-        accumulate_grad_batches: batches to one optimiser step.
-        deterministic: torch and cuDNN take deterministic kernels, or fail where there is none.
-        tf32: round float32 to TF32 in products and convolutions on a GPU; None = as torch has it.
-    """
-
-    accelerator: str = "cpu"
-    device: int | None = None
-    precision: str = "32-true"
-    gradient_clip_val: float | None = None
-    accumulate_grad_batches: int = 1
-    deterministic: bool = False
-    tf32: bool | None = None
-
-    def at(self, place: Place) -> FabricOptions:
-        """Return these options with the GPU of a process's place, where they train on GPUs and name none."""
-        on_gpu = self.accelerator in ("cuda", "gpu", "auto")
-        return replace(self, device=place.gpu) if on_gpu and self.device is None else self
 
 
 class Stopped(Exception):

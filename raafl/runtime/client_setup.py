@@ -50,7 +50,7 @@ class ClientSetup:
         Raises:
             BadInput: there is no such client, its model or data cannot be made, or its memory is too small.
         """
-        replace(experiment, output=None, resume=None).check()
+        replace(experiment, output=None, resume=None).check(needs_end=False)
         if not 1 <= client <= experiment.clients:
             raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
         alike = sections(config_yaml, own_data=own_data or data_named)

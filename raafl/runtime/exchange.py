@@ -22,7 +22,8 @@ from raafl.core.exchange import Exchange, server_seed
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, Unsound
 from raafl.local.draws import Draws
-from raafl.local.train import FabricOptions, LocalTrainer, Stopped
+from raafl.local.options import FabricOptions
+from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout
 

@@ -18,8 +18,10 @@ from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, said
 from raafl.local.numerics import set_numerics
-from raafl.local.train import FabricOptions, LocalTrainer
+from raafl.local.options import FabricOptions
+from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
+from raafl.runtime.cut import proven_submodels, submodels_of
 from raafl.submodel import Submodels, skeleton
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
             return experiment.make()
 
     own = None if experiment.algorithm.local.proven_as_trained else plain
-    return experiment.submodels.proven(module, data.example_batch(2), experiment.algorithm.select, own)
+    return proven_submodels(experiment.submodels, module, data.example_batch(2), experiment.algorithm.select, own)
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
@@ -179,7 +181,7 @@ def client_parts(
     """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen."""
     with skeleton():
         module = _prepared(experiment)
-    submodels = experiment.submodels.of(module, data.example_batch(2))
+    submodels = submodels_of(experiment.submodels, module, data.example_batch(2))
     if submodels.frozen:
         # of several forms of the base, a process that trains one client's tasks holds the one that these need
         submodels.hold(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)

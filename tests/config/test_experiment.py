@@ -15,7 +15,8 @@ from raafl.config.options import Waits
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
-from raafl.local.train import FabricOptions
+from raafl.local.options import FabricOptions
+from raafl.runtime.cut import submodels_of
 
 
 def nothing():
@@ -155,9 +156,9 @@ def test_how_a_model_is_cut_is_checked_where_it_is_said(fields, says):
 def test_settings_of_a_run_go_before_the_models_own():
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     module.submodel_batch_norm, module.submodel_residual_width = "static", True
-    found = SubmodelOptions().of(module)
+    found = submodels_of(SubmodelOptions(), module)
     assert (found.batch_norm, found.residual_width) == ("static", True)
-    found = SubmodelOptions(residual_width=False, batch_norm="merged").of(module)
+    found = submodels_of(SubmodelOptions(residual_width=False, batch_norm="merged"), module)
     assert (found.batch_norm, found.residual_width) == ("merged", False)
 
 

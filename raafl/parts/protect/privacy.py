@@ -29,48 +29,15 @@ from torch import Tensor
 from raafl.core.algorithm import Algorithm
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, installing, positive
+from raafl.errors import BadInput, installing
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.protect.options import Privacy
 from raafl.parts.protect.robust import difference, feed, norm_of
 from raafl.submodel import FlatTensors, Spec
 
 MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; composed, no amplification by sampling"
-
-
-@dataclass(frozen=True, slots=True)
-class Privacy:
-    """Client-level differential privacy; off unless a clipping norm is given.
-
-    Attributes:
-        clip_norm: L2 norm that each update is clipped to (S or C); null = no differential privacy.
-        noise_multiplier: standard deviation of the noise on a merge's sum, as a multiple of clip_norm (z or sigma).
-        delta: probability with which epsilon may fail to hold; below 1 / clients.
-        divisor: what the noisy sum is divided by; null = updates expected in a merge (cohort, buffer size or 1).
-        seed_file: file with the secret seed of the noise, made anew where there is none; null = derived from the run's seed.
-    """
-
-    clip_norm: float | None = None
-    noise_multiplier: float = 1.0
-    delta: float = 1e-5
-    divisor: float | None = None
-    seed_file: str | None = None
-
-    def __post_init__(self) -> None:
-        positive("privacy.clip_norm", self.clip_norm, optional=True)
-        positive("privacy.divisor", self.divisor, optional=True)
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise BadInput(f"privacy.noise_multiplier is {self.noise_multiplier}: give a finite number from 0")
-        if not 0 < self.delta < 1:
-            raise BadInput(f"privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
-        if self.clip_norm == math.inf and self.noise_multiplier > 0:
-            raise BadInput("privacy.clip_norm is inf: give a finite norm, to which the noise can be measured")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is any."""
-        return self.clip_norm is not None
 
 
 def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,55 +21,16 @@ from torch import Tensor
 from raafl.core.algorithm import Algorithm, Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, one_of, positive
+from raafl.errors import BadInput
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, chunks
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.protect.options import Combine, Guard
 from raafl.parts.trigger import EachArrival
 from raafl.submodel import FlatTensors, Spec, Submodels
 
-Combine = Literal["mean", "trimmed_mean", "median"]
-
 WINDOW = 101
 """Accepted norms remembered for each size class; the oldest goes first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """How the merge is protected from bad updates; nothing is unless it is asked for.
-
-    Attributes:
-        clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
-        outlier: refuse an update whose norm is above this many times the median of those accepted; null = none is.
-        warm_up: how many updates of a size are accepted before one is judged.
-        combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it.
-        max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
-            of the clients' samples; null = as it says. Others are held to the share that they were dealt.
-        trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
-    """
-
-    clip_norm: float | None = None
-    outlier: float | None = None
-    warm_up: int = 5
-    combine: Combine = "mean"
-    trim: float = 0.1
-    max_weight: float | None = 10.0
-
-    def __post_init__(self) -> None:
-        positive("guard.clip_norm", self.clip_norm, optional=True)
-        if self.outlier is not None and not self.outlier > 1:
-            raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
-        positive("guard.warm_up", self.warm_up)
-        one_of("guard.combine", self.combine, Combine)
-        if self.max_weight is not None and not self.max_weight >= 1:
-            raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
-        if not 0 <= self.trim < 0.5:
-            raise BadInput(f"guard.trim is {self.trim}: give a number from 0 to below 0.5")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is asked of the merge."""
-        return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 
 def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:

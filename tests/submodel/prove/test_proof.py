@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
+from raafl.runtime.cut import proven_submodels
 from raafl.submodel import CopyPlan, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
 from tests.federation import experiment
@@ -117,7 +118,7 @@ def test_sizes_may_be_read():
 
 def test_a_class_axis_that_is_declared_is_kept_whole_and_the_other_stays():
     module = Declared()
-    submodels = SubmodelOptions().proven(module, BATCH, ALGORITHMS["hetero_fl"]().select)
+    submodels = proven_submodels(SubmodelOptions(), module, BATCH, ALGORITHMS["hetero_fl"]().select)
     assert list(submodels.axes) == ["hidden"] and list(submodels.refuted) == ["classes"]
     assert submodels.kept_whole["classes"].startswith("not proven: ")
 

@@ -1,0 +1,31 @@
+"""Options of compression; importing them costs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raafl.errors import fraction, one_of
+
+Name = Literal["none", "bf16", "int8", "top_k"]
+NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """How tensors are compressed on the wire; they travel as they are unless it is asked for.
+
+    Attributes:
+        down: of what clients are sent: none, bf16, int8 or top_k (changes since what the client was last sent).
+        up: of what they send back, as differences from what they were sent: none, bf16, int8 or top_k.
+        top_k: share of the elements that top_k sends, above 0, at most 1.
+    """
+
+    down: Name = "none"
+    up: Name = "none"
+    top_k: float = 0.1
+
+    def __post_init__(self) -> None:
+        for field, name in (("down", self.down), ("up", self.up)):
+            one_of(f"compress.{field}", name, NAMES)
+        fraction("compress.top_k", self.top_k)

@@ -1,0 +1,106 @@
+"""Check what a command line says in raafl's own fields and plain values, before torch is imported.
+
+Model, data, algorithm and partition are left to the full reading in `raafl.config.parse`, whose parser and messages these are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from raafl.config.argv import name_of, values
+from raafl.config.check import MADE
+from raafl.config.experiment import Experiment
+from raafl.config.messages import Explained
+from raafl.config.parse import NEEDS_CONFIG, TRUST, config_first, expand_strict, make_parser
+from raafl.errors import BadInput
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+_PRINTS = ("--help", "-h", "--print_config")
+
+
+def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> None:
+    """Refuse wrong YAML, unknown names and plain values out of range; print the help that ``argv`` asks for.
+
+    Args:
+        command: whose options they are.
+        argv: the options, `--config` among them.
+        whole: they are a run's, which has model, data, algorithm and an end; else a client's, which is told.
+
+    Raises:
+        BadInput: every problem found, a line each.
+        SystemExit: after `--help`.
+    """
+    if os.environ.get("RANK", "0") != "0":  # rank 0 reports for all
+        return
+    if any(item in ("--help", "-h") for item in argv):
+        make_parser(command, plain=True).parse_args(["--help"])
+    argv = expand_strict([item for item in argv if item != TRUST])
+    if any(name_of(item) in _PRINTS or name_of(item).endswith(".help") for item in argv):
+        return
+    if not argv and whole:
+        raise BadInput(NEEDS_CONFIG.format(command))
+    argv = config_first(argv)
+    whole = whole and not (values(argv, "--resume") and not values(argv, "--config"))
+    parser = make_parser(command, plain=True)
+    made = _made(parser, argv)
+    lines = _Explained(parser, whole=whole).lines(argv) if made is None else _out_of_range(made, whole)
+    if lines:
+        raise BadInput("\n".join(lines))
+
+
+def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
+    """Parse the plain fields and make the records of options; None where the parser refuses something.
+
+    Raises:
+        BadInput: what a record says of its values.
+    """
+    from argparse import ArgumentError
+
+    try:
+        made: Namespace = parser.instantiate(parser.parse_args(_without_parts(argv)))
+        return made
+    except BadInput:
+        raise
+    except (ArgumentError, ValueError, TypeError):
+        return None
+
+
+def _without_parts(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` without the options of model, data, algorithm and partition, and their values."""
+    kept: list[str] = []
+    items = iter(argv)
+    for item in items:
+        if name_of(item).removeprefix("--").partition(".")[0] not in MADE:
+            kept.append(item)
+        elif "=" not in item:
+            next(items, None)
+    return kept
+
+
+def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
+    experiment = Experiment(**{field.name: namespace[field.name] for field in fields(Experiment)})
+    try:
+        return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
+    except TypeError:  # a value of another type, which the full reading names
+        return []
+
+
+class _Explained(Explained):
+    """Messages about plain fields alone."""
+
+    def __init__(self, parser: ArgumentParser, *, whole: bool) -> None:
+        super().__init__(parser)
+        self._made, self._whole = {}, whole
+
+    def made(self, kind: str, value: Any, where: str) -> None:
+        """Accept: to import what is named here costs seconds."""
+
+    def missing(self) -> None:
+        """Note parts that are not named at all."""
+        if self._whole:
+            super().missing()

@@ -1,0 +1,83 @@
+"""Options of the guard and of differential privacy; importing them costs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from raafl.errors import BadInput, one_of, positive
+
+Combine = Literal["mean", "trimmed_mean", "median"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """How the merge is protected from bad updates; nothing is unless it is asked for.
+
+    Attributes:
+        clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
+        outlier: refuse an update whose norm is above this many times the median of those accepted; null = none is.
+        warm_up: how many updates of a size are accepted before one is judged.
+        combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it.
+        max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
+            of the clients' samples; null = as it says. Others are held to the share that they were dealt.
+        trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
+    """
+
+    clip_norm: float | None = None
+    outlier: float | None = None
+    warm_up: int = 5
+    combine: Combine = "mean"
+    trim: float = 0.1
+    max_weight: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        positive("guard.clip_norm", self.clip_norm, optional=True)
+        if self.outlier is not None and not self.outlier > 1:
+            raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
+        positive("guard.warm_up", self.warm_up)
+        one_of("guard.combine", self.combine, Combine)
+        if self.max_weight is not None and not self.max_weight >= 1:
+            raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
+        if not 0 <= self.trim < 0.5:
+            raise BadInput(f"guard.trim is {self.trim}: give a number from 0 to below 0.5")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is asked of the merge."""
+        return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """Client-level differential privacy; off unless a clipping norm is given.
+
+    Attributes:
+        clip_norm: L2 norm that each update is clipped to (S or C); null = no differential privacy.
+        noise_multiplier: standard deviation of the noise on a merge's sum, as a multiple of clip_norm (z or sigma).
+        delta: probability with which epsilon may fail to hold; below 1 / clients.
+        divisor: what the noisy sum is divided by; null = updates expected in a merge (cohort, buffer size or 1).
+        seed_file: file with the secret seed of the noise, made anew where there is none; null = derived from the run's seed.
+    """
+
+    clip_norm: float | None = None
+    noise_multiplier: float = 1.0
+    delta: float = 1e-5
+    divisor: float | None = None
+    seed_file: str | None = None
+
+    def __post_init__(self) -> None:
+        positive("privacy.clip_norm", self.clip_norm, optional=True)
+        positive("privacy.divisor", self.divisor, optional=True)
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise BadInput(f"privacy.noise_multiplier is {self.noise_multiplier}: give a finite number from 0")
+        if not 0 < self.delta < 1:
+            raise BadInput(f"privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
+        if self.clip_norm == math.inf and self.noise_multiplier > 0:
+            raise BadInput("privacy.clip_norm is inf: give a finite norm, to which the noise can be measured")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any."""
+        return self.clip_norm is not None

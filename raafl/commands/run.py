@@ -12,6 +12,7 @@ from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
+from raafl.local.metrics import MAX_LOGGED
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.local.train import configure
 from raafl.local.trial import explained, try_training
@@ -72,6 +73,7 @@ class Run:
             self._show(RunState())
             self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
             self.record.evaluated(0, 0.0, metrics)
+        self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
         self.saver = Saver(
             self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
             every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
@@ -147,7 +149,7 @@ class Run:
         module, data = self.evaluator.module, self.parts.data
         self.watcher.begin(self, saved)
         self.evaluator.fill(self.parts.coordinator.state.values)
-        try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
+        self._logs = try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
         fabric = self.parts.experiment.fabric
         check_optimizer(configure(module)[0], self.parts.experiment.algorithm.local, fabric.gradient_clip_val)
         with explained(module, "validation_step", next(data.test_batches())[0]):
@@ -173,6 +175,10 @@ class Run:
         refuted = self.parts.submodels.refuted
         notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
+        if len(self._logs) > MAX_LOGGED:
+            notes.append(
+                Warn(f"training_step logs {len(self._logs)} metrics: of each task the first {MAX_LOGGED} are kept")
+            )
         guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
         notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
         axes, is_cut = self.parts.submodels.axes, not isinstance(self.parts.coordinator.algorithm.select, Full)

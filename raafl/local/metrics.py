@@ -16,6 +16,10 @@ from raafl.local.record import Recorder, to_device
 
 TEST = "test/"
 """Begins the names of what a client measured on its own test part, in `Update.metrics` and clients.csv."""
+LOSS = "loss"
+"""Name, in `Update.metrics`, of the mean training loss of a task's steps."""
+MAX_LOGGED = 50
+"""Metrics of `training_step` that a task sends; the first that were logged."""
 PEAK = "memory/peak_bytes"
 """Name, in `Update.metrics`, of what `peak_bytes` says."""
 _RETURNED = "validation_step: "

@@ -65,6 +65,11 @@ class Recorder:
             raise BadInput(f"self.log of '{name}' has reduce_fx '{how}': use mean, sum, min or max, or log a Metric")
 
     @property
+    def names(self) -> list[str]:
+        """Names of all that was logged."""
+        return list(dict.fromkeys((*self._sums, *self._metrics)))
+
+    @property
     def metrics(self) -> Mapping[str, Any]:
         """Metrics that were logged, by name."""
         return self._metrics
@@ -74,15 +79,19 @@ class Recorder:
         for name, value in values.items():
             self.log(name, value, **kwargs)
 
-    def means(self) -> dict[str, float]:
+    def means(self, most: int | None = None) -> dict[str, float]:
         """Return the weighted means since the last call, and what logged metrics compute, and start again.
+
+        Of more than ``most`` the first are returned; None = all are.
 
         Raises:
             BadInput: a value that is not one number.
         """
         try:
-            means = {name: _number(name, total) / count for name, (total, count) in self._sums.items() if count}
-            return means | {name: _computed(name, metric) for name, metric in self._metrics.items()}
+            names = self.names[:most]
+            sums = [(name, *self._sums[name]) for name in names if name in self._sums]
+            means = {name: _number(name, total) / count for name, total, count in sums if count}
+            return means | {name: _computed(name, self._metrics[name]) for name in names if name in self._metrics}
         finally:
             self.clear()
 

@@ -25,7 +25,7 @@ from raafl.local.buffers import Buffers
 from raafl.local.draws import Draws, current, seed_everything
 from raafl.local.heap import give_back
 from raafl.local.masked import masked
-from raafl.local.metrics import measure_part
+from raafl.local.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.options import FabricOptions
 from raafl.local.pull import Pull
 from raafl.local.record import Recorder, to_device, widened
@@ -215,7 +215,7 @@ class LocalTrainer:
         extra |= {CLASSES: classes} if classes else {}
         self._check_base(built)
         built.buffers.gather()
-        metrics = {"loss": loss, **built.recorder.means()}
+        metrics = {LOSS: loss, **built.recorder.means(MAX_LOGGED)}
         if data.test is not None and self.link is None and self.local.tests(assignment.extra):
             metrics |= self._test(built, data.test)
         with self._statistics_sent(built.trained):

@@ -14,8 +14,8 @@ from raafl.local.record import Recorder, to_device
 from raafl.local.train import configure
 
 
-def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cpu") -> None:
-    """Run ``module``'s training step, backward pass and `configure_optimizers` once.
+def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cpu") -> list[str]:
+    """Run ``module``'s training step, backward pass and `configure_optimizers` once; return the names of what it logs.
 
     Values and the random state stay as they are, buffers may change: give a copy that is filled anew.
 
@@ -27,7 +27,8 @@ def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cp
     name, batch = type(module).__name__, to_device(batch, torch.device(device))
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     logs = module.log, module.log_dict
-    Recorder().attach(module)
+    recorder = Recorder()
+    recorder.attach(module)
     module._fabric = Fabric(accelerator="cpu", devices=1)  # type: ignore[assignment]  # as on a client, where `self.fabric` is there
     try:
         with torch.random.fork_rng(devices):
@@ -44,6 +45,7 @@ def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cp
                 )
             with explained(module, "training_step, backward", batch):
                 loss.backward()  # type: ignore[no-untyped-call]
+            return recorder.names
     finally:
         module.zero_grad(set_to_none=True)
         module.log, module.log_dict = logs

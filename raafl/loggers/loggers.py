@@ -23,7 +23,7 @@ from raafl.core.hooks import Hooks
 from raafl.core.types import Settled
 from raafl.loggers.tracking import Measurements, RunIds, Since, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, Summary, kind_of
+from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, Summary, kind_of
 from raafl.submodel import Spec
 
 CALL_S = 30.0
@@ -73,7 +73,7 @@ class Loggers(Hooks):
             return
         record = self._record
         row = {name: value for name, value in record.row.items() if value is not None}
-        own = {name: value for name, value in row.items() if name.startswith(CLIENT)}
+        own = {name: value for name, value in row.items() if name.startswith((CLIENT, TRAIN.rstrip("/")))}
         ends = Counter[str]()
         for outcome, num in record.outcomes.items():
             ends[kind_of(outcome)] += num

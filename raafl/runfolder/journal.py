@@ -36,6 +36,7 @@ from raafl.runfolder.schema import (
     CONFIG,
     GROWING,
     JOURNAL,
+    LOGGED_COLUMNS,
     MEMORY_COLUMNS,
     METRIC_COLUMNS,
     METRICS,
@@ -157,13 +158,15 @@ class RunFolder:
     def client(self, row: Mapping[str, Any]) -> None:
         """Append one finished task: a `ClientRow`, whose missing cells are left empty; `spec` may be a mapping.
 
-        Columns for memory, and for what clients measure themselves, come at the end once a row has them.
+        Columns for memory, for what `training_step` logs, and for what clients measure themselves, come at the end once a row
+        has them.
 
         Raises:
             ValueError: `row` has a column that clients.csv does not know.
         """
         new = [name for name in row if name not in self._clients.columns]
-        if unknown := [name for name in new if not name.startswith(TESTED) and name not in MEMORY_COLUMNS]:
+        known = (*MEMORY_COLUMNS, *LOGGED_COLUMNS)
+        if unknown := [name for name in new if not name.startswith(TESTED) and name not in known]:
             raise ValueError(
                 f"clients.csv has no column {', '.join(sorted(unknown))}; it has {', '.join(CLIENT_COLUMNS)}"
             )

@@ -151,6 +151,7 @@ class RunRecord:
     def due(self, version: int, now: float, more: Mapping[str, float] | None = None) -> None:
         """Note how things stand as the global model of ``version`` is to be measured, which may take its time, and ``more``."""
         self._due[version] = {**self._figures(version, now), **(more or {})}
+        self.figures.logged.close(version)
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
         merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()
@@ -182,7 +183,9 @@ class RunRecord:
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
         """Note the global model's metrics; return whether there are targets and all have been met by now."""
         self.metrics, self.evaluated_version = metrics, version
-        self.row = self._due[version] if version in self._due else self._figures(version, now)
+        if version not in self._due:
+            self.due(version, now)
+        self.row = {**self._due[version], **self.figures.logged.take(version)}
         self.row = {name: value for name, value in self.row.items() if name not in metrics}
         self._due = {later: row for later, row in self._due.items() if later > version}
         for target in self.targets:

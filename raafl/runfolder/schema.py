@@ -102,6 +102,12 @@ class ClientRow(TypedDict, total=False):
     outcome: str
 
 
+class LoggedCells(TypedDict, total=False):
+    """A column that clients.csv gets once a row has it: what a task's `training_step` has logged, as JSON, by name."""
+
+    logged: Mapping[str, float]
+
+
 class MemoryCells(TypedDict, total=False):
     """Columns that clients.csv gets when the first row has them: a task's memory, as predicted and as measured."""
 
@@ -111,6 +117,7 @@ class MemoryCells(TypedDict, total=False):
 
 CLIENT_COLUMNS: Final = tuple(ClientRow.__annotations__)
 MEMORY_COLUMNS: Final = tuple(MemoryCells.__annotations__)
+LOGGED_COLUMNS: Final = tuple(LoggedCells.__annotations__)
 TESTED: Final = "test/"
 """Begins the names of further columns: what clients measure on their own test parts."""
 
@@ -153,6 +160,8 @@ METRIC_COLUMNS: Final = tuple(Measurement.__annotations__)
 RUN_COLUMNS: Final = tuple(RunFigures.__annotations__)
 CLIENT: Final = "client_"
 """Begins the names of averages over clients, in metrics.csv and in the summary."""
+TRAIN: Final = "train/"
+"""Begins the names of means, in metrics.csv, of what `training_step` logs; names that begin with "train" stay as they are."""
 TIME_TO: Final = "time_to/"
 """Begins the names of the columns of metrics.csv that say when a target was first met."""
 

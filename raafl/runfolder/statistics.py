@@ -10,6 +10,7 @@ from typing import Any
 from raafl.core.payload import Payload
 from raafl.core.types import Assignment, Settled, Update
 from raafl.local.metrics import PEAK, TEST
+from raafl.runfolder.logged import LoggedMeans, logged_values
 from raafl.runfolder.schema import CLIENT, MERGED, TESTED
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
@@ -78,6 +79,7 @@ class RunStatistics:
         self._tested: dict[int, tuple[float, dict[str, float]]] = {}  # client -> its data size and latest metrics
         self._memory = [0.0, 0.0]  # highest predicted and measured
         self.regions: Counter[int] = Counter()
+        self.logged = LoggedMeans()
 
     # ---- as it happens ----
 
@@ -98,7 +100,9 @@ class RunStatistics:
                 cells["peak_bytes"] = self._peak_bytes(assignment)
                 self._memory[0] = max(self._memory[0], cells["peak_bytes"])
         tested = {} if update is None else _own_metrics(update, known)
+        logged = {} if update is None else logged_values(update)
         if update is not None:
+            cells |= {"logged": logged} if logged else {}
             measured = update.metrics.get(PEAK, 0.0)
             if 0 < measured < MOST:
                 cells["measured_bytes"] = int(measured)
@@ -107,6 +111,8 @@ class RunStatistics:
             cells |= {f"{TESTED}num_samples": int(update.metrics[NUM_TESTED])} if tested else {}
         if settled.outcome == MERGED and assignment is not None:
             self._merged(settled.client, settled.version, assignment)
+            if update is not None:
+                self.logged.add(logged, update.num_samples)
             if tested and update is not None:
                 self._tested[settled.client] = (update.num_samples + update.metrics[NUM_TESTED], tested)
         return cells
@@ -178,6 +184,7 @@ class RunStatistics:
             "tested": {client: [size, dict(metrics)] for client, (size, metrics) in self._tested.items()},
             "memory": list(self._memory),
             "regions": dict(self.regions),
+            "logged": self.logged.save(),
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
@@ -189,6 +196,8 @@ class RunStatistics:
         self._num_rounds = sum(num for _, num in self._rounds.values())
         self._tested.update({client: (size, dict(metrics)) for client, (size, metrics) in data["tested"].items()})
         self.regions.update(data["regions"])
+        if "logged" in data:
+            self.logged.restore(data["logged"])
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from raafl.algorithms import fed_raa, hetero_fl
 from raafl.data import Dirichlet
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment
+from tests.runfolder.test_logged import Logging, check
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -20,10 +21,17 @@ VARIANTS = {"arrivals": fed_raa(), "rounds": hetero_fl()}
 def test_clients_measure_the_same_on_real_ranks(tmp_path, name):
     partition = Dirichlet(0.5, test_share=0.2)
     base = experiment(
-        tmp_path / "simulated", VARIANTS[name], partition=partition, eval_every=1, emulate=False, logger="csv"
+        tmp_path / "simulated",
+        VARIANTS[name],
+        model=Logging,
+        partition=partition,
+        eval_every=1,
+        emulate=False,
+        logger="csv",
     )
     simulated, real = on_both_clocks(base, tmp_path / "real")
     columns = ("test/loss", "test/accuracy", "test/top5_accuracy", "test/macro_f1", "test/num_samples", "peak_bytes")
+    columns = (*columns, "logged")
 
     def merged(run):
         rows = {row["assignment"]: row for row in run.rows() if row["outcome"] == "merged"}
@@ -33,6 +41,8 @@ def test_clients_measure_the_same_on_real_ranks(tmp_path, name):
     assert all(int(row["measured_bytes"]) > 1e7 for row in real.rows() if row["outcome"] == "merged")
     assert real.summary["peak_memory"]["measured_bytes"] > real.summary["peak_memory"]["predicted_bytes"]
 
+    for run in (simulated, real):
+        check(run)
     of_version = {row["version"]: row for row in simulated.rows("metrics.csv")}
     both = ("accuracy", "macro_f1", "staleness", "coverage", "peak_bytes")
     fields = [f for f in of_version["0"] if f.startswith("client_") or f in both]

@@ -1,0 +1,103 @@
+"""Collect what clients' `training_step` logs: the values of each task, and their means by samples between evaluations.
+
+The values come from clients, so their number, names and sizes are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from raafl.core.types import Update
+from raafl.foreign import foreign
+from raafl.local.metrics import LOSS, MAX_LOGGED, PEAK, TEST
+from raafl.runfolder.schema import TRAIN
+
+MAX_NAME = 100
+"""Characters kept of a metric's name."""
+MAX_OTHERS = 50
+"""Metrics that get a mean though the server's own trial step has not logged them."""
+MAX_VALUE = 1e100
+"""Largest magnitude of a value: a sum of those of all updates stays finite."""
+
+Sums = dict[str, list[float]]
+"""By metric, the sum of weight times value and the sum of weights."""
+
+
+def logged_values(update: Update) -> dict[str, float]:
+    """Return what `training_step` has logged in a task, by name, in the order of the names."""
+    found = (
+        (foreign(name, MAX_NAME), value) for name, value in update.metrics.items()
+        if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE
+    )  # fmt: skip
+    return dict(sorted(islice(found, MAX_LOGGED)))
+
+
+def column_of(name: str) -> str:
+    """Return the name of a metric's mean in metrics.csv; one of `validation_step` may have the metric's own."""
+    return name if name.startswith(TRAIN.rstrip("/")) else TRAIN + name
+
+
+class LoggedMeans:
+    """Means, by samples, of what was logged in the tasks merged from one evaluation to the next.
+
+    A window is closed when an evaluation becomes due. Its result may come later, or never, where another overtakes it: its
+    window then counts for the next.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._names: dict[str, bool] = {}  # of metrics that get a mean, and whether the trial step has logged it
+        self._open: Sums = {}
+        self._closed: list[tuple[int, Sums]] = []
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Take it that `training_step` logs these; no client can keep them out."""
+        self._names |= {foreign(name, MAX_NAME): True for name in names}
+
+    def add(self, values: Mapping[str, float], num_samples: int) -> None:
+        """Add what was logged in a task that has been merged, weighted by its samples."""
+        for name, value in values.items():
+            if not self._admits(name):
+                continue
+            sums = self._open.setdefault(name, [0.0, 0.0])
+            sums[0] += num_samples * value
+            sums[1] += num_samples
+
+    def _admits(self, name: str) -> bool:
+        if name not in self._names and sum(not known for known in self._names.values()) < MAX_OTHERS:
+            self._names[name] = False
+        return name in self._names
+
+    def close(self, version: int) -> None:
+        """End the window: ``version`` is to be measured."""
+        self._closed.append((version, self._open))
+        self._open = {}
+
+    def take(self, version: int) -> dict[str, float]:
+        """Return the means, by column of metrics.csv, of the windows up to ``version``, which has been measured."""
+        due = [sums for closed, sums in self._closed if closed <= version]
+        self._closed = [(closed, sums) for closed, sums in self._closed if closed > version]
+        means: dict[str, float] = {}
+        for name in dict.fromkeys(name for sums in due for name in sums):
+            total, weight = (sum(sums[name][place] for sums in due if name in sums) for place in (0, 1))
+            column = column_of(name)
+            if weight > 0 and (column == name or column not in means):
+                means[column] = total / weight
+        return means
+
+    def save(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        closed = [[version, _copied(sums)] for version, sums in self._closed]
+        return {"names": dict(self._names), "open": _copied(self._open), "closed": closed}
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on from what `save` returned."""
+        self._names |= data["names"]
+        self._open = _copied(data["open"])
+        self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]
+
+
+def _copied(sums: Mapping[str, list[float]]) -> Sums:
+    return {name: list(pair) for name, pair in sums.items()}

@@ -81,8 +81,8 @@ def _timed() -> Any:
     """Return a mode that times every operation, and notes what raafl counts for it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from raafl.submodel.aside import tensors_in
     from raafl.submodel.cost.ledger import OperationCost, counted
+    from raafl.submodel.nested_batch import tensors_in
 
     class Timed(TorchDispatchMode):
         def __init__(self) -> None:

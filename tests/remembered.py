@@ -13,8 +13,8 @@ from torch import nn
 
 from raafl.config.parse import load_experiment, make_parser
 from raafl.runtime import cut
-from raafl.submodel.aside import tensors_in
 from raafl.submodel.find import discover
+from raafl.submodel.nested_batch import tensors_in
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels
 

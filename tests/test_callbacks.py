@@ -15,7 +15,7 @@ import raafl
 from raafl.api.watch import CallbackWatcher
 from raafl.commands.run import simulate
 from raafl.errors import BadInput, RunFailed
-from raafl.local.record import to_device
+from raafl.submodel.nested_batch import to_device
 from tests.federation import digits, experiment, small_mlp, unequal
 from tests.test_federation_api import Steps
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from raafl.data.labels import classes_in
 from raafl.submodel import FULL, Submodels
-from raafl.submodel.aside import loss_of, meta_batch, settle
+from raafl.submodel.aside import loss_of, settle
+from raafl.submodel.nested_batch import meta_batch
 
 CLASSES = "classes"
 """Key in `Update.extra` of the classes whose logits a client's task has left as they were, ascending."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
-from raafl.local.record import Recorder, to_device
+from raafl.local.record import Recorder
+from raafl.submodel.nested_batch import to_device
 
 TEST = "test/"
 """Begins the names of what a client measured on its own test part, in `Update.metrics` and clients.csv."""

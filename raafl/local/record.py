@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -148,23 +147,3 @@ def _number(name: str, value: Any) -> float:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "several values"
         raise BadInput(f"'{name}' is logged or returned as a metric and is {what}: give one number")
     return float(value)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {k: to_device(v, device) for k, v in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return moved
-        found = copy.copy(batch)  # of its own kind, such as what tokenizers return
-        for k, v in moved.items():
-            found[k] = v
-        return found
-    if isinstance(batch, list | tuple):
-        items = [to_device(item, device) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch

@@ -28,12 +28,13 @@ from raafl.local.masked import masked
 from raafl.local.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.options import FabricOptions
 from raafl.local.pull import Pull
-from raafl.local.record import Recorder, to_device, widened
+from raafl.local.record import Recorder, widened
 from raafl.local.spanning import ClientProcesses
 from raafl.local.sparse_gradients import backward_of
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
+from raafl.submodel.nested_batch import to_device
 
 
 class Stopped(Exception):

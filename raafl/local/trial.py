@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput, place_of
-from raafl.local.record import Recorder, to_device
+from raafl.local.record import Recorder
 from raafl.local.train import configure
+from raafl.submodel.nested_batch import batch_tensors, to_device
 
 
 def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cpu") -> list[str]:
@@ -107,6 +108,8 @@ def _tensors(value: Any) -> Iterator[str]:
         yield from (f"{key} {text}" for key, item in value.items() for text in _tensors(item))
     elif isinstance(value, list | tuple):
         yield from (text for item in value for text in _tensors(item))
+    else:
+        yield from (text for x in batch_tensors(value) for text in _tensors(x))
 
 
 def _shown(value: Any) -> str:

@@ -15,10 +15,11 @@ from raafl.core.hooks import Hooks, Several
 from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
 from raafl.local.draws import seed_everything
-from raafl.local.record import Recorder, to_device
+from raafl.local.record import Recorder
 from raafl.local.trial import explained
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
+from raafl.submodel.nested_batch import to_device
 
 
 class StaticStatistics:

@@ -126,52 +126,6 @@ def _tensors_given(answer: Any) -> Iterator[Tensor]:
             yield from _tensors_given([getattr(one, field.name, None) for field in fields(one)])
 
 
-def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a nested batch with what ``change`` makes of each tensor."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: mapped(value, change) for key, value in batch.items()}
-    if not isinstance(batch, list | tuple):
-        return batch
-    items = [mapped(item, change) for item in batch]
-    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-
-
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nested batch, in order."""
-    found: list[Tensor] = []
-    mapped(batch, found.append)
-    return found
-
-
-def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
-    """Return ``batch`` on the meta device, with ``batch_size`` samples if that is given."""
-    samples = num_samples(batch)
-
-    def resized(x: Tensor) -> Tensor:
-        is_sampled = batch_size is not None and x.dim() > 0 and x.shape[0] == samples
-        return torch.empty((batch_size, *x.shape[1:]) if is_sampled else x.shape, dtype=x.dtype, device="meta")
-
-    return mapped(batch, resized)
-
-
-def num_samples(batch: Any) -> int:
-    """Count the samples of a batch: dimension 0 of its first tensor."""
-    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 0)
-
-
-def repeated(batch: Any, batch_size: int) -> Any:
-    """Return a copy of a batch with so many samples: its own in their order, each as often as need be."""
-    num = num_samples(batch)
-    rows = torch.arange(batch_size) * num // batch_size
-
-    def one(x: Tensor) -> Tensor:
-        return x[rows.to(x.device)] if x.dim() > 0 and x.shape[0] == num else x.clone()
-
-    return mapped(batch, one)
-
-
 def loss_of(module: Any, batch: Any) -> Any:
     """Run a training step; return its loss."""
     answer = module.training_step(batch, 0)

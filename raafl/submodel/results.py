@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.submodel.aside import tensors_in
+from raafl.submodel.nested_batch import tensors_in
 
 _MOST = 8192
 """Forms remembered; then all are forgotten."""

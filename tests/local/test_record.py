@@ -7,7 +7,7 @@ import torch
 
 from raafl.errors import BadInput
 from raafl.local.noted import Noting, add
-from raafl.local.record import Recorder, to_device
+from raafl.local.record import Recorder
 
 
 def test_values_are_weighted_by_what_holds_when_they_are_logged():
@@ -62,14 +62,3 @@ def test_what_is_logged_is_kept_as_it_was():
 def test_what_is_no_number_is_named():
     with pytest.raises(BadInput, match="'phase' is logged and is str: give one number"):
         Recorder().log("phase", "early")
-
-
-def test_what_is_on_the_cpu_already_is_not_copied():
-    batch = {"x": [torch.zeros(2)]}
-    assert to_device(batch, torch.device("cpu")) is batch
-
-
-def test_every_tensor_of_a_nested_batch_is_moved():
-    moved = to_device({"x": [torch.zeros(2), "label"], "y": (torch.ones(1),)}, torch.device("meta"))
-    assert moved["x"][0].device.type == moved["y"][0].device.type == "meta"
-    assert (moved["x"][1], type(moved["x"]), type(moved["y"])) == ("label", list, tuple)

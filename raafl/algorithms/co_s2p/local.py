@@ -15,9 +15,10 @@ from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
 from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.aside import meta_batch, settle, tensors_in
+from raafl.submodel.aside import settle
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger
+from raafl.submodel.nested_batch import batch_tensors, meta_batch
 
 _More = tuple[float, int, float, float]
 
@@ -134,7 +135,7 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
         name: FlatTensors.empty(local.layout_of(submodels, name, spec) or Layout(()), "meta") for name in local.down
     }
     hook = local.hook(task)
-    ledger = Ledger([*module.parameters(), *module.buffers(), *tensors_in(batch)])
+    ledger = Ledger([*module.parameters(), *module.buffers(), *batch_tensors(batch)])
     try:
         with torch.device("meta"), ledger, FusedKernels():
             hook.backward(hook.loss(batch, 0))

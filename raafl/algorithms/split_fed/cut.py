@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import Submodels
-from raafl.submodel.aside import tensors_in
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.nested_batch import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shape of each tensor in a batch, in order."""

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed, shapes_of
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
-from raafl.submodel.aside import meta_batch
 from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.caches import Caches
 from raafl.submodel.cost import Cost
 from raafl.submodel.cut.copying import copy_structure
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.frozen import FrozenBase
+from raafl.submodel.nested_batch import meta_batch
 from raafl.submodel.submodels import Part
 
 Side = Literal["lower", "upper"]

@@ -13,6 +13,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
 
 from raafl.data.federated import ClientData
 from raafl.local.stacked.products import CACHE_LINE_BYTES
+from raafl.local.stacked.stacks import Unstackable
+from raafl.submodel.nested_batch import batch_tensors
 
 _AHEAD_BYTES = 1 << 24  # batches that are gathered at a time
 
@@ -132,6 +134,9 @@ def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Seq
         for client, own in zip(clients[:going], rows, strict=False):
             numbers = next(own)
             leaves, form = tree_flatten(client.fetch(numbers))
+            strange = [one for one in leaves if not isinstance(one, Tensor) and batch_tensors(one)]
+            if strange:
+                raise Unstackable(f"a batch has tensors in a {type(strange[0]).__name__}")
             alike = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else repr(one) for one in leaves)
             kind = len(numbers), form, alike
             forms[kind] = form

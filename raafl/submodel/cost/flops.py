@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raafl.submodel.aside import tensors_in
+from raafl.submodel.nested_batch import tensors_in
 from raafl.submodel.results import GROUPED
 
 _aten = torch.ops.aten

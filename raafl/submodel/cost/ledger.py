@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from raafl.submodel.aside import tensors_in
 from raafl.submodel.cost.flops import arithmetic_flops, product_flops
 from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
+from raafl.submodel.nested_batch import tensors_in
 from raafl.submodel.results import form_of, run
 
 _aten = torch.ops.aten

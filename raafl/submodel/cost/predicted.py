@@ -14,17 +14,14 @@ from raafl.submodel.aside import (
     draw,
     line_of,
     loss_of,
-    meta_batch,
-    num_samples,
-    repeated,
     seeded,
     settle,
-    tensors_in,
     uncached,
     undisturbed,
 )
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
+from raafl.submodel.nested_batch import batch_tensors, meta_batch, num_samples, repeated
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
@@ -242,7 +239,7 @@ class _Run:
 
         self.module, self.batch = module, batch
         settle(self.module)
-        held = [*self.module.parameters(), *self.module.buffers(), *tensors_in(batch)]
+        held = [*self.module.parameters(), *self.module.buffers(), *batch_tensors(batch)]
         held = [x for x in held if x.layout == torch.strided]  # the storage of another cannot be asked for
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]

@@ -29,6 +29,7 @@ from raafl.submodel.find.examples import made_batch
 from raafl.submodel.find.labels import Dim, Labels
 from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.find.watch import Watch
+from raafl.submodel.nested_batch import meta_batch, tensors_in
 from raafl.submodel.results import result_of
 
 TIMES = 3
@@ -116,10 +117,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.num_conditions += 1
             if self.is_blind and self.num_conditions < _MOST_CONDITIONS:
                 return False
-        ins = aside.tensors_in((args, kwargs))
+        ins = tensors_in((args, kwargs))
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
         answer = result_of(func, args, kwargs)
-        outs = aside.tensors_in(answer)
+        outs = tensors_in(answer)
         schema = func._schema
         alias = schema.returns[0].alias_info if schema.returns else None
         is_view = alias is not None and not alias.is_write
@@ -188,7 +189,7 @@ def _runs(module: nn.Module, batch: Any) -> bool:
     copy = _copy(module, values=False)
     try:
         with torch.no_grad(), torch.device("meta"):
-            aside.call(copy, aside.meta_batch(batch))
+            aside.call(copy, meta_batch(batch))
     except Exception:
         return False
     return True
@@ -203,7 +204,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
     if not values:
-        batch = aside.meta_batch(batch)
+        batch = meta_batch(batch)
     aside.settle(copy)
     tracer = Tracer(copy, is_blind=way == "blind")
     parameters = frozenset(name for name, _ in copy.named_parameters())

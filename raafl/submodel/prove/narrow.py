@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from raafl.submodel import lora
-from raafl.submodel.aside import draw_, mapped, tensors_in
+from raafl.submodel.aside import draw_
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
+from raafl.submodel.nested_batch import batch_tensors, mapped
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
 
 def shortened(batch: Any) -> Any:
     """Return a batch of texts with the first `LONGEST` tokens of each; another batch as it is."""
-    tensors = tensors_in(batch)
+    tensors = batch_tensors(batch)
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
         return batch
     return mapped(batch, lambda x: x[:, :LONGEST])

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.submodel import FULL, Spec, Submodels
-from raafl.submodel.aside import tensors_in
+from raafl.submodel.nested_batch import tensors_in
 from tests.submodel import networks
 
 LABELS = torch.zeros(2, dtype=torch.long)

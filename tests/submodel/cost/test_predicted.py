@@ -15,9 +15,9 @@ from model_zoo import CNN, MLP, ViT
 from raafl.devices.profiles import Profile
 from raafl.devices.times import time_on
 from raafl.submodel import FULL, Spec, Submodels, depth_window
-from raafl.submodel.aside import meta_batch
 from raafl.submodel.cost import predicted as cost_module
 from raafl.submodel.depth.exits import give_exits
+from raafl.submodel.nested_batch import meta_batch
 from tests.submodel import networks
 from tests.submodel.models import built, named_specs
 

@@ -51,21 +51,42 @@ class Recurrent(nn.Module):
         return loss * float(loss.item() < 1e9) if self.reads else loss
 
 
+X = torch.randn(2, 5, 8)
+
+
 def test_a_fused_layer_costs_the_same_on_drawn_values():
-    plain, reads = (Submodels(Recurrent(reads), torch.randn(2, 5, 8)).cost(FULL, 6) for reads in (False, True))
+    plain, reads = (Submodels(Recurrent(reads), X).cost(FULL, 6) for reads in (False, True))
     assert reads.guessed == "" and reads.flops_per_sample == plain.flops_per_sample > 0
 
 
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+class Hidden:
+    """A batch whose tensors nobody finds."""
+
+    def __init__(self, x):
+        self.get = lambda: x
+
+    @property
+    def x(self):
+        return self.get()
+
+
+class Own(Recurrent):
+    def training_step(self, batch, index):
+        return super().training_step(batch.x, index)
+
+
+def test_a_batch_in_a_dataclass_costs_what_its_tensors_do():
+    plain, own = (Submodels(kind(True), batch).cost(FULL, 6) for kind, batch in ((Recurrent, X), (Own, Pair(X))))
+    assert own == plain and own.guessed == ""
+
+
 def test_a_batch_whose_samples_cannot_be_counted_leaves_a_guess():
-    @dataclass
-    class Pair:
-        x: torch.Tensor
-
-    class Own(Recurrent):
-        def training_step(self, batch, index):
-            return super().training_step(batch.x, index)
-
-    assert Submodels(Own(True), Pair(torch.randn(2, 5, 8))).cost(FULL, 6).guessed
+    assert Submodels(Own(True), Hidden(X)).cost(FULL, 6).guessed
 
 
 def test_a_large_model_whose_step_reads_values_is_three_forward_passes(monkeypatch):

@@ -1,0 +1,168 @@
+"""Walk through the tensors of a batch: nested lists, tuples, mappings, dataclasses, packed sequences, objects of the user's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+Change = Callable[[Tensor], Any]
+_LIBRARIES = ("torch", "builtins", "numpy")
+
+
+def mapped(batch: Any, change: Change, packed: Callable[[PackedSequence], Any] | None = None) -> Any:
+    """Return a batch of the same kind with what ``change`` makes of each tensor; ``batch`` stays as it is.
+
+    Args:
+        batch: tensors, nested in lists, tuples, mappings and dataclasses, or in an object that has them as attributes.
+        change: called with each tensor; of a packed sequence not with `batch_sizes`, which torch wants on the CPU.
+        packed: called with each packed sequence in place of that; None = ``change`` is, with its parts.
+    """
+
+    def walk(item: Any, is_inside: bool) -> Any:
+        if isinstance(item, Tensor):
+            return change(item)
+        if isinstance(item, PackedSequence):
+            return _repacked(item, change) if packed is None else packed(item)
+        if isinstance(item, Mapping):
+            return _mapping(item, {key: walk(value, is_inside) for key, value in item.items()})
+        if isinstance(item, list | tuple):
+            return _sequence(item, [walk(one, is_inside) for one in item])
+        # of objects in objects dataclasses alone: others may lead back to themselves
+        return _object(item, {name: walk(value, True) for name, value in _attributes(item, is_inside)})
+
+    return walk(batch, False)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and mappings, such as an operation's arguments, in order."""
+    return list(_tensors(values))
+
+
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """Return all tensors that `mapped` finds in a batch, in order."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    mapped(batch, note)
+    return found
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``; those without values stay on the meta device."""
+    if device.type == "cpu":
+        return batch
+    return mapped(batch, lambda x: x if x.is_meta else x.to(device, non_blocking=True))
+
+
+def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
+    """Return ``batch`` on the meta device, with ``batch_size`` samples if that is given."""
+    samples = num_samples(batch)
+
+    def resized(x: Tensor) -> Tensor:
+        is_sampled = batch_size is not None and x.dim() > 0 and x.shape[0] == samples
+        return torch.empty((batch_size, *x.shape[1:]) if is_sampled else x.shape, dtype=x.dtype, device="meta")
+
+    def packed(x: PackedSequence) -> Any:
+        x = x if batch_size is None else _repeated_packed(x, batch_size)
+        return mapped(x, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    return mapped(batch, resized, packed)
+
+
+def num_samples(batch: Any) -> int:
+    """Count the samples of a batch: of its first packed sequence or tensor, dimension 0."""
+    found: list[int] = []
+
+    def packed(x: PackedSequence) -> Any:
+        found.append(int(x.batch_sizes[0]))
+        return x
+
+    def tensor(x: Tensor) -> Any:
+        found.extend(x.shape[:1])
+        return x
+
+    mapped(batch, tensor, packed)
+    return found[0] if found else 0
+
+
+def repeated(batch: Any, batch_size: int) -> Any:
+    """Return a copy of a batch with so many samples: its own in their order, each as often as need be."""
+    num = num_samples(batch)
+    rows = torch.arange(batch_size) * num // batch_size
+
+    def one(x: Tensor) -> Tensor:
+        return x[rows.to(x.device)] if x.dim() > 0 and x.shape[0] == num else x.clone()
+
+    return mapped(batch, one, lambda packed: _repeated_packed(packed, batch_size))
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _tensors(item)
+
+
+def _repeated_packed(packed: PackedSequence, num: int) -> PackedSequence:
+    sequences = unpack_sequence(packed)
+    rows = [sequences[row * len(sequences) // num] for row in range(num)]
+    return pack_sequence(rows, enforce_sorted=packed.sorted_indices is None)
+
+
+def _repacked(packed: PackedSequence, change: Change) -> Any:
+    order = [None if x is None else change(x) for x in (packed.sorted_indices, packed.unsorted_indices)]
+    return PackedSequence(change(packed.data), packed.batch_sizes, *order)
+
+
+def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return items
+    found = copy.copy(batch)  # of its own kind, such as what tokenizers return
+    for key, value in items.items():
+        found[key] = value
+    return found
+
+
+def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    if type(batch) in (list, tuple):
+        return type(batch)(items)
+    if isinstance(batch, list):
+        found = copy.copy(batch)
+        found[:] = items
+        return found
+    made = tuple.__new__(type(batch), items)  # past a `__new__` with arguments of its own, as of named tuples
+    made.__dict__.update(getattr(batch, "__dict__", {})) if hasattr(made, "__dict__") else None
+    return made
+
+
+def _attributes(item: Any, is_inside: bool) -> list[tuple[str, Any]]:
+    """List the attributes of an object of the user's; ``is_inside`` another one, only those of a dataclass."""
+    if callable(item) or type(item).__module__.partition(".")[0] in _LIBRARIES:
+        return []
+    if is_dataclass(item):
+        return [(field.name, getattr(item, field.name)) for field in fields(item) if hasattr(item, field.name)]
+    return [] if is_inside else list(getattr(item, "__dict__", {}).items())
+
+
+def _object(batch: Any, attributes: dict[str, Any]) -> Any:
+    """Return a copy of an object with other attributes; itself where none is another."""
+    changed = {name: value for name, value in attributes.items() if value is not getattr(batch, name)}
+    if not changed:
+        return batch
+    found = copy.copy(batch)
+    for name, value in changed.items():
+        object.__setattr__(found, name, value)  # also of one that is frozen
+    return found

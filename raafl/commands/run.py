@@ -15,7 +15,7 @@ from raafl.local.failure import leave_traceback
 from raafl.local.metrics import MAX_LOGGED
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.local.train import configure
-from raafl.local.trial import explained, try_training
+from raafl.local.trial import explained, try_single_samples, try_training
 from raafl.loggers.loggers import Loggers
 from raafl.parts.select.submodels import Full
 from raafl.plan.axes import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
@@ -150,6 +150,7 @@ class Run:
         self.watcher.begin(self, saved)
         self.evaluator.fill(self.parts.coordinator.state.values)
         self._logs = try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
+        try_single_samples(module, data, self.parts.experiment.train, self.parts.coordinator.state.values.device)
         fabric = self.parts.experiment.fabric
         check_optimizer(configure(module)[0], self.parts.experiment.algorithm.local, fabric.gradient_clip_val)
         with explained(module, "validation_step", next(data.test_batches())[0]):

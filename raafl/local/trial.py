@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raafl.core.training import Training
+from raafl.data.federated import FederatedData
 from raafl.errors import BadInput, place_of
 from raafl.local.record import Recorder
 from raafl.local.train import configure
@@ -51,6 +54,40 @@ def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cp
         module.zero_grad(set_to_none=True)
         module.log, module.log_dict = logs
         module._fabric = None  # type: ignore[assignment]
+
+
+def try_single_samples(
+    module: nn.Module, data: FederatedData, training: Training, device: torch.device | str = "cpu"
+) -> None:
+    """Run a training step on one sample, where clients have such a batch, as the last of an epoch.
+
+    Raises:
+        BadInput: it fails, as batch norm does: of one value a channel has no variance.
+    """
+    size = training.batch_size or data.batch_size or 1
+    clients = [
+        client for client, num in enumerate(data.sizes, start=1) if _has_single(num, size, data.drop_last, training)
+    ]
+    if not clients:
+        return
+    try:
+        try_training(module, data.example_batch(1), device)
+    except BadInput as failed:
+        num, more = data.sizes[clients[0] - 1], f" ({len(clients) - 1} more clients too)" if len(clients) > 1 else ""
+        remedy = "set drop_last=True in train_dataloader, or another train.batch_size"
+        remedy = remedy if 1 < size < num else "give a larger train.batch_size" if num > 1 else "use fewer clients"
+        raise BadInput(
+            f"client {clients[0]}{more} has a batch of one sample, its {num} samples in batches of {size}: {remedy}. {failed}"
+        ) from failed
+
+
+def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Training) -> bool:
+    """Check whether a client comes to a batch of one sample in a task of the run's own length."""
+    num_batches = math.ceil(num_samples / batch_size)
+    if training.num_steps is not None and training.num_steps < num_batches and batch_size > 1:
+        return False
+    is_last_single = num_samples % batch_size == 1 and not (drop_last and num_batches > 1)
+    return num_samples == 1 or batch_size == 1 or is_last_single
 
 
 @contextmanager

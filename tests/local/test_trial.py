@@ -6,9 +6,14 @@ import pytest
 import torch
 from lightning import LightningModule
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from raafl.core.training import Training
+from raafl.data.federated import FederatedData
+from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.trial import explained, shapes, try_training
+from raafl.local.trial import explained, shapes, try_single_samples, try_training
+from tests.data.modules import Module
 
 BATCH = (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
 
@@ -140,3 +145,41 @@ def test_shapes_of_nested_batches():
     batch = {"ids": torch.zeros(2, 3, dtype=torch.int64), "more": [torch.zeros(1), "text"]}
     assert shapes(batch) == "ids int64 (2, 3), more float32 (1,)"
     assert shapes("text") == "str"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "loader", "length", "message"),
+    [
+        (
+            25,
+            8,
+            {},
+            {},
+            r"client 1 \(1 more clients too\) has a batch of one sample, its 25 samples in batches of 8: set drop_",
+        ),
+        (25, 8, {}, {"num_epochs": None, "num_steps": 4}, "client 1 .* has a batch of one sample"),
+        (25, 8, {}, {"num_epochs": None, "num_steps": 3}, None),
+        (25, 8, {"drop_last": True}, {}, None),
+        (24, 8, {}, {}, None),
+        (24, 1, {}, {}, "its 24 samples in batches of 1: give a larger train.batch_size"),
+        (1, 8, {"drop_last": True}, {}, "its 1 samples in batches of 8: use fewer clients"),
+    ],
+)
+def test_a_batch_of_one_sample_under_batch_norm_is_said_for_every_client(sizes, batch_size, loader, length, message):
+    num = 2 * sizes
+    rows = TensorDataset(torch.zeros(num, 6), torch.zeros(num, dtype=torch.int64))
+    data = FederatedData(Module(rows, batch_size=4, **loader), Iid(), 2)
+    training = Training(batch_size=batch_size, **length)
+    if message is None:
+        try_single_samples(Net(), data, training)
+        return
+    with pytest.raises(BadInput, match=message) as refused:
+        try_single_samples(Net(), data, training)
+    assert "Expected more than 1 value per channel when training" in str(refused.value)
+
+
+def test_a_model_that_trains_on_one_sample_is_let():
+    plain = Net()
+    plain.norm = nn.LayerNorm(3)
+    data = FederatedData(Module(TensorDataset(*(tensor[:1] for tensor in BATCH)), batch_size=4), Iid(), 1)
+    try_single_samples(plain, data, Training())

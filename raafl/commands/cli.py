@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.shipped import with_paths
@@ -21,6 +21,9 @@ from raafl.foreign import foreign
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
+
+if TYPE_CHECKING:
+    from raafl.config.parse import Parsed
 
 _WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
 _WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
@@ -139,7 +142,7 @@ def _fit(argv: list[str]) -> int:
         with quick_imports():
             parsed = parse("fit", argv)
         result = fit(parsed.experiment, parsed.config_yaml)
-    return 0 if result is None else _report(*result, as_json=parsed.as_json)
+    return 0 if result is None else _report(*result, parsed)
 
 
 def _simulate(argv: list[str]) -> int:
@@ -160,7 +163,7 @@ def _simulate(argv: list[str]) -> int:
             else:
                 from raafl.commands.run import simulate
         result = simulate(parsed.experiment, parsed.config_yaml)
-    return 0 if result is None else _report(*result, as_json=parsed.as_json)
+    return 0 if result is None else _report(*result, parsed)
 
 
 def _num_ranks() -> int:
@@ -189,7 +192,7 @@ def _serve(argv: list[str]) -> int:
         result = serve(
             parsed.experiment, parsed.config_yaml, own.address, secret, min_clients=own.min_clients, encrypt=own.encrypt
         )
-    return _report(*result, as_json=parsed.as_json)
+    return _report(*result, parsed)
 
 
 def _join(argv: list[str]) -> int:
@@ -355,20 +358,24 @@ def _algorithms(argv: list[str]) -> int:
     return 0
 
 
-def _report(summary: dict[str, Any], folder: Path, *, as_json: bool) -> int:
-    """Print the end of a run; return its exit code."""
+def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
+    """Print the end of a run, of one that is quiet only where it went wrong; return its exit code."""
     from raafl.runfolder.journal import to_json
 
+    ended = summary["finished"]
     try:
-        print(to_json(summary) if as_json else "\n".join(summary_lines(cast(Summary, summary), folder)), flush=True)
+        if parsed.as_json:
+            print(to_json(summary), flush=True)
+        elif parsed.experiment.progress != "quiet" or ended.startswith(("interrupted", "failed")):
+            print("\n".join(summary_lines(cast(Summary, summary), folder)), flush=True)
     except OSError as error:  # whoever read the output has gone, or its disk is full; the run ended as it ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):
             _complain(f"the summary cannot be printed: {error.strerror}; see {folder}")
-    if summary["finished"] == "interrupted":
+    if ended == "interrupted":
         return 130
-    if not summary["finished"].startswith("failed"):
+    if not ended.startswith("failed"):
         return 0
     at = f"; the traceback is in {folder / summary['traceback']}" if summary.get("traceback") else ""
-    _complain(summary["finished"].removeprefix("failed: ") + at)
+    _complain(ended.removeprefix("failed: ") + at)
     return 1

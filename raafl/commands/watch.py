@@ -14,8 +14,9 @@ from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
 from raafl.runfolder.following import Following
+from raafl.units import duration
 from raafl.watch.progress import Progress
-from raafl.watch.show import briefly, plain
+from raafl.watch.show import plain, sentence
 from raafl.watch.state import RunState, follow
 
 LOOK_S = 0.25
@@ -76,6 +77,8 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
         return
     progress = Progress(mode, file)
     progress.start(watched.state.title or str(path))
+    if progress.mode == "plain" and watched.state.summary is None:
+        progress.note(sentence(watched.state.snapshot()))
     progress.update(watched.state.snapshot, evaluated=True)
     if (silent := _silence(watched)) is not None:
         progress.note(silent)
@@ -109,4 +112,4 @@ def _silence(watched: Following[RunState]) -> str | None:
     silent_s = watched.silent_s
     if watched.state.summary is not None or silent_s <= SILENT_S:
         return None
-    return f"nothing has been written for {briefly(silent_s)}: the run may be dead, or busy with long tasks"
+    return f"nothing has been written for {duration(silent_s)}: the run may be dead, or busy with long tasks"

@@ -7,6 +7,7 @@ from typing import Any
 
 from raafl.parts.select import leading
 from raafl.submodel import FULL, Axis, Cost, Spec, Submodels
+from raafl.units import percent
 
 RATES = (1 / 2, 1 / 4)
 HALF_AND_QUARTER = {"1/2": 1 / 2, "1/4": 1 / 4}
@@ -59,8 +60,10 @@ def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[
 
 def sentence_of(shares: Shares) -> str:
     """Say in words what `leaves` found."""
-    words = [f"{rate}: {one['parameters']:.2f} and {one['flops']:.2f}" for rate, one in shares.items()]
-    return f"of parameters and FLOPs a rate leaves {', '.join(words)}"
+    kept = {rate: (percent(one["parameters"]), percent(one["flops"])) for rate, one in shares.items()}
+    (first, (parameters, flops)), *others = kept.items()
+    words = [f"rate {first} keeps {parameters} of the parameters and {flops} of the FLOPs"]
+    return ", ".join([*words, *(f"{rate} keeps {parameters} and {flops}" for rate, (parameters, flops) in others)])
 
 
 def _whole(submodels: Submodels) -> dict[tuple[str, int], str]:

@@ -11,6 +11,7 @@ from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
 from raafl.submodel.find.trace import MOST_VALUES
+from raafl.units import size
 
 _NO_END = 100_000
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
@@ -183,13 +184,3 @@ def _duration(value: float) -> str:
         if value >= 2 * unit:
             return f"{value / unit:.3g} {name}"
     return f"{value:.3g} s"
-
-
-def size(value: float) -> str:
-    """Return bytes in the unit that suits them; infinite is no limit."""
-    if math.isinf(value):
-        return "no limit"
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:.0f} B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raafl.runfolder.schema import Summary
+from raafl.units import duration, size
 
 REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "target": "target reached"}
 """Why runs end, in words; any other reason is one already."""
@@ -14,22 +15,22 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
     """Return the lines that end a run; ``folder`` is the run's."""
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
-    real = f" ({summary['wall_s']:.1f} s real)" if summary["runtime"] == "simulated" else ""
+    real = f" ({duration(summary['wall_s'])} real)" if summary["runtime"] == "simulated" else ""
     lines = [
         "",
         f"finished: {REASONS.get(summary['finished'], summary['finished'])} after "
         f"{_num(summary['updates_merged'], 'update')}, {_num(summary['versions'], 'version')}, "
-        f"{summary['time_s']:.1f} {clock} seconds{real}",
+        f"{duration(summary['time_s'])} of {clock} time{real}",
         f"global model on the held-out data: {final}",
     ]
     for target, at in summary["time_to"].items():
-        lines.append(f"time to {target}: " + (f"{at:.2f} s" if at is not None else "not reached"))
+        lines.append(f"time to {target}: " + (duration(at) if at is not None else "not reached"))
     lines += _participation(summary["participation"])
     staleness = summary["staleness"]
     lines.append(
         f"staleness mean {staleness['mean']:.2f}, max {staleness['max']}; "
         f"clients at work {summary['utilisation']:.0%} of the time; "
-        f"{summary['bytes_down'] / 1e6:.1f} MB down, {summary['bytes_up'] / 1e6:.1f} MB up"
+        f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"
     )
     bad = {f"refused as {reason}": n for reason, n in summary["updates_refused"].items()}
     if summary["updates_lost"]:

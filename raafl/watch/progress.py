@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raafl.config.options import Mode
-from raafl.watch.show import sentence, table
+from raafl.watch.show import evaluation, sentence, table, wrapped
 from raafl.watch.snapshot import ProgressState
 
 if TYPE_CHECKING:
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
+_LONGEST_S = 10.0  # without a line on how the run proceeds, though one evaluation follows the other
 _MAX_WARNINGS = 100
 
 
 class Progress:
     """Shows snapshots of a run, as often as the mode allows.
 
-    `live` redraws a table four times a second and at each evaluation; `plain` writes a line every two seconds, and at
-    an evaluation when the last line is a second old; `quiet` writes nothing; `auto` is `live` on a terminal and `plain`
-    elsewhere, and `verbose` is `auto` with a line for each task that begins or ends. What the last evaluation found is
+    `live` redraws a table four times a second and at each evaluation; `plain` writes a line every two seconds, and one for
+    an evaluation when the last line is a second old; `quiet` writes nothing but warnings; `auto` is `live` on a terminal
+    and `plain` elsewhere, and `verbose` is `auto` with a line for each task that begins or ends. What the last evaluation found is
     always shown, at the latest by `stop`. A file that can no longer be written (a closed pipe) makes the rest quiet: no
     run fails because nobody watches it.
 
@@ -55,7 +56,7 @@ class Progress:
         self._clock = clock
         self._period_s, self._evaluation_period_s = _PERIOD_S[mode], _EVALUATION_PERIOD_S[mode]
         self._due_at = float("inf")
-        self._shown_at = float("-inf")
+        self._shown_at = self._status_at = float("-inf")
         self._unseen: ProgressState | Callable[[], ProgressState] | None = None
         self._live: Live | None = None
         self._title = ""
@@ -65,11 +66,11 @@ class Progress:
         """Begin; `title` says what runs. Updates before this show nothing."""
         self._title = title
         now = self._clock()
-        self._due_at = now if self.mode == "live" else now + self._period_s
+        self._due_at, self._status_at = now if self.mode == "live" else now + self._period_s, now
         if self.mode == "live":
             self._live = _make_live(self._file)
             self._live.start()
-        self._line(title)
+        self._line(wrapped(title))
 
     def update(
         self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
@@ -79,27 +80,42 @@ class Progress:
         None is `source`. A function is called only when something is shown; otherwise a call costs one look at the clock.
         """
         now, snapshot = self._clock(), snapshot or self.source
-        if snapshot is None or (now < self._due_at and not evaluated) or self._due_at == float("inf"):
+        if snapshot is None or self._due_at == float("inf"):
             return
-        if evaluated and now < min(self._due_at, self._shown_at + self._evaluation_period_s):
+        if evaluated:
             self._unseen = snapshot
-            return
-        self._show(snapshot, now)
+        if self._unseen is not None and now >= min(self._due_at, self._shown_at + self._evaluation_period_s):
+            self._show(self._unseen, now, evaluated=True)
+        elif now >= self._due_at:
+            self._show(snapshot, now, evaluated=False)
 
-    def _show(self, snapshot: ProgressState | Callable[[], ProgressState], now: float) -> None:
-        self._due_at, self._shown_at, self._unseen = now + self._period_s, now, None
+    def _show(
+        self, snapshot: ProgressState | Callable[[], ProgressState], now: float, *, evaluated: bool
+    ) -> None:  # fmt: skip
         state = snapshot() if callable(snapshot) else snapshot
+        only_metrics = evaluated and bool(state.metrics) and state.finished is None
+        self._shown_at, self._due_at = now, now + self._period_s
+        if only_metrics:
+            self._due_at = min(self._due_at, self._status_at + _LONGEST_S)
+        else:
+            self._status_at = now
+        if evaluated:
+            self._unseen = None
         if self._live is not None:
             self._guard(lambda live: live.update(table(state, self._title), refresh=True), self._live)
-        else:
+            return
+        if not only_metrics:
             self._line(sentence(state))
+        if evaluated and state.metrics:
+            self._line(evaluation(state))
 
     def note(self, text: str) -> None:
         """Say something once: above the table, or as a line of its own."""
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
-            self._line(text)
+            # a warning stays on one line, for those who search for it
+            self._line(text if text.startswith("warning: ") else wrapped(text))
 
     def warn(self, text: str) -> None:
         """Say what is wrong, in the view and on standard error, and keep it in `warnings`; from any thread.
@@ -125,7 +141,7 @@ class Progress:
     def stop(self) -> None:
         """Show what the last evaluation found, end, and give the terminal back; a second call does nothing."""
         if self._unseen is not None and self._due_at != float("inf"):
-            self._show(self._unseen, self._clock())
+            self._show(self._unseen, self._clock(), evaluated=True)
         live, self._live, self._due_at = self._live, None, float("inf")
         if live is not None:
             self._guard(lambda live: live.stop(), live)

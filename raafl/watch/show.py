@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any
 
+from raafl.units import duration, size
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MAX_ROWS = 16
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+WIDTH = 100
+"""Columns that a line of a log has at most."""
 
 
 def sentence(state: ProgressState) -> str:
-    """Return one line that says how the run stands."""
-    parts = [f"{state.time_s:9.1f} s", f"version {state.version}", _updates(state)]
-    parts += _metrics(state)
-    parts += _rates(state)
+    """Return one line about how the run proceeds; what matters least is left out where it would not fit."""
+    parts = [(0, _moment(state.time_s, state.version)), (0, _updates(state)), *_rates(state)]
     if state.clients or state.num_clients:
         working, there = _counts(state)
-        parts.append(f"{working} of {there} clients at work")
+        parts.append((2, f"{working} of {there} at work"))
     if (ends := _ends(state)) is not None:
-        parts.append(ends)
-    return "  ".join(parts)
+        parts.append((0, ends))
+    room, chosen = WIDTH + 2, set[str]()
+    for rank, text in sorted(parts, key=lambda part: part[0]):
+        if not rank or len(text) + 2 <= room:
+            chosen.add(text)
+            room -= len(text) + 2
+    return "  ".join(text for _, text in parts if text in chosen)
+
+
+def evaluation(state: ProgressState) -> str:
+    """Return one line with what the last evaluation found; of many metrics those that fit."""
+    metrics, head = _metrics(state), f"{_moment(*(state.evaluated or (state.time_s, state.version)))}  eval:"
+    shown = len(metrics)
+    while len(line := "  ".join([head, *metrics[:shown], *_more(len(metrics) - shown)])) > WIDTH and shown > 1:
+        shown -= 1
+    return line
+
+
+def wrapped(text: str) -> str:
+    """Break a text into lines that fit, those after the first indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:
@@ -42,7 +62,8 @@ def table(state: ProgressState, title: str = "") -> RenderableType:
     if hidden := (state.num_clients or len(state.clients)) - len(state.clients[:MAX_ROWS]):
         at_work = _counts(state)[0] - sum(bool(client.doing) for client in state.clients[:MAX_ROWS])
         rows.add_row("...", f"{hidden} more, {at_work} at work")
-    head = [f"version {state.version}", _updates(state), f"{state.time_s:.1f} s", *_rates(state), *_troubles(state)]
+    rates = [text for _, text in _rates(state)]
+    head = [f"version {state.version}", _updates(state), f"{state.time_s:.1f} s", *rates, *_troubles(state)]
     lines: list[RenderableType] = [Text(line) for line in dict.fromkeys((title, state.title)) if line]
     lines += [rows, Text("  ".join(head)), Text("  ".join(_metrics(state)), style="bold")]
     lines += [Text(line) for line in (_goals(state), _ends(state)) if line]
@@ -67,9 +88,9 @@ def _cells(client: ClientProgress) -> tuple[str, ...]:
         return (name, "idle" if client.there else "gone", "", "", "", str(client.num_tasks))
     version = "" if client.version is None else f"{client.version}"
     version += f" (-{client.behind})" if client.behind else ""
-    since = "" if client.since_s is None else briefly(client.since_s)
+    since = "" if client.since_s is None else duration(client.since_s)
     due = client.due_in_s
-    back = "?" if due is None else briefly(due) if due >= 0 else f"late {briefly(-due)}"
+    back = "?" if due is None else duration(due) if due >= 0 else f"late {duration(-due)}"
     return (name, client.doing, version, since, "" if client.since_s is None else back, str(client.num_tasks))
 
 
@@ -83,15 +104,24 @@ def _updates(state: ProgressState) -> str:
     return f"{state.num_updates}{goal} updates"
 
 
-def _rates(state: ProgressState) -> list[str]:
+def _moment(time_s: float, version: int) -> str:
+    return f"{time_s:9.1f} s  version {version}"
+
+
+def _more(num: int) -> list[str]:
+    return [f"and {num} more"] if num else []
+
+
+def _rates(state: ProgressState) -> list[tuple[int, str]]:
+    """Return how fast the run goes, each figure behind its rank: the higher, the sooner it is left out."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
-    rates = [f"{state.updates_per_s:.3g} updates/s", f"{state.bytes_per_s / 1e6:.3g} MB/s"]
+    rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]
     if state.simulated and state.speed is not None:
-        rates.append(f"{state.speed:.3g} times real time")
+        rates.append((5, f"{state.speed:.3g} times real time"))
     if state.trainings_per_s is not None:
-        rates.append(f"{state.trainings_per_s:.3g} trainings/s{_how(state)}")
-    return [*rates, f"staleness {state.staleness_mean:.3g} (at most {state.staleness_max})"]
+        rates.append((6, f"{state.trainings_per_s:.3g} trainings/s{_how(state)}"))
+    return [*rates, (3, f"staleness {state.staleness_mean:.3g} (at most {state.staleness_max})")]
 
 
 def _how(state: ProgressState) -> str:
@@ -123,13 +153,5 @@ def _when(state: ProgressState, in_s: float | None) -> str:
         return "at an unknown time"
     if in_s == 0:
         return "reached"
-    here = f", here {briefly(in_s / state.speed)}" if state.simulated and state.speed else ""
-    return f"in {briefly(in_s)}{here}"
-
-
-def briefly(seconds: float) -> str:
-    """Return a duration of 0 or more in a few letters: 0.42 s, 12.3 s, 2.0 min, 3.5 h, 1.2 d."""
-    for size, unit in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
+    here = f", here {duration(in_s / state.speed)}" if state.simulated and state.speed else ""
+    return f"in {duration(in_s)}{here}"

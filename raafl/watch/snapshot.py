@@ -41,7 +41,7 @@ class ProgressState:
         version: Of the global model.
         num_updates: Updates merged so far.
         time_s: The run's own time: wall time, or the virtual clock of a simulation.
-        metrics: The newest evaluation.
+        metrics: The newest evaluation, which was of the time and version of ``evaluated``.
         clients: One entry a client that is to be shown.
         num_clients: That have ever joined, if more than are shown; ``num_there`` in the fleet, ``num_working`` at work now.
         num_updates_goal: How many updates the run is for, where that is what ends it.
@@ -81,3 +81,4 @@ class ProgressState:
     num_processes: int | None = None
     share_batched: float | None = None
     mean_cohort: float | None = None
+    evaluated: tuple[float, int] | None = None

@@ -222,8 +222,14 @@ class RunState:
             staleness_max=self._staleness[1], outcomes=dict(self._outcomes), etas=found,
             ends_in_s=ends_in_s(self.goals, found) if found else None, speed=speed(self._evaluations) if is_simulated else 1.0,
             trainings_per_s=self._trainings.per_s(self._clock()) if is_simulated and not summary else None,
-            num_processes=processes, share_batched=share, mean_cohort=mean,
+            num_processes=processes, share_batched=share, mean_cohort=mean, evaluated=self._evaluated(),
         )  # fmt: skip
+
+    def _evaluated(self) -> tuple[float, int] | None:
+        if not self._evaluations:
+            return None
+        last = self._evaluations[-1]
+        return last["time_s"], int(last.get("version", 0))
 
     def _how(self) -> tuple[int | None, float | None, float | None]:
         if self.how is not None:

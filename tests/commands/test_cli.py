@@ -37,7 +37,7 @@ def test_an_algorithm_runs_on_the_quick_start(name, summary):
 
 
 def test_the_run_folder_is_whole(run, tmp_path):
-    code, out, _ = run("--output", tmp_path / "here", "--checkpoint_every", "2", updates=6)
+    code, out, _ = run("--output", tmp_path / "here", "--checkpoint_every", "2", "--progress", "plain", updates=6)
     assert code == 0
     folder = tmp_path / "here"
     assert {path.name for path in folder.iterdir()} >= {
@@ -118,7 +118,8 @@ def test_a_target_ends_the_run_and_its_time_is_noted(run, summary):
     assert result["finished"] == "target"
     assert result["time_to"] == {"accuracy=0.6": result["time_s"]}
     assert result["final"]["accuracy"] >= 0.6
-    code, out, _ = run("--target", "accuracy=0.999", updates=5)
+    code, out, _ = run("--target", "accuracy=0.999", "--progress", "plain", updates=5)
+    assert run(updates=1) == (0, "", "")  # quiet
     assert code == 0
     assert "time to accuracy=0.999: not reached" in out
 

@@ -21,7 +21,7 @@ from raafl.commands.watch import watch
 from raafl.errors import BadInput
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
-from raafl.watch.show import plain, sentence
+from raafl.watch.show import evaluation, plain
 from raafl.watch.snapshot import ProgressState
 from raafl.watch.state import follow
 from tests.federation import experiment
@@ -175,7 +175,7 @@ def test_watching_writes_nothing_and_agrees_with_the_summary(tmp_path, capsys):
     )
     assert found["updates_per_s"] == pytest.approx(12 / summary["time_s"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and lines[1].endswith("ended: max_updates")
+    assert len(lines) == 3 and lines[1].endswith("ended: max_updates") and "eval:" in lines[2]
 
 
 def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch):
@@ -289,5 +289,5 @@ def test_verbose_says_when_each_task_begins_and_ends(tmp_path):
 
 def test_shares_of_ranks_are_left_to_reports_and_json():
     state = ProgressState(1, 1, 1.0, metrics={"loss": 0.5, "rank_energy/1": 0.9})
-    assert "loss 0.5" in sentence(state) and "rank_energy" not in sentence(state)
+    assert "loss 0.5" in evaluation(state) and "rank_energy" not in evaluation(state)
     assert plain(state)["metrics"] == {"loss": 0.5, "rank_energy/1": 0.9}

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from raafl.watch.progress import Progress
-from raafl.watch.show import sentence
+from raafl.watch.show import evaluation, sentence, wrapped
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
 
@@ -71,20 +71,47 @@ def test_a_last_evaluation_that_was_shown_is_not_shown_again():
     assert len(file.getvalue().splitlines()) == 2
 
 
-def test_a_line_says_what_the_run_does():
+PACE = {"updates_per_s": 2.0, "bytes_per_s": 1.5e6, "staleness_mean": 0.5, "staleness_max": 2, "ends_in_s": 6.0}
+
+
+def test_a_line_says_what_the_run_does_and_another_what_was_measured():
     file, clock = io.StringIO(), Clock()
     progress = Progress("plain", file, clock)
     progress.start("title")
-    clock.now += 4.0
     clients = (ClientProgress(1, "fragment 0", 3), ClientProgress(2), ClientProgress(3, "all", 1))
-    pace = {"updates_per_s": 2.0, "bytes_per_s": 1.5e6, "staleness_mean": 0.5, "staleness_max": 2, "ends_in_s": 6.0}
-    how = {"trainings_per_s": 118.4, "num_processes": 2, "share_batched": 0.97, "mean_cohort": 42.0}
-    assert "118 trainings/s in 2 processes (97% in batches of 42 clients)" in sentence(state(8, **pace, **how))
-    progress.update(state(8, time_s=12.25, metrics={"accuracy": 0.93751}, clients=clients, num_updates_goal=20, **pace))
-    assert file.getvalue().splitlines()[1] == (
-        "     12.2 s  version 8  8 of 20 updates  accuracy 0.9375  2 updates/s  1.5 MB/s  staleness 0.5 (at most 2)  "
-        "2 of 3 clients at work  ends in 6 s"
-    )
+    now = state(8, time_s=12.25, metrics={"accuracy": 0.93751}, clients=clients, num_updates_goal=20, **PACE)
+    clock.now += 4.0
+    progress.update(now)
+    clock.now += 1.0
+    progress.update(now, evaluated=True)
+    assert file.getvalue().splitlines()[1:] == [
+        "     12.2 s  version 8  8 of 20 updates  2 updates/s  1.5 MB/s  2 of 3 at work  ends in 6 s",
+        "     12.2 s  version 8  eval:  accuracy 0.9375",
+    ]
+
+
+def test_lines_fit_a_hundred_columns_and_lose_what_matters_least():
+    how = {"trainings_per_s": 118.4, "num_processes": 2, "share_batched": 0.97, "mean_cohort": 42.0, "speed": 1.5}
+    line = sentence(state(8, simulated=True, **PACE, **how))
+    assert line == "      1.0 s  version 8  8 updates  2 updates/s  staleness 0.5 (at most 2)  ends in 6 s, here 4 s"
+    line = sentence(state(8_000, simulated=True, num_updates_goal=100_000, num_clients=4, **PACE, **how))
+    assert line == "      1.0 s  version 8000  8000 of 100000 updates  2 updates/s  1.5 MB/s  ends in 6 s, here 4 s"
+    metrics = {f"metric_{i}": i / 7 for i in range(9)}
+    line = evaluation(state(9, time_s=2.0, metrics=metrics, evaluated=(1.0, 8)))
+    assert line == ("      1.0 s  version 8  eval:  metric_0 0  metric_1 0.1429  metric_2 0.2857  and 6 more")
+    assert all(len(text) <= 100 for text in wrapped("select gre_raa over fragments 20/30/50 %, " * 9).splitlines())
+
+
+def test_evaluations_without_end_leave_room_for_how_the_run_proceeds():
+    file, clock = io.StringIO(), Clock()
+    progress = Progress("plain", file, clock)
+    progress.start("title")
+    for step in range(1, 251):  # 25 s
+        clock.now = 100 + 0.1 * step
+        progress.update(state(step, metrics={"loss": 1.0}), evaluated=True)
+        progress.update(state(step, metrics={"loss": 1.0}))
+    others = [line for line in file.getvalue().splitlines()[1:] if "eval:" not in line]
+    assert [line.split("version ")[1].split()[0] for line in others] == ["100", "200"]
 
 
 def test_a_snapshot_is_made_only_when_it_is_shown():

@@ -11,7 +11,7 @@ from rich.console import Console
 from raafl.config.options import Target
 from raafl.submodel.spec import Spec
 from raafl.watch.pace import Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
-from raafl.watch.show import briefly, plain, sentence, table
+from raafl.watch.show import plain, sentence, table
 from raafl.watch.snapshot import ClientProgress
 from raafl.watch.state import RunState, spec_in_words
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
@@ -97,22 +97,6 @@ def test_a_simulation_has_a_speed():
     )
     assert speed([{"wall_s": 1.0, "time_s": 0.0}]) is None
     assert speed([{"wall_s": 1.0, "time_s": 0.0}, {"wall_s": 1.0, "time_s": 5.0}]) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.421, "0.42 s"),
-        (9.94, "9.9 s"),
-        (12.3, "12.3 s"),
-        (120, "2.0 min"),
-        (5400, "1.5 h"),
-        (1e5, "1.2 d"),
-    ],
-)
-def test_durations_are_brief(seconds, text):
-    assert briefly(seconds) == text
 
 
 def test_who_trains_what_since_when_and_when_it_should_be_back():
@@ -230,12 +214,12 @@ def test_the_table_says_everything():
         "1 phone full 1 0 s 10.0 s 1",
         "2 full 0 (-1) 10.0 s ? 0",
         "3 gone 0",
-        "version 1 1 of 4 updates 10.0 s 0.1 updates/s 0.00015 MB/s 5 times real time staleness 0 (at most 0) 1 lost",
+        "version 1 1 of 4 updates 10.0 s 0.1 updates/s 150 B/s 5 times real time staleness 0 (at most 0) 1 lost",
         "accuracy 0.25",
         "max_updates in 30.0 s, here 6 s max_time in 1.5 min, here 18.0 s",
         "ends in 30.0 s, here 6 s",
     ]
-    assert sentence(state.snapshot()).endswith("2 of 2 clients at work  ends in 30.0 s, here 6 s")
+    assert sentence(state.snapshot()).endswith("2 of 2 at work  ends in 30.0 s, here 6 s")
     assert json.loads(json.dumps(plain(state.snapshot())))["etas"][0] == {"goal": "max_updates", "in_s": 30.0}
 
 

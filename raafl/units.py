@@ -1,0 +1,31 @@
+"""Write quantities for people, in the unit that suits their size."""
+
+from __future__ import annotations
+
+import math
+
+_TIMES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def duration(seconds: float) -> str:
+    """Return a duration of 0 or more in a few characters: 0.42 s, 12.3 s, 2.0 min, 3.5 h, 1.2 d."""
+    for unit, name in _TIMES:
+        if seconds >= unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.1f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in three digits: 512 B, 30 kB, 1.5 MB; infinite is no limit."""
+    if math.isinf(num_bytes):
+        return "no limit"
+    for unit, name in _SIZES:
+        if num_bytes >= 0.9995 * unit:  # below it three digits would round up to 1000 of the smaller unit
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def percent(share: float) -> str:
+    """Return a share of 0 or more in two digits at least: 0.4 %, 25 %, 100 %."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

@@ -86,6 +86,7 @@ class _Steps(Hook):
     def __init__(self, task: Task, prox: float) -> None:
         super().__init__(task)
         self._prox, self._moved, self._velocity, self._first = prox, 0.0, 0.0, 0.0
+        self._num = 0
 
     def update(self) -> None:
         """Make a step, and the same step on one number."""
@@ -94,13 +95,14 @@ class _Steps(Hook):
         gradient = 1.0 - self._prox * self._moved
         self._velocity = rho * self._velocity + gradient
         self._first = self._first or lr
+        self._num += 1
         step = gradient + rho * self._velocity if options.get("nesterov") else self._velocity
         self._moved += lr * step
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Say how far a gradient of 1 would have gone."""
-        return {DONE: self._moved / self._first if self._first else 0.0}
+        """Return how far a gradient of 1 would have gone: tau_i at a learning rate of 0, where nothing moves."""
+        return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from raafl.parts.merge.kept import keep_, restore_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels
+from raafl.submodel.flat import reals
 
 LAST = "last"
 
@@ -114,6 +115,7 @@ class _Steps(Hook):
         """Return l_sup + mu l_con."""
         others = [self._seen_at(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
         loss, z = super().loss(batch, index), self._entering.seen
+        z, *others = (reals(seen).flatten(1) for seen in (z, *others))
         sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)
         first = torch.zeros(len(z), dtype=torch.long, device=z.device)
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, first)

@@ -99,9 +99,11 @@ class _Steps(Hook):
 
     def __init__(self, task: Task, option: int) -> None:
         super().__init__(task)
-        self._option, self._num, self._mean = option, 0, task.up[CLIENT]
-        c, self._own = (task.down[name].to(self._mean.device) for name in (SERVER, CLIENT))
-        self._named = [(n, p) for n, p in task.module.named_parameters() if n in self._mean and p.requires_grad]
+        self._option, self._num, up = option, 0, task.up[CLIENT]
+        c, self._own = (task.down[name].to(up.device) for name in (SERVER, CLIENT))
+        self._named = [(n, p) for n, p in task.module.named_parameters() if n in up and p.requires_grad]
+        # sums of many gradients: in what goes up, or in single precision where that is half
+        self._mean = {n: up[n] if up[n].dtype.itemsize > 2 else up[n].float() for n, _ in self._named}
         self._correction = {name: c[name] - self._own[name] for name, _ in self._named}
 
     def loss(self, batch: Any, index: int) -> torch.Tensor:
@@ -130,5 +132,5 @@ class _Steps(Hook):
     def finish(self) -> dict[str, Any]:
         """Send the difference of the variate."""
         for name, _ in self._named:
-            self._mean[name].div_(max(self._num, 1)).sub_(self._own[name])
+            self.task.up[CLIENT][name].copy_(self._mean[name].div_(max(self._num, 1)).sub_(self._own[name]))
         return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from raafl.core.client_files import is_in_files, release, zeros_in
-from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.flat import FlatTensors, Layout, is_merged
 
 
 class ClientState:
@@ -38,7 +38,7 @@ class ClientState:
         if client not in kept:
             kept[client] = FlatTensors.zeros(layout, device) if folder is None else zeros_in(folder, layout)
             for buffer in kept[client].buffers.values() if fill != 0 else ():
-                if buffer.is_floating_point() or buffer.is_complex():
+                if is_merged(buffer.dtype):
                     buffer.fill_(fill)
         return kept[client]
 

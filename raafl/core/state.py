@@ -29,6 +29,6 @@ class GlobalState:
     version: int = 0
     counts: dict[int, int] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
-    scratch: dict[str, FlatTensors] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
     clients: ClientState = field(default_factory=ClientState)
     num_clients: int = 1

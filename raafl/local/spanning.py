@@ -19,7 +19,7 @@ from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.sparse_gradients import make_dense_
 from raafl.submodel import FlatTensors
-from raafl.submodel.flat import sum_of_bits
+from raafl.submodel.flat import reals, sum_of_bits, wide_dtype
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that are summed at once, but for a single larger one; what PyTorch's own takes."""
@@ -164,7 +164,7 @@ class Buckets:
         bucket = self._buckets[len(self._begun)]
         make_dense_(bucket)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([grad.flatten() for grad in grads]).to(torch.promote_types(bucket[0].dtype, torch.float32))
+        flat = torch.cat([reals(grad).flatten() for grad in grads]).to(wide_dtype(bucket[0].dtype))
         self._begun.append((flat, self._begin_sum(flat)))
 
     def average(self, size: int, used: Iterable[float]) -> None:
@@ -173,9 +173,10 @@ class Buckets:
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
             wait()
             flat /= size
-            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            for parameter, part in zip(bucket, torch.split(flat, [reals(p).numel() for p in bucket]), strict=True):
                 if counts[parameter]:
-                    parameter.grad = part.view_as(parameter).to(parameter.dtype)
+                    mean = part.view(reals(parameter).shape).to(reals(parameter).dtype)
+                    parameter.grad = torch.view_as_complex(mean) if parameter.is_complex() else mean
 
 
 class Share(ClientData):

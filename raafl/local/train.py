@@ -267,7 +267,7 @@ class LocalTrainer:
 
     def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:
         """Have running variances go up as second moments, and no running statistics as differences; see `Pooled`."""
-        return nullcontext() if self._pooling is None else self._pooling.untouched(self._pooling.to_moments_(trained))
+        return nullcontext() if self._pooling is None else self._pooling.as_sent(trained)
 
     def release(self) -> None:
         """Let go of every module that was built, and give the memory back that is free."""

@@ -82,6 +82,11 @@ class Adapted(Local):
                 f"lora is '{self.lora}', but the model has no LoRA layers: give it some (model.lora), or leave lora "
                 "out of the algorithm"
             )
+        names = [name for pair in found for name in (pair.a, pair.b)]
+        if self.lora in MERGES and any(module.get_parameter(name).is_complex() for name in names):
+            raise BadInput(
+                f"lora is '{self.lora}', which multiplies real adapters, but '{names[0]}' is complex: leave lora out"
+            )
         if self.lora == "ffa":
             for pair in found:
                 module.get_parameter(pair.a).requires_grad_(False)

@@ -7,7 +7,7 @@ collected once the model is trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -85,11 +85,15 @@ class Pooling:
 
     A mean of variances forgets that the means differ. Second moments, ``E[x^2] = var + mean^2``, do add up (the law of
     total variance): clients send them in the place of variances, and the state has them while it is merged.
+
+    In half precision ``var + mean^2`` keeps too little of a small variance, so clients send those variances as they are, and
+    the merge, which computes in single precision, turns them into moments.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Find the batch norms of ``module``."""
         self.pairs = statistics_of(module)
+        self._half = {name for name, buffer in module.named_buffers() if buffer.dtype.itemsize == 2}
 
     @classmethod
     def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
@@ -97,12 +101,20 @@ class Pooling:
         pooling = cls(module) if batch_norm == "merged" else None
         return pooling if pooling is not None and pooling.pairs else None
 
-    def to_moments_(self, tensors: FlatTensors) -> FlatTensors:
-        """Turn the variances in ``tensors`` into second moments, in place; those of a part may be absent."""
-        means, variances = self.statistics_in(tensors)
+    def to_moments_(self, tensors: FlatTensors, half: bool | None = None) -> FlatTensors:
+        """Turn the variances in ``tensors`` into second moments, in place; those of a part may be absent.
+
+        ``half`` selects those that the model has in half precision, or the others; None = all.
+        """
+        pairs = [pair for pair in self.pairs if half is None or (pair[1] in self._half) is half]
+        means, variances = _of(pairs, tensors)
         if means:
             torch._foreach_add_(variances, torch._foreach_mul(means, means))
         return tensors
+
+    def as_sent(self, tensors: FlatTensors) -> AbstractContextManager[None]:
+        """Turn ``tensors`` into what a client sends; on exit their running statistics are the previous ones."""
+        return self.untouched(self.to_moments_(tensors, half=False))
 
     @contextmanager
     def merging(self, values: FlatTensors) -> Iterator[FlatTensors]:
@@ -131,5 +143,9 @@ class Pooling:
 
     def statistics_in(self, tensors: FlatTensors) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the running means and variances (or second moments) that ``tensors`` has."""
-        pairs = [(tensors[mean], tensors[variance]) for mean, variance in self.pairs if variance in tensors]
-        return [mean for mean, _ in pairs], [variance for _, variance in pairs]
+        return _of(self.pairs, tensors)
+
+
+def _of(pairs: Iterable[tuple[str, str]], tensors: FlatTensors) -> tuple[list[Tensor], list[Tensor]]:
+    found = [(tensors[mean], tensors[variance]) for mean, variance in pairs if variance in tensors]
+    return [mean for mean, _ in found], [variance for _, variance in found]

@@ -33,6 +33,21 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_merged(dtype: torch.dtype) -> bool:
+    """Check whether tensors of ``dtype`` can train and are merged: real and complex floating-point numbers."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over tensors of ``dtype`` are taken: real, of at least 32 bits; integers stay."""
+    return torch.promote_types(dtype.to_real(), torch.float32) if is_merged(dtype) else dtype
+
+
+def reals(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs of reals, shape ``(*shape, 2)``; return other tensors as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One named tensor: its shape, and where it starts (in elements) in the flat buffer of its dtype."""
@@ -103,6 +118,15 @@ class Layout:
     def by_name(self) -> dict[str, TensorEntry]:
         """Entry of each name."""
         return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def wide(self) -> Layout:
+        """The layout in which sums are taken (`wide_dtype`), complex tensors of shape ``(*shape, 2)``; self where equal."""
+        if all(wide_dtype(dtype) == dtype for dtype in self.dtypes):
+            return self
+        return Layout.pack(
+            (e.name, (*e.shape, 2) if e.dtype.is_complex else e.shape, wide_dtype(e.dtype)) for e in self.entries
+        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -279,6 +303,28 @@ class FlatTensors:
             return self
         return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
 
+    def widen(self, out: FlatTensors | None = None) -> FlatTensors:
+        """Copy the values, exactly, into ``out`` (new storage by default) of ``layout.wide``; self where that is the layout."""
+        if self.layout.wide is self.layout:
+            return self
+        out = FlatTensors.empty(self.layout.wide, self.device) if out is None else out
+        for own, wide in self._as_reals(out):
+            wide.copy_(own)
+        return out
+
+    def round_(self, wide: FlatTensors) -> FlatTensors:
+        """Take over, in place, the values of ``wide``, of ``layout.wide``, each rounded once."""
+        for own, other in self._as_reals(wide):
+            own.copy_(other)
+        return self
+
+    def _as_reals(self, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield matching pieces of this storage, as reals, and of ``wide``."""
+        _same_layout(self.layout.wide, wide.layout)
+        if len(wide.buffers) == len(self.buffers):  # no two dtypes are joined to one: whole buffers match
+            return zip((reals(one).view(-1) for one in self.buffers.values()), wide.buffers.values(), strict=True)
+        return ((reals(tensor), wide[name]) for name, tensor in self.items())
+
     def prefix(self, layout: Layout) -> FlatTensors:
         """Return the beginning of each buffer as flat tensors of ``layout``, sharing storage.
 
@@ -329,7 +375,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 def is_finite(piece: Tensor) -> bool:
     """Check whether no element is NaN or infinite; a sum is enough unless it overflows."""
-    if not (piece.dtype.is_floating_point or piece.dtype.is_complex):
+    if not is_merged(piece.dtype):
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN
     total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)

@@ -18,7 +18,7 @@ from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
-from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.flat import FlatTensors, Layout, is_merged
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.spec import FULL, Spec, SpecError
 
@@ -229,7 +229,7 @@ class Submodels:
                 continue
             cut = lengths.get(name, {})
             shape = [cut.get(dim, size) for dim, size in enumerate(tensor.shape)]
-            is_trained = name in trains if name in self._parameters else _is_float(tensor) and name not in still
+            is_trained = name in trains if name in self._parameters else is_merged(tensor.dtype) and name not in still
             kind = "trained" if is_trained else "frozen" if name in self.frozen else "other"
             found[kind].append((name, shape, tensor.dtype))
         if part == "trained":
@@ -392,7 +392,3 @@ class Submodels:
             lambda spec, present=None: self.shrink(spec, device="meta", present=present).module, spec, self.example_batch,
             batch_size, layouts, self.parameter_names, self.idle_bytes(spec), is_whole=self.whole is None,
         )  # fmt: skip
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -39,15 +39,16 @@ class UsagePolicy(nn.Module):
     is_beside_axes = True
 
     def __init__(
-        self, width: int, units: int, sublayers: int, targets: tuple[float, float], temperature: float
-    ) -> None:
+        self, width: int, units: int, sublayers: int, targets: tuple[float, float], temperature: float,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         """Begin with gates as open as they are to be.
 
-        ``targets`` is the usage that is aimed at, of units and of sublayers, whose gates come last.
+        ``targets`` is the usage that is aimed at, of units and of sublayers, whose gates come last; ``dtype`` that of features.
         """
         super().__init__()
         self.units, self.sublayers, self.temperature = units, sublayers, temperature
-        self.linear = nn.Linear(width, units + sublayers)
+        self.linear = nn.Linear(width, units + sublayers, dtype=dtype)
         with torch.no_grad():
             nn.init.normal_(self.linear.weight, std=0.02)
             for part, target in zip((slice(None, units), slice(units, None)), targets, strict=True):
@@ -231,7 +232,13 @@ class Adaptive(Local):
     def _policy(self, host: nn.Module, width: int, units: int, sublayers: int) -> UsagePolicy:
         if hasattr(host, NAME):
             raise BadInput(f"{type(host).__name__} has '{NAME}' already: ada_vit adds a part of this name; rename it")
-        policy = UsagePolicy(width, units, sublayers, (self.heads, self.blocks), self.temperature)
+        dtypes = [parameter.dtype for parameter in host.parameters()]
+        if any(dtype.is_complex for dtype in dtypes):
+            raise BadInput(
+                f"{type(host).__name__} has complex weights, and ada_vit decides on real features: use another algorithm"
+            )
+        floating = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+        policy = UsagePolicy(width, units, sublayers, (self.heads, self.blocks), self.temperature, floating)
         host.add_module(NAME, policy)
         return policy
 

@@ -24,6 +24,7 @@ from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cost import Cost
+from raafl.submodel.flat import reals, wide_dtype
 
 MEMORY = "zeroth_order"
 """Key in `GlobalState.memory` of the sums."""
@@ -120,7 +121,10 @@ class Steps(Hook):
         self.lr, self.epsilon = lr, epsilon
         self.scalars: list[float] = []
         spec = _perturbed(task.assignment.spec, task.assignment.extra.get("trained"))
-        self._tensors = [task.module.get_parameter(name).detach() for name in parameters_of(task.submodels, spec)]
+        own = [task.module.get_parameter(name).detach() for name in parameters_of(task.submodels, spec)]
+        self._own = [reals(tensor) for tensor in own]
+        # the steps are made in the numbers in which the server makes them again, and the model has them rounded
+        self._tensors = [tensor.to(wide_dtype(tensor.dtype)) for tensor in self._own]
         task.module.eval()
 
     @torch.no_grad()
@@ -130,14 +134,20 @@ class Steps(Hook):
         ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to what travels; theta -= lr g z.
         """
         seed = step_seed(self.task.assignment.seed, len(self.scalars))
-        move_(self._tensors, seed, self.epsilon)
+        self._move(seed, self.epsilon)
         plus = float(self.task.loss(batch, index))
-        move_(self._tensors, seed, -2 * self.epsilon)
+        self._move(seed, -2 * self.epsilon)
         minus = float(self.task.loss(batch, index))
         scalar = torch.tensor((plus - minus) / (2 * self.epsilon), dtype=torch.float32).item()
-        move_(self._tensors, seed, self.epsilon - self.lr * scalar)
+        self._move(seed, self.epsilon - self.lr * scalar)
         self.scalars.append(scalar)
         return torch.tensor((plus + minus) / 2)
+
+    def _move(self, seed: int, rate: float) -> None:
+        move_(self._tensors, seed, rate)
+        for own, moved in zip(self._own, self._tensors, strict=True):
+            if own is not moved:
+                own.copy_(moved)
 
     def backward(self, loss: Tensor) -> None:
         """Do nothing: there are no gradients."""
@@ -320,11 +330,9 @@ class Rebuilt(Merge):
         memory = self._memory(state)
         trained = state.values.prefix(state.submodels.layout(part="trained"))
         for dtype, theta in trained.buffers.items():
-            if not (dtype.is_floating_point or dtype.is_complex):
-                continue
             flats = (memory[name].buffers[dtype] for name in ("sum", "weight"))
             for old, total, on in chunks(theta, *(flat[: len(theta)] for flat in flats)):
-                covered = on.real > 0 if dtype.is_complex else on > 0
+                covered = on > 0
                 new = torch.add(old, total / torch.where(covered, on, 1), alpha=self.server_lr)
                 old.copy_(torch.where(covered, new, old))
                 total.zero_()

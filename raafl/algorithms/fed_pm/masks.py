@@ -221,6 +221,9 @@ class ProbabilisticMaskTraining(Local):
             for name in weights_of(layer):
                 weight = getattr(layer, name)
                 masked[id(weight)] = weight
+        if any(weight.is_complex() for weight in masked.values()):
+            name = next(n for n, p in module.named_parameters() if id(p) in masked and p.is_complex())
+            raise BadInput(f"parameter '{name}' is complex, and fed_pm masks real weights: use another algorithm")
         if not masked:
             raise BadInput(
                 f"{type(module).__name__} has no weights to mask: fed_pm is for linear, convolution, embedding, attention and "

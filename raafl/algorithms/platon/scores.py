@@ -23,6 +23,7 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.select import Budget, count, largest_rate, leading, spec_of, steps
 from raafl.parts.select.rated import Rated, Rates
 from raafl.submodel import FULL, Axis, Cost, Member, Spec, Submodels
+from raafl.submodel.flat import reals
 
 KINDS = ("importance", "uncertainty")
 
@@ -178,10 +179,11 @@ class MeasuredSensitivity(Hook):
         for parameter, members in self._members.values():
             if parameter.grad is None:
                 continue
-            worth = (parameter * parameter.grad).abs_()
+            worth = (reals(parameter) * reals(parameter.grad)).abs_()
+            sums = torch.promote_types(worth.dtype, torch.float32)
             for name, member, size in members:
                 part = worth.narrow(member.dim, member.offset, member.unit * size)
-                now[name] += part.movedim(member.dim, 0).reshape(size, -1).sum(1).to(now[name].dtype)
+                now[name] += part.movedim(member.dim, 0).reshape(size, -1).sum(1, dtype=sums).to(now[name].dtype)
         beta1, beta2 = self.local.beta1, self.local.beta2
         for name, measured in now.items():
             smooth = self.importance[name].mul_(beta1).add_(measured, alpha=1 - beta1)

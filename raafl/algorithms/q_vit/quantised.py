@@ -176,6 +176,11 @@ class Quantised(Local):
     def prepare(self, module: Any) -> Any:
         """Turn its layers into quantised ones; step sizes of weights follow from these, those of inputs from the first batch."""
         found = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
+        for path, part in module.named_modules():
+            if part in found and part.weight.is_complex():
+                raise BadInput(
+                    f"layer '{path}' has complex weights, and q_vit quantises real ones: use another algorithm"
+                )
         for place, layer in enumerate(found):
             is_edge = place in (0, len(found) - 1)
             if is_edge and self.edge_bits == NONE:

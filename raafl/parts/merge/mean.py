@@ -52,8 +52,9 @@ class Accumulator:
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
         """Add ``weight * factor * tensors`` where ``spec`` lies, with ``weight`` on it.
 
-        Integer tensors never travel up, so all here is floating. A first update of the whole model overwrites what an
-        earlier merge has left in the storage, which saves a pass; anything else is added to zeros.
+        Integer tensors never travel up, and complex ones come as pairs of reals (`raafl.parts.merge.wide`). A first update
+        of the whole model overwrites what an earlier merge has left in the storage, which saves a pass; anything else is
+        added to zeros.
         """
         plan, scale = self.state.submodels.plan(spec), weight * factor
         if not self.updates and spec.is_full:
@@ -67,7 +68,7 @@ class Accumulator:
 
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
         """Take storage of the model's size out of the scratch; where no update ever lies it is zero in any case."""
-        flat = self.state.scratch.pop(name, None)
+        flat: FlatTensors | None = self.state.scratch.pop(name, None)
         if flat is None:
             return zeros_like(self.state.values)
         if zero:
@@ -110,10 +111,6 @@ class Accumulator:
 def trained_values(state: GlobalState) -> FlatTensors:
     """Return the part of the global values that any update can change; frozen parameters keep every bit."""
     return state.values.prefix(state.submodels.layout(part="trained"))
-
-
-def _floating(values: FlatTensors) -> Iterator[tuple[torch.dtype, Tensor]]:
-    return ((dtype, buffer) for dtype, buffer in values.buffers.items() if dtype.is_floating_point)
 
 
 @dataclass(frozen=True)
@@ -201,7 +198,7 @@ class Mean(Merge):
         whole = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
         mixed = whole if alike else sums.cover(factors, "mixed")
-        for dtype, theta in _floating(trained_values(state)):
+        for dtype, theta in trained_values(state).buffers.items():
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, whole, mixed)))
             for old, total, on, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / on
@@ -288,7 +285,7 @@ class Deltas(Merge):
 
     def _pieces(self, state: GlobalState, *others: FlatTensors) -> Iterator[tuple[Any, ...]]:
         """Yield dtype, rate and matching pieces of values and ``others``: each buffer, cut where the rates differ."""
-        for dtype, theta in _floating(trained_values(state)):
+        for dtype, theta in trained_values(state).buffers.items():
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in others))
             start = len(theta)
             if self.server_lr != 1.0:
@@ -360,9 +357,8 @@ class ServerOptimizer(Merge):
             return
         if "m" not in memory:
             memory["m"], memory["v"] = zeros_like(state.values), zeros_like(state.values)
-            for buffer in memory["v"].buffers.values():
-                if buffer.dtype.is_floating_point:
-                    buffer.fill_(self.tau**2)
+            for buffer in memory["v"].prefix(state.submodels.layout(part="trained")).buffers.values():
+                buffer.fill_(self.tau**2)
         count = None if sums.common == FULL else sums.cover()
         for name, theta in trained_values(state).items():
             is_parameter = name in state.submodels.parameter_names

@@ -36,6 +36,7 @@ class Pooled(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass the update on; where deltas are wanted its statistics become differences, in its own storage."""
+        self.pooling.to_moments_(update.tensors, half=True)
         with self.pooling.merging(state.values):
             if self.sends == "delta":
                 mine = self.pooling.statistics_in(update.tensors)

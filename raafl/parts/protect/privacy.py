@@ -36,6 +36,7 @@ from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.options import Privacy
 from raafl.parts.protect.robust import difference, feed, norm_of
 from raafl.submodel import FlatTensors, Spec
+from raafl.submodel.flat import is_merged
 
 MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; composed, no amplification by sampling"
 
@@ -222,7 +223,7 @@ class Private(Wrapped):
                 state.submodels.plan(spec).add_(total, part)
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
         for place, (dtype, buffer) in enumerate(total.buffers.items()):
-            if not dtype.is_floating_point:
+            if not is_merged(dtype):  # integers beside what trains: no update has any
                 continue
             if scale:
                 key = hashlib.blake2b(self.key + repr((assignments, place)).encode(), digest_size=32).digest()

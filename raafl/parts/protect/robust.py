@@ -28,6 +28,7 @@ from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.options import Combine, Guard
 from raafl.parts.trigger import EachArrival
 from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.flat import is_merged
 
 WINDOW = 101
 """Accepted norms remembered for each size class; the oldest goes first."""
@@ -239,14 +240,11 @@ def locate(
     columns = [tensors for _, tensors in stored]
     if len(specs) > 1:
         columns = [_placed(state, spec, tensors) for spec, tensors in stored]
-    result = FlatTensors.empty(columns[0].layout, columns[0].device)
+    result = FlatTensors.zeros(columns[0].layout, columns[0].device)
     drop = drop.to(columns[0].device)
-    for dtype, buffer in result.buffers.items():
-        if not dtype.is_floating_point:
-            continue
-        for target, *parts in chunks(buffer, *(column.buffers[dtype] for column in columns)):
-            values = torch.stack(parts)
-            target.copy_(trimmed(values.float() if dtype.itemsize == 2 else values, drop))
+    for dtype in filter(is_merged, result.buffers):
+        for target, *parts in chunks(result.buffers[dtype], *(column.buffers[dtype] for column in columns)):
+            target.copy_(trimmed(torch.stack(parts), drop))
     if len(specs) == 1:
         return dict.fromkeys(specs, result)
     return {spec: state.submodels.plan(spec).gather(result) for spec in specs}
@@ -254,10 +252,9 @@ def locate(
 
 def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
     """Return a submodel's values at their places in the whole model, inf everywhere else."""
-    whole = FlatTensors.empty(state.values.layout, state.values.device)
-    for dtype, buffer in whole.buffers.items():
-        if dtype.is_floating_point:
-            buffer.fill_(math.inf)
+    whole = FlatTensors.zeros(state.values.layout, state.values.device)
+    for dtype in filter(is_merged, whole.buffers):
+        whole.buffers[dtype].fill_(math.inf)
     state.submodels.plan(spec).scatter_(whole, tensors)
     return whole
 

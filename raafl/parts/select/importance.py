@@ -10,6 +10,7 @@ from torch import Tensor
 from raafl.errors import BadInput
 from raafl.parts.select.units import Axes, Rate, counts, size_of, spec_of
 from raafl.submodel import Axis, Spec, Stack
+from raafl.submodel.flat import reals
 
 State = Mapping[str, Tensor]
 """Tensors of the full model by name. What is not in it does not count, such as running statistics."""
@@ -62,5 +63,5 @@ def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Te
 
 
 def _sums(rows: Tensor, squared: bool) -> Tensor:
-    rows = rows.detach().float()
+    rows = reals(rows.detach()).flatten(1).float()
     return (rows.square() if squared else rows).sum(1, dtype=torch.float64).cpu()

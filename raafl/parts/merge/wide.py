@@ -1,0 +1,105 @@
+"""Merging in real numbers of at least single precision: half-precision models, and complex parameters.
+
+Every merge, guard and privacy mechanism below computes on float32 or float64. Sums in bfloat16 would lose what is
+smaller than 1/256 of the total; order, sign, maximum and square are not defined for complex numbers, whose norm, noise
+and moments are those of their two parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raafl.core.algorithm import Algorithm
+from raafl.core.payload import Bundles
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.wide import WideSubmodels
+
+VALUES = "wide values"
+"""In `GlobalState.scratch`: the values, and the counters of changes to those that they were copied from."""
+
+
+def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
+    """Return ``algorithm`` with its merge in wide numbers; as it is where the model trains no others."""
+    trained = submodels.layout(part="trained")
+    if trained.wide is trained:
+        return algorithm
+    return replace(algorithm, merge=WideMerge(algorithm.merge, WideSubmodels(submodels)))
+
+
+@dataclass(frozen=True)
+class WideMerge(Wrapped):
+    """Shows a merge the state and updates as wide tensors (`WideSubmodels`), and rounds its result once.
+
+    What the merge keeps between updates and for clients (sums, moments, variates) stays wide, in checkpoints as well. The
+    model itself stays in its own precision: a change below half a unit in its last place is lost at each merge. Goes
+    around all other wrappers. Memory: a wide copy of the values that are no frozen base, and of one update.
+    """
+
+    submodels: WideSubmodels = field(repr=False)
+
+    def _wide(self, state: GlobalState) -> GlobalState:
+        """Return ``state`` with wide values; everything else is shared, and changed in place."""
+        # torch counts the writes to a storage, through whatever view: a merge's own, those of a resumed run, a callback's
+        written = [buffer._version for buffer in state.values.buffers.values()]
+        values, seen = state.scratch.get(VALUES, (None, None))
+        if written != seen:
+            values = self.submodels.widen(state.values, values)
+            state.scratch[VALUES] = values, written
+        return replace(state, submodels=self.submodels, values=values)
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return the inner merge's problems."""
+        return self.inner.check(self._wide(state))
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes."""
+        return self.inner.notes(self._wide(state), num_clients)
+
+    @property
+    def hands(self) -> bool:
+        """Whether the inner merge gives each client something of its own."""
+        return self.inner.hands
+
+    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Let the inner merge fill in what it gives, and round it."""
+        wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
+        self.inner.hand(self._wide(state), client, spec, wide, wide_bundles)
+        for own, given in ((values, wide), *((bundles[name], given) for name, given in wide_bundles.items())):
+            if given is not own:
+                own.round_(given)
+
+    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Pass on the objection of the inner merge."""
+        return self.inner.problem(self._wide(state), _widened(update), spec, staleness)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Pass a wide copy of the update on."""
+        self.inner.receive(self._wide(state), _widened(update), spec, staleness)
+
+    def keep(self, state: GlobalState) -> None:
+        """Let the inner merge keep what it received."""
+        self.inner.keep(self._wide(state))
+
+    def apply(self, state: GlobalState) -> None:
+        """Let the inner merge fold in what it received, and round the values that come of it."""
+        wide = self._wide(state)
+        self.inner.apply(wide)
+        self.submodels.round_(state.values, wide.values)
+
+    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+        """Let the inner merge know."""
+        self.inner.undone(self._wide(state), merged)
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Pass on the report of the inner merge."""
+        return self.inner.report(self._wide(state))
+
+
+def _widened(update: Update) -> Update:
+    bundles = {name: bundle.widen() for name, bundle in update.bundles.items()}
+    return replace(update, tensors=update.tensors.widen(), bundles=bundles)

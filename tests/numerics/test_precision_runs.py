@@ -1,0 +1,208 @@
+"""Whole runs of models in half precision, which must stand still where nothing is learned, and of complex parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_mezo, fed_opt, fed_raa, hetero_fl, scaffold
+from raafl.commands.run import simulate
+from raafl.compression.compressors import Compress
+from raafl.core.algorithm import Training
+from raafl.data.partition import Dirichlet
+from raafl.errors import BadInput
+from raafl.parts.protect.privacy import Privacy
+from raafl.parts.protect.robust import Guard
+from raafl.runfolder import checkpoints
+from raafl.runtime.setup import make_model
+from raafl.submodel.flat import reals
+from tests.crashed import crash
+from tests.federation import equal_replay, experiment, finish
+
+BF16, FP16, CFLOAT = torch.bfloat16, torch.float16, torch.complex64
+MEDIAN, TRIMMED = Guard(combine="median"), Guard(combine="trimmed_mean", trim=0.3)
+
+
+class Half(LightningModule):
+    """A normed hidden layer of 12 units between 64 inputs and 10 classes; only digits come and go in float32."""
+
+    def __init__(self, dtype: torch.dtype = BF16, lr: float = 0.0):
+        super().__init__()
+        self.lr = lr
+        self.a, self.norm, self.b = nn.Linear(64, 12), nn.LayerNorm(12), nn.Linear(12, 10)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.norm(self.a(x.flatten(1).to(self.a.weight.dtype))))).float()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        return {"loss": F.cross_entropy(self(batch[0]), batch[1])}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+
+
+def fp16() -> LightningModule:
+    return Half(FP16)
+
+
+def learning() -> LightningModule:
+    return Half(lr=0.05)
+
+
+def run(folder, algorithm, model, **fields):
+    """The values before and after, of parameters by name."""
+    made = experiment(folder / "run", algorithm, model=model, partition=Dirichlet(0.3), **fields)
+    before = {name: p.detach().clone() for name, p in make_model(made).named_parameters()}
+    finished = finish(made)
+    assert finished.summary["updates_merged"] >= 10 and not finished.summary["updates_refused"]
+    after = checkpoints.load(finished.folder).state_dict
+    return before, {name: after[name] for name in before}
+
+
+STILL = {
+    **{name: (name, {}) for name in ALGORITHMS},
+    "fed_mezo": (fed_mezo(lr=1e-12), {}),  # its learning rate is its own
+    "fed_opt yogi": (fed_opt("yogi"), {}),
+    "fed_buff adam": (fed_buff(3, server_optimizer="adam"), {}),
+    "scaffold by arrival": (scaffold(buffer_size=3), {}),
+    "median": (fed_avg(), {"guard": MEDIAN}),
+    "trimmed mean": (hetero_fl(), {"guard": TRIMMED}),
+    "median of deltas": (fed_buff(5), {"guard": MEDIAN}),
+    "clipped": (fed_raa(), {"guard": Guard(clip_norm=1e-3, outlier=2.0)}),
+    "private": (fed_avg(), {"privacy": Privacy(clip_norm=1.0, noise_multiplier=0.0)}),
+    "bf16": (fed_avg(), {"compress": Compress("bf16", "bf16")}),
+    "top_k": (fed_avg(), {"compress": Compress("top_k", "top_k")}),
+}
+del STILL["fed_pm"]  # masks are drawn whatever was learned
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_a_half_precision_model_that_learns_nothing_keeps_every_bit(tmp_path, name):
+    algorithm, more = STILL[name]
+    before, after = run(tmp_path, algorithm, Half, clients=11, max_updates=33, **more)
+    for parameter, value in before.items():
+        if not parameter.endswith(("_step", "_bits")):  # q_vit's, which begin at what the first batch gives
+            assert torch.equal(value, after[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", ["fed_avg", "fed_buff", "hetero_fl"])
+def test_fifty_clients_in_fp16_keep_every_bit_too(tmp_path, name):
+    before, after = run(tmp_path, name, fp16, clients=50, max_updates=50, train=Training(num_epochs=None, num_steps=1))
+    assert all(torch.equal(value, after[parameter]) for parameter, value in before.items())
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fed_buff(buffer_size=5), scaffold(buffer_size=5), fed_opt()], ids=lambda a: a.name
+)
+def test_what_waits_in_single_precision_survives_a_crash_and_replays(tmp_path, monkeypatch, algorithm):
+    fields = {"model": learning, "max_updates": 16, "checkpoint_every": 1, "compress": Compress(up="top_k")}
+    whole = finish(experiment(tmp_path / "whole", algorithm, **fields))
+    made = experiment(tmp_path / "cut", algorithm, **fields)
+    with crash(monkeypatch, 8):
+        simulate(made)
+    resumed = finish(replace(made, output=None, resume=made.output))
+    assert resumed.digest == whole.digest and equal_replay(made, resumed)
+
+
+# ---- complex parameters are pairs of reals ----
+
+
+class Waves(LightningModule):
+    """A hidden layer of complex weights; the same with pairs of reals, from which each step makes the complex numbers."""
+
+    def __init__(self, is_complex: bool):
+        super().__init__()
+        shapes = {"w": (12, 64), "v": (12,)}
+        for name, shape in shapes.items():
+            value = torch.randn(*shape, 2) / 8
+            self.register_parameter(name, nn.Parameter(torch.view_as_complex(value) if is_complex else value))
+        self.b = nn.Linear(12, 10)
+
+    def forward(self, x):
+        w, v = (p if p.is_complex() else torch.view_as_complex(p) for p in (self.w, self.v))
+        h = x.flatten(1).to(CFLOAT) @ w.T + v
+        return self.b(torch.relu(h.real) + torch.relu(h.imag))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        return {"loss": self.training_step(batch, batch_idx)}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+
+    def submodel_axes(self):
+        return {"hidden": [("w", 0), ("v", 0), ("b.weight", 1)]}
+
+
+def waves() -> LightningModule:
+    return Waves(True)
+
+
+def pairs() -> LightningModule:
+    return Waves(False)
+
+
+BOTH = {
+    **{name: (name, {}) for name in ALGORITHMS},
+    "fed_opt yogi": (fed_opt("yogi"), {}),
+    "median": (fed_avg(), {"guard": MEDIAN}),
+    "trimmed mean": (hetero_fl(), {"guard": TRIMMED}),
+    "clipped": (fed_buff(), {"guard": Guard(clip_norm=0.05, outlier=3.0)}),
+    "private": (fed_avg(), {"privacy": Privacy(clip_norm=0.1, noise_multiplier=0.5)}),
+    "private fragments": (fed_raa(trigger="all"), {"privacy": Privacy(clip_norm=0.1, noise_multiplier=0.5)}),
+    "batched": (fed_avg(), {"batch_clients": 4}),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_complex_parameters_move_as_pairs_of_reals_do(tmp_path, name):
+    algorithm, more = BOTH[name]
+    before, one = run(tmp_path / "complex", algorithm, waves, **more)
+    _, other = run(tmp_path / "pairs", algorithm, pairs, **more)
+    for parameter, value in one.items():
+        # but for the last digits: the client's product and optimiser round otherwise on complex tensors
+        torch.testing.assert_close(reals(value), other[parameter], rtol=0, atol=1e-6)
+    if name != "fed_pm":  # which masks the linear layer and freezes all else
+        moved = reals(one["w"] - before["w"]).abs().amax((0, 1))
+        assert moved.min() > 0
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8", "top_k"])
+def test_complex_parameters_train_whatever_travels_compressed(tmp_path, compress):
+    before, after = run(tmp_path, "scaffold", waves, compress=Compress(compress, compress))
+    assert reals(after["w"] - before["w"]).abs().amax((0, 1)).min() > 0
+
+
+class Layer(Half):
+    """Its hidden layer is complex."""
+
+    def __init__(self):
+        super().__init__(torch.float32)
+        self.a = nn.Linear(64, 12, dtype=CFLOAT)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.norm(self.a(x.flatten(1).to(CFLOAT)).real)))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("fed_pm", "parameter 'a.weight' is complex, and fed_pm masks real weights"),
+        ("q_vit", "layer 'a' has complex weights, and q_vit quantises real ones"),
+        (fed_avg(lora="hetlora"), "no LoRA layers"),
+    ],
+)
+def test_methods_of_real_weights_refuse_complex_ones_by_name(tmp_path, algorithm, message):
+    with pytest.raises(BadInput, match=message):
+        finish(experiment(tmp_path / "run", algorithm, model=Layer))

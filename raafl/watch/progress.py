@@ -84,7 +84,7 @@ class Progress:
             return
         if evaluated:
             self._unseen = snapshot
-        if self._unseen is not None and now >= min(self._due_at, self._shown_at + self._evaluation_period_s):
+        if self._unseen is not None and now >= self._shown_at + self._evaluation_period_s:
             self._show(self._unseen, now, evaluated=True)
         elif now >= self._due_at:
             self._show(snapshot, now, evaluated=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ from raafl.config.experiment import Experiment, seconds
 from raafl.core.hooks import Watcher
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
+from raafl.local.data_faults import fault_in
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.local.metrics import MAX_LOGGED
@@ -82,7 +84,7 @@ class Run:
             experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
             share=Coverage(submodels).share if experiment.logger else None,
         )  # fmt: skip
-        self.divergence = Divergence(self.progress.warn, strict=experiment.strict)
+        self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=partial(fault_in, data))
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
         self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.loggers)
         self._config_yaml = config_yaml

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from raafl.core.hooks import Hooks
 from raafl.core.types import Settled
@@ -20,19 +20,29 @@ class Divergence(Hooks):
 
     failure: str | None = None
 
-    def __init__(self, warn: Callable[[str], None], *, strict: bool) -> None:
-        """Say it to ``warn``, once for each metric and once of clients; ``strict`` ends the run."""
-        self._warn, self._strict = warn, strict
+    def __init__(
+        self, warn: Callable[[str], None], *, strict: bool, fault: Callable[[int | None], str | None] = lambda client: None
+    ) -> None:  # fmt: skip
+        """Start with nothing found.
+
+        Args:
+            warn: told once for each metric, and once of clients.
+            strict: what is found ends the run.
+            fault: names a sample with a value that is not finite, of a client or, for None, of the test set; None = there is none.
+        """
+        self._warn, self._strict, self._fault = warn, strict, fault
         self._finite: set[str] = set()
         self._refused = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Look at the metrics; one that never was a number says nothing."""
+        """Look at the metrics; of one that never was a number the data may be why, else it says nothing."""
+        if version == 0 and not all(map(math.isfinite, metrics.values())) and (fault := self._fault(None)) is not None:
+            self._find(f"{_names(metrics)} at the start: {fault} has NaN or an infinity: correct it, or leave it out")
         bad = [name for name, value in metrics.items() if name in self._finite and not math.isfinite(value)]
         self._finite |= {name for name, value in metrics.items() if math.isfinite(value)}
         self._finite -= set(bad)
         if bad:
-            what = ", ".join(f"{name} is {metrics[name]}" for name in bad)
+            what = _names({name: metrics[name] for name in bad})
             self._find(
                 f"training diverges: {what} at version {version}: use a smaller learning rate, or clip gradients"
             )
@@ -41,10 +51,14 @@ class Divergence(Hooks):
         """Look whether a client's update was not finite."""
         if settled.outcome == NON_FINITE and not self._refused:
             self._refused = True
-            self._find(
-                f"training diverges: an update of client {settled.client} is not finite, and refused; more are counted in "
-                "updates_refused: use a smaller learning rate, or clip gradients"
-            )
+            self._find(self._of_client(settled.client))
+
+    def _of_client(self, client: int) -> str:
+        what = f"an update of client {client} is not finite, and refused; more are counted in updates_refused"
+        fault = self._fault(client)
+        if fault is None:
+            return f"training diverges: {what}: use a smaller learning rate, or clip gradients"
+        return f"{what}: its data has NaN or an infinity, first in {fault}: correct it, or leave it out"
 
     def _find(self, what: str) -> None:
         self._warn(what)
@@ -54,3 +68,8 @@ class Divergence(Hooks):
     def stop_asked(self) -> str | None:
         """Return the reason for which the run is to end."""
         return self.failure
+
+
+def _names(metrics: Mapping[str, float]) -> str:
+    """List the metrics that are not finite."""
+    return ", ".join(f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value))

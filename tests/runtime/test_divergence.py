@@ -7,9 +7,15 @@ import math
 from contextlib import redirect_stdout
 from dataclasses import replace
 
+import pytest
+import torch
+
 from model_zoo import MLP
 from raafl.commands.run import simulate
+from raafl.core.algorithm import Training
 from raafl.core.types import Settled
+from raafl.data import Digits
+from raafl.local.data_faults import first_not_finite
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.divergence import Divergence
 from raafl.watch.show import plain, sentence
@@ -72,3 +78,46 @@ def test_a_view_shows_metrics_that_are_no_numbers():
     snapshot = state.snapshot()
     assert "loss nan  accuracy inf" in sentence(snapshot)
     assert plain(snapshot)["metrics"] == {"loss": None, "accuracy": None}
+
+
+class Spoilt(Digits):
+    """Row 7 of the training set, or of the test set, has a value that is no number."""
+
+    def __init__(self, part):
+        super().__init__(batch_size=64)
+        self.part = part
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        getattr(self, self.part).tensors[0][7, 0, 3, 3] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("part", "begins", "names"),
+    [
+        (
+            "train",
+            "an update of client ",
+            "its data has NaN or an infinity, first in row 7 of the training set: correct it",
+        ),
+        (
+            "test",
+            "loss is nan",
+            "at the start: row 7 of the test set has NaN or an infinity: correct it, or leave it out",
+        ),
+    ],
+)
+def test_nan_in_the_data_is_said_as_such(tmp_path, part, begins, names):
+    length = {"num_epochs": 1, "num_steps": None}
+    run = finish(experiment(tmp_path / "run", data=lambda: Spoilt(part), max_updates=4, train=Training(**length)))
+    (warning,) = [text for text in run.summary["warnings"] if "NaN" in text]
+    assert warning.startswith(begins) and names in warning
+    assert not any("learning rate" in text for text in run.summary["warnings"])
+
+
+def test_the_sample_is_named_where_tensors_show_it_else_the_batch():
+    x = torch.zeros(6, 2)
+    x[4, 1] = math.inf
+    rows = [(batch, 3) for batch in x.split(3)]
+    assert first_not_finite(rows) == 4 and first_not_finite(rows[:1]) is None
+    assert first_not_finite([({"x": batch.t(), "name": "a"}, num) for batch, num in rows]) == 3

@@ -58,6 +58,11 @@ def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[
     }
 
 
+def share(value: float) -> str:
+    """Return a share with two significant digits, as in 0.50 and 0.0041."""
+    return f"{value:#.2g}"
+
+
 def sentence_of(shares: Shares) -> str:
     """Say in words what `leaves` found."""
     kept = {rate: (percent(one["parameters"]), percent(one["flops"])) for rate, one in shares.items()}

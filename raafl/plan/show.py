@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raafl.plan.axes import share
 from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
@@ -14,6 +15,9 @@ from raafl.submodel.find.trace import MOST_VALUES
 from raafl.units import size
 
 _NO_END = 100_000
+_WIDEST_OF_AXES = 120
+"""Columns of a table of axes, in files and pipes as well: lists of names and reasons are as long as the model."""
+
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
 _LEFT = ("submodel", "device", "algorithm", "note", "field", "source", "axis", "on it", "reason", "stays whole", "base")
 
@@ -39,7 +43,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
     """Write the findings of `raafl.plan.axes.facts` as text, of long tables the first ``most`` rows."""
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
-    rates = [[rate, f"{one['parameters']:.2f}", f"{one['flops']:.2f}"] for rate, one in facts["rates"].items()]
+    rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
     places: dict[str, list[str]] = {}
     for one in facts["whole"]:
         places.setdefault(one["reason"], []).append(f"{one['parameter']}[{one['dim']}]")
@@ -53,7 +57,8 @@ def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int
     for title, names, rows in tables:
         rest = 0 if most is None else max(len(rows) - most, 0)
         more = f"\n... and {rest} more: `raafl axes` lists them all" if rest else ""
-        shown += [table(title, names, rows[: len(rows) - rest], width, terminal=terminal) + more] if rows else []
+        lines = table(title, names, rows[: len(rows) - rest], width, terminal=terminal, widest=_WIDEST_OF_AXES)
+        shown += [lines + more] if rows else []
     return "\n\n".join(shown if axes else ["No axes: every client trains all widths whole.", *shown])
 
 
@@ -62,8 +67,13 @@ def _first(names: Sequence[str], most: int | None) -> list[str]:
     return [*names[: len(names) - rest], *([f"and {rest} more"] if rest else [])]
 
 
-def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool) -> str:
-    """Return a table with its title; numbers to the right. In files and pipes lines are as long as they need to be."""
+def table(
+    title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool, widest: int = _NO_END
+) -> str:  # fmt: skip
+    """Return a table with its title; numbers to the right.
+
+    On a terminal lines have at most ``width`` columns, in files and pipes as many as they need; nowhere more than ``widest``.
+    """
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -74,7 +84,7 @@ def table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width
     for row in rows:
         drawn.add_row(*map(Text, row))
     console = Console(
-        file=io.StringIO(), width=width if terminal else _NO_END, force_terminal=terminal,
+        file=io.StringIO(), width=min(width if terminal else _NO_END, widest), force_terminal=terminal,
         color_system="auto" if terminal else None,
     )  # fmt: skip
     with console.capture() as captured:
@@ -88,9 +98,9 @@ def _submodels(plan: Plan) -> Table:
     names = ["submodel", "parameters", "left", *peaks, "down", "up", "MFLOP/sample", "FLOPs left"]
     rows = [
         [
-            row.name, f"{row.params:,}", f"{row.params / max(whole.params, 1):.2f}",
+            row.name, f"{row.params:,}", share(row.params / max(whole.params, 1)),
             *map(size, row.peaks.values() or [row.peak_bytes]), size(row.down_bytes), size(row.up_bytes),
-            f"{row.flops_per_sample / 1e6:.4g}", f"{row.flops_per_sample / max(whole.flops_per_sample, 1e-9):.2f}",
+            f"{row.flops_per_sample / 1e6:.4g}", share(row.flops_per_sample / max(whole.flops_per_sample, 1e-9)),
         ]
         for row in plan.submodels
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raafl.commands.cli import main
-from raafl.plan.axes import facts
+from raafl.plan.axes import facts, share
 from raafl.plan.show import axes_text
 from raafl.submodel import Submodels, aside
 from raafl.submodel.find import trace
@@ -156,3 +157,22 @@ def test_a_large_model_needs_no_values(capsys, monkeypatch):
     left = 2 * 60000 * width + 2 * block / 4 + 5 * width
     assert found["rates"]["0.25"]["parameters"] == pytest.approx(left / whole)
     assert 0 < max(drawn) < trace.LARGE < trace.MOST_VALUES < whole
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(1, "1.0"), (0.5, "0.50"), (0.3049, "0.30"), (0.00414, "0.0041"), (0, "0.0")]
+)
+def test_shares_have_two_significant_digits(value, shown):
+    assert share(value) == shown
+
+
+@pytest.mark.parametrize(("width", "terminal", "most"), [(80, True, 80), (200, True, 120), (80, False, 120)])
+def test_tables_of_axes_are_at_most_120_wide(width, terminal, most):
+    names = [f"encoder.layers.{i}.attention.weight" for i in range(12)]
+    found = {
+        "axes": [{"name": "width", "size": 8, "parameters": names}], "rates": {"0.5": {"parameters": 0.5, "flops": 0.004}},
+        "whole": [{"parameter": name, "dim": 0, "reason": "a norm takes statistics across it " * 9} for name in names],
+    }  # fmt: skip
+    text = re.sub(r"\x1b\[[0-9;]*m", "", axes_text(found, width, terminal=terminal))
+    assert most - 20 < max(map(len, text.splitlines())) <= most
+    assert all(name in "".join(text.split()) for name in names) and "0.0040" in text

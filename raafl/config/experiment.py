@@ -228,6 +228,8 @@ class Experiment:
     def _gpu_problems(self) -> Iterator[str]:
         import torch
 
+        from raafl.local.numerics import count_gpus
+
         accelerator, num_gpus = self.fabric.accelerator, torch.cuda.device_count()
         if self.workers > 1 and (
             accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
@@ -238,8 +240,7 @@ class Experiment:
             )
         gpu = re.fullmatch(r"cuda(?::(\d{1,3}))?", self.server_device)
         if gpu and int(gpu[1] or 0) >= num_gpus:
-            seen = f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
-            yield f"server_device is '{self.server_device}', but torch sees {seen} here: give cpu, or one that is there"
+            yield f"server_device is '{self.server_device}', but torch sees {count_gpus()} here: give cpu, or one that is there"
 
     def targets(self) -> list[Target]:
         """Return the targets."""

@@ -37,6 +37,31 @@ def device_type(options: FabricOptions) -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def device_problem(options: FabricOptions) -> str | None:
+    """Explain why this process has not the device that ``options`` name, with the remedy; None = it has."""
+    kind, seen = device_type(options), f"torch sees {count_gpus()} here"
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if not {"cpu": True, "cuda": has_cuda, "mps": has_mps, "gpu": has_cuda or has_mps}.get(kind, True):
+        seen = "torch finds none here" if kind == "mps" else seen
+        return f"fabric.accelerator is '{kind}', but {seen}: give cpu, or auto for a GPU where there is one"
+    if options.device is None:
+        return None
+    if kind == "cpu":
+        remedy = "leave it out, or give fabric.accelerator cuda"
+        return f"fabric.device is {options.device}, the index of a GPU, but steps run on the CPU: {remedy}"
+    num_gpus = torch.cuda.device_count() if has_cuda else 1
+    if 0 <= options.device < num_gpus:
+        return None
+    there = "0" if num_gpus == 1 else f"0 to {num_gpus - 1}"
+    return f"fabric.device is {options.device}, but {seen}: give {there}, or leave it out"
+
+
+def count_gpus() -> str:
+    """Count in words the GPUs that torch sees."""
+    num_gpus = torch.cuda.device_count()
+    return f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
+
+
 def precision_of(options: FabricOptions) -> str:
     """Name the precision that a process computes in: where `auto` finds nothing but a CPU, Lightning takes bf16 for 16-mixed."""
     on_cpu = options.accelerator == "auto" and device_type(options) == "cpu"

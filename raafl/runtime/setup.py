@@ -17,7 +17,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, said
-from raafl.local.numerics import set_numerics
+from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
@@ -164,6 +164,8 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
 def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
     """Return a trainer for the experiment's local part."""
     algorithm = experiment.algorithm
+    if (problem := device_problem(options)) is not None:
+        raise BadInput(problem)
     try:
         return LocalTrainer(
             submodels, algorithm.local, algorithm.merge.sends, experiment.train, options,

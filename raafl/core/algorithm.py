@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
+from raafl.core.part import Part
 from raafl.core.payload import Bundles, Wire
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
@@ -149,7 +150,7 @@ class Fleet:
         return budget == float("inf") or self.cost(spec).peak_bytes <= budget
 
 
-class Select(ABC):
+class Select(Part, ABC):
     """Which submodel, and how much work, does this client get?"""
 
     @abstractmethod
@@ -211,7 +212,7 @@ class Waiting:
     memory: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Trigger(ABC):
+class Trigger(Part, ABC):
     """When are waiting updates folded in?
 
     Attributes:
@@ -239,7 +240,7 @@ class Trigger(ABC):
         return 0.0
 
 
-class Merge(ABC):
+class Merge(Part, ABC):
     """How are waiting updates folded in? Its memory lives in `GlobalState.memory`, so that it can be saved.
 
     Attributes:

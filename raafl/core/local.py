@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from raafl.core.part import Part
 from raafl.core.payload import Bundles, Payload, UpAs
 from raafl.core.types import Warn
 from raafl.errors import at_least
@@ -61,7 +62,7 @@ class Task:
     link: ClientLink | None = None
 
 
-class Hook:
+class Hook(Part):
     """Around the steps of one task: plain training, of which a method replaces what it does otherwise.
 
     A task is a pure function of its assignment, the payload received and the client's data: a hook keeps nothing from one
@@ -94,7 +95,7 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Part):
     """What does the client do with it? Hooks around the user's own training step.
 
     A method that does more than these settings is a subclass, in `raafl.parts`, with a `hook` of its own.

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from raafl.core.part import Part
 from raafl.errors import positive
 
 
@@ -59,7 +60,7 @@ class IdlePool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Part):
     """All idle clients, or a cohort drawn uniformly; so many at work at a time.
 
     Attributes:

@@ -1,0 +1,45 @@
+"""A part's method that is almost a hook, and called by nobody, is refused where the class is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from raafl.core.algorithm import Hook, Local, Merge, Select, Trigger
+from raafl.core.sample import Sample
+from raafl.errors import BadInput
+from raafl.parts.merge.mean import Mean
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "meant"),
+    [
+        (Mean, "weight", "weigh"), (Merge, "recieve", "receive"), (Merge, "problems", "problem"), (Select, "join", "joined"),
+        (Trigger, "wakes_at", "wake_at"), (Local, "hooks", "hook"), (Hook, "backwards", "backward"),
+        (Sample, "concurency", "concurrency"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_override_is_refused(base, name, meant):
+    message = (
+        f"^Own has a method '{name}', which nothing calls: {base.__name__} has no '{name}', did you mean '{meant}'?"
+    )
+    with pytest.raises(BadInput, match=message.replace("?", r"\?")):
+        type("Own", (base,), {name: lambda self: None})
+
+
+@pytest.mark.parametrize("base", [Mean, Merge, Select, Trigger, Local, Hook, Sample])
+@pytest.mark.parametrize("name", ["_weight", "_recieve", "helper", "normalised", "scores", "mean_of_losses"])
+def test_helpers_of_its_own_are_allowed(base, name):
+    assert type("Own", (base,), {name: lambda self: None})
+
+
+def test_a_dataclass_with_slots_may_override():
+    @dataclass(frozen=True, slots=True)
+    class Never(Trigger):
+        weight: float = 0.0
+
+        def due(self, waiting):
+            return False
+
+    assert not Never().due(None)

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 _MOST_NAMES = 24
+_CLOSE = 0.6
+"""Share of characters in common from which a name is a guess worth making: `init_args` and `target` have 0.53."""
+
 _HERE = str(Path(__file__).resolve().parent)
 LONGEST = 200
 """Letters of an error's own message that are shown."""
@@ -112,19 +115,23 @@ def briefly(value: object) -> str:
     return text if plain else getattr(value, "__name__", "") or f"an object of {type(value).__name__}"
 
 
-def nearest(name: str, known: Iterable[str], none: str = "known: ") -> str:
+def nearest(name: str, known: Iterable[str], none: str = "known: ", home: str = "") -> str:
     """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many.
 
-    Where there are none at all, it says ``none``.
+    Args:
+        name: as it was given.
+        known: names.
+        none: what to return where there are no known names at all.
+        home: written before each name, and not compared.
     """
     known = sorted(known)
     if not known:
         return none
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{home}{close[0]}'?"
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
-    return f"known: {', '.join(known[:_MOST_NAMES])}{more}"
+    return f"known: {', '.join(home + name for name in known[:_MOST_NAMES])}{more}"
 
 
 def one_of(field: str, value: object, known: Any) -> None:

@@ -138,6 +138,8 @@ class Explained(Check):
                 self.problems.append(f"{wrong}{place(wrong.field)}")
 
     def _section(self, name: str, value: Any) -> None:
+        if value is None and name in MADE:  # as if it were left out
+            return None
         self._given.add(name)
         if name == "json":
             return self.value(value, bool, name, name)
@@ -204,6 +206,9 @@ class Explained(Check):
         spec = value if isinstance(value, dict) else {"class_path": value}
         before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)
+        for name in map(str, spec.keys() - _SPEC):
+            if (hint := nearest(name, _SPEC[:2])).startswith("did you mean"):
+                raise Wrong(f"{where}.{name}", f"unknown field {where}.{name}: {hint}")
         if path is None:
             return
         target = self._target(kind, path, where)
@@ -221,15 +226,16 @@ class Explained(Check):
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
         if not isinstance(path, str) or "." not in path:
-            hint = nearest(f"{home}.{path}", [f"{home}.{name}" for name in _public(home)])
-            raise Wrong(where, f"{where} is '{path}': give a class path; {hint}")
+            hint = nearest(path, _public(home), home=f"{home}.") if isinstance(path, str) and _public(home) else ""
+            remedy = f"; {hint}" if hint else f", such as {example}"
+            raise Wrong(where, f"{where} is '{path}': give a class path{remedy}")
         try:
             target = _imported(path)
         except ModuleNotFoundError as error:
             raise Wrong(where, f"{where} cannot be imported, {_no_module(str(error.name))}") from None
         except (AttributeError, ValueError):
             home = path.rpartition(".")[0]
-            hint = nearest(path, [f"{home}.{name}" for name in _public(home)])
+            hint = nearest(path.rpartition(".")[2], _public(home), home=f"{home}.")
             raise Wrong(where, f"{where} is {path}, which does not exist: {hint}") from None
         except Exception as error:
             raise Wrong(where, f"{where} is {path}, which cannot be imported: {' '.join(str(error).split())}") from None
@@ -237,6 +243,13 @@ class Explained(Check):
         if not inspect.isclass(target):
             with suppress(Exception):
                 made = get_type_hints(target).get("return")
+        if made in (target, None) and not inspect.isclass(
+            target
+        ):  # jsonargparse takes a function by what it says it makes
+            if not callable(target):
+                raise Wrong(where, f"{where} is {path}, which is no class or function: give one, such as {example}")
+            remedy = f"annotate it, as in `def {path.rpartition('.')[2]}(...) -> {base}:`"
+            raise Wrong(where, f"{where} is {path}, which does not say what it makes: {remedy}")
         if inspect.isclass(made) and base not in [one.__name__ for one in made.__mro__]:
             raise Wrong(where, f"{where} is {path}, which makes no {base}: give one that does, such as {example}")
         return target

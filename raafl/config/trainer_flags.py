@@ -55,6 +55,12 @@ _INSTEAD = {
     "callbacks": "callbacks are objects of Python: raafl.Federation(..., callbacks=[...]); target ends a run from a config",
     "enable_autolog_hparams": "the whole config goes to every logger",
     "model_registry": "the final model is in the run's folder, and with loggers that take one",
+    "batch_size": "train.batch_size is the local batch size, unless the data module's holds",
+    "gpus": "fabric.accelerator is cpu, cuda or auto, and fabric.device the index of a GPU",
+    "accelerator": "fabric.accelerator is cpu, cuda or auto",
+    "optimizer": "the model's configure_optimizers has it; for a plain module give optimizer= to simulate or fit",
+    "init_args": "indent it below the part that it is for, beside its class_path: model, data, algorithm or partition",
+    "class_path": "indent it below the part that it is for: model, data, algorithm or partition",
     "lr": "the model's configure_optimizers has it; for a plain module give optimizer= to simulate or fit",
     "learning_rate": "the model's configure_optimizers has it; for a plain module give optimizer= to simulate or fit",
 }

@@ -116,3 +116,34 @@ def test_what_an_object_inside_another_says_of_its_values(tmp_path):
     )
     says = refused("--config", str(file), "--algorithm.submodel.init_args.rates", "7")
     assert "rates is 7" in says and "Union" not in says
+
+
+def made() -> None:
+    """Say that nothing is made."""
+
+
+def unsaid():
+    return made()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--algorithm", f"{__name__}.unsaid"], "which does not say what it makes: annotate it, as in `def unsaid(...) -> Algo"),
+        (["--algorithm", f"{__name__}.QUICKSTART"], "which is no class or function: give one, such as raafl.fed_raa"),
+        (["--model", "{classpath: model_zoo.MLP, lr: 1}"], "unknown field model.classpath: did you mean 'class_path'?"),
+        (["--partition", "3"], "partition is '3': give a class path"),
+        (["--init_args.lr", "1"], "unknown option --init_args.lr"),
+        (["--batch_size", "4"], "unknown option --batch_size: train.batch_size is the local batch size"),
+        (["--gpus", "1"], "unknown option --gpus: fabric.accelerator is cpu, cuda or auto"),
+    ],
+)  # fmt: skip
+def test_a_mistake_has_one_line_with_a_remedy(options, says):
+    text = refused(*options)
+    assert says in text and "\n" not in text and ("did you mean" in says or "did you mean" not in text)
+
+
+def test_arguments_of_a_part_that_are_not_indented_are_told_where_they_belong(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("model: model_zoo.MLP\ninit_args: {hidden: [8]}\n")
+    assert refused("--config", str(file)).startswith("unknown field init_args: indent it below the part that it is for")

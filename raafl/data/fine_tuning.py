@@ -195,7 +195,7 @@ class FineTuning(Classes):
         """The tokenizer, with the template that was given; it is saved with the model."""
         tokenizer = load_tokenizer(self._tokenizer)
         if self._chat_template is not None:
-            tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8-sig")
         return tokenizer
 
     def setup(self, stage: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ def load_splits(path: str, name: str | None) -> Any:
         name: configuration of the data set, where it has several.
 
     Raises:
-        BadInput: `datasets` is not installed, or there is no such data set.
+        BadInput: `datasets` is not installed, or there is no such data set, or a file is damaged: names the line.
     """
+    _check_there(path)
     try:
         import datasets
     except ImportError as error:
@@ -36,11 +38,39 @@ def load_splits(path: str, name: str | None) -> Any:
         return datasets.load_dataset(path, name)
     except BadInput:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # of `datasets`, pyarrow, pandas and the network
+        if (fault := _json_fault(Path(path))) is not None:
+            raise BadInput(f"cannot load the data set '{path}': {fault}") from error
+        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(
             f"cannot load the data set '{path}' ({reason}): give a file (JSON lines, parquet), a folder or a name on the hub"
         ) from error
+
+
+def _check_there(path: str) -> None:
+    """Raise `BadInput` for what can only be a file or a folder, and is not there: the hub is not asked."""
+    is_file = Path(path).suffix in _KINDS
+    if not Path(path).exists() and (is_file or path.startswith(("/", ".", "~"))):
+        what = "file" if is_file else "folder"
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise BadInput(f"there is no {what} '{path}'{where}: put it there, or give the path that it has")
+
+
+def _json_fault(path: Path) -> str | None:
+    """Say which line of a file of JSON lines is none; None where all are, or it is no such file."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        number = 0
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return (
+                        f'line {number} is no JSON object: give one sample a line, such as {{"text": ..., "label": 0}}'
+                    )
+            except (ValueError, RecursionError) as error:
+                return f"line {number} is no JSON: {error}: correct it, or leave the line out"
+    return None if number else "it is empty: give one sample a line"
 
 
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:

@@ -28,7 +28,7 @@ def read_rows(path: Path) -> list[Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(no_file(str(path)))
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # a byte order mark is what spreadsheets write first
     if path.suffix == ".csv":
         import csv
 

@@ -155,8 +155,10 @@ def test_any_text_set_on_the_hub_or_in_a_folder(tmp_path, monkeypatch):
     ):
         with pytest.raises(BadInput, match=message):
             set_up(HuggingFaceText(str(tmp_path / "set"), "words", **wrong))
-    with pytest.raises(BadInput, match="cannot load the data set"):
+    with pytest.raises(BadInput, match=r"there is no folder '.*nowhere': put it there"):
         set_up(HuggingFaceText(str(tmp_path / "nowhere"), "words"))
+    with pytest.raises(BadInput, match="cannot load the data set 'nobody/nothing'"):
+        set_up(HuggingFaceText("nobody/nothing", "words"))
 
 
 def test_bad_arguments():

@@ -147,10 +147,13 @@ def test_yaml_device_file(tmp_path):
     ]
 
 
-def test_csv_device_file(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_device_file(tmp_path, encoding):
+    """With the byte order mark that spreadsheets write, and without."""
     path = tmp_path / "devices.csv"
     path.write_text(
-        "name,flops_per_s,latency_s,availability,period_s,count\nphone,2e9,0.1,0:5;10:20,24,3\nbox,1e12,,,,\n"
+        "name,flops_per_s,latency_s,availability,period_s,count\nphone,2e9,0.1,0:5;10:20,24,3\nbox,1e12,,,,\n",
+        encoding=encoding,
     )
     assert load_devices(path) == [
         Device("phone", flops_per_s=2e9, latency_s=0.1, availability=((0, 5), (10, 20)), period_s=24, count=3),

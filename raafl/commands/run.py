@@ -211,7 +211,7 @@ class Run:
         row: JournalRow = {
             "time_s": 0.0, "event": "run", "runtime": self.runtime,
             "conditions": conditions(experiment, trains=self.runtime == "simulated"), "start": self._start(),
-            "title": title, "goals": self._goals().to_json(),
+            "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": experiment.max_norm_ratio},
         }  # fmt: skip
         self._writer.event(row)
         self.record.restart_clock()

@@ -288,6 +288,11 @@ class Experiment:
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise BadInput(f"output is '{self.output}', but nothing may be written in {parent}: name another folder")
 
+    @property
+    def max_norm_ratio(self) -> float | None:
+        """The guard's; None with privacy, which clips every update itself and whose sum must take every one."""
+        return None if self.privacy.is_on else self.guard.max_norm_ratio
+
     def protected(self) -> Algorithm:
         """Return the algorithm with its merge as `guard` and `privacy` ask; for the server, which has the noise's seed."""
         from raafl.parts.protect.privacy import noise_key

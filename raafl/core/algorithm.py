@@ -280,6 +280,14 @@ class Merge(Part, ABC):
         """Refuse a sound update by a reason, the REASON in refused:REASON, or None; asked before `receive`."""
         return None
 
+    def numbers(self, update: Update) -> Sequence[float]:
+        """List the numbers in `Update.extra` that move the model in the place of tensors, for whoever judges their size."""
+        return ()
+
+    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
+        """Check whether a merge with this update would leave numbers that are not finite; asked right before `receive`."""
+        return False
+
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Take in one update; its tensors may be gone once this returns."""

@@ -6,6 +6,9 @@ checkpoint has all there is, and a replay rebuilds it from the journal.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from raafl.core.client_files import is_in_files, release, zeros_in
@@ -21,6 +24,16 @@ class ClientState:
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[int, FlatTensors]] = {}
+        self._changed: dict[tuple[str, int], FlatTensors | None] | None = None
+
+    @contextmanager
+    def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
+        """Copy into ``changed`` what is about to be changed, by name and client, at its first change; None = there was nothing."""
+        self._changed = changed
+        try:
+            yield
+        finally:
+            self._changed = None
 
     def find(self, name: str, client: int) -> FlatTensors | None:
         """Look up a client's tensors under ``name``, or None."""
@@ -35,6 +48,7 @@ class ClientState:
         With a ``folder`` it lies in files there (`raafl.core.client_files`), with the same bits.
         """
         kept = self.everyone(name, folder)
+        self._record(name, client)
         if client not in kept:
             kept[client] = FlatTensors.zeros(layout, device) if folder is None else zeros_in(folder, layout)
             for buffer in kept[client].buffers.values() if fill != 0 else ():
@@ -44,7 +58,13 @@ class ClientState:
 
     def forget(self, name: str, client: int) -> None:
         """Keep nothing for a client under ``name`` any more."""
+        self._record(name, client)
         self.kept.get(name, {}).pop(client, None)
+
+    def _record(self, name: str, client: int) -> None:
+        if self._changed is not None and (name, client) not in self._changed:
+            before = self.find(name, client)
+            self._changed[name, client] = None if before is None else before.clone()
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
         """Look up all tensors under ``name`` by client; with a ``folder`` those from a checkpoint are put there first."""

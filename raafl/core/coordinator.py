@@ -12,12 +12,15 @@ from dataclasses import replace
 
 from raafl.core.algorithm import Algorithm, Fleet, OwnTests, Training, Waiting
 from raafl.core.payload import Wire
+from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
 from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
 from raafl.core.types import (
+    DIVERGED,
     ENDS,
     OUT_OF_MEMORY,
+    OVERFLOW,
     RESTART,
     Action,
     Arrived,
@@ -126,12 +129,15 @@ class Coordinator:
         if problem is not None or assignment is None:
             self._refuse(update, assignment, problem or "", now)
             return
-        self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
         client = self.roster.clients[assignment.client]
         self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
-        self.standing.accept(client.id)
         update.num_samples = self._weight(client, update.num_samples)
         staleness = self.state.version - assignment.version
+        if self.algorithm.merge.overflows(self.state, update, assignment.spec.cut, staleness):
+            self._refuse(update, assignment, OVERFLOW, now)
+            return
+        self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
+        self.standing.accept(client.id)
         self.algorithm.merge.receive(self.state, update, assignment.spec.cut, staleness)
         self.waiting.append((assignment, update, staleness))
         self.arrived_s.append(now)
@@ -174,15 +180,15 @@ class Coordinator:
             return
         if problem == OUT_OF_MEMORY:
             self._narrow(assignment)
-        until = self.standing.refuse(assignment.client, now)
-        if until is None:
-            return
+        excused = problem in DIVERGED and is_ruined(self.state)  # a model on which honest clients fail, too
+        until = self.standing.refuse(assignment.client, now, excused=excused)
         client = self.roster.clients[assignment.client]
-        said = self.roster.said_bytes.get(client.id)
-        self._drop(client.id, "kept-out")
-        self.roster.keep_out(client, said)
-        self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
-        if self._is_hopeless():
+        if until is not None:
+            said = self.roster.said_bytes.get(client.id)
+            self._drop(client.id, "kept-out")
+            self.roster.keep_out(client, said)
+            self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
+        if self.standing.is_bad(client.id) and self._is_hopeless():
             most = self.limits.max_refused
             self._actions.append(
                 Fail(

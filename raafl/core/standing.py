@@ -34,10 +34,10 @@ class Standing:
         self.times: Counter[int] = Counter()
         self.until: dict[int, float] = {}
 
-    def refuse(self, client: int, now: float) -> float | None:
-        """Count a refusal; return until when the client is kept out for it, or None."""
+    def refuse(self, client: int, now: float, *, excused: bool = False) -> float | None:
+        """Count a refusal; return until when the client is kept out for it, or None; never for one that is ``excused``."""
         self.refused[client] += 1
-        if self.refused[client] < self.most:
+        if excused or self.refused[client] < self.most:
             return None
         self.until[client] = now + min(FIRST_S * 2 ** min(self.times[client], 20), LONGEST_S)
         self.times[client] += 1

@@ -21,6 +21,16 @@ OUT_OF_MEMORY = "out-of-memory"
 """Why an update is refused, `Update.refusal`, of a client whose memory was too small for the task."""
 
 
+HUGE_NORM = "huge-norm"
+"""Why an update is refused whose norm is far above those accepted before."""
+
+OVERFLOW = "overflow"
+"""Why a finite update is refused whose merge would leave numbers that are not finite."""
+
+DIVERGED = frozenset({"non-finite", HUGE_NORM, OVERFLOW})
+"""Refusals that a client may owe to the global model that it was sent."""
+
+
 class Warn(str):
     """A note that the run may not be what was asked for: said as a warning, kept in the summary, an error with `strict`."""
 

@@ -35,7 +35,7 @@ class JournalRow(TypedDict, total=False):
 
     Its fields by `event`, beside `time_s`, on the run's clock:
 
-    - run, the first: runtime, conditions, start, title, goals;
+    - run, the first: runtime, conditions, start, title, goals, guard (what it refuses by default);
     - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason;
     - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
     - timer: id; stop: reason;
@@ -50,6 +50,7 @@ class JournalRow(TypedDict, total=False):
     start: dict[str, Any]
     title: str
     goals: Any
+    guard: dict[str, Any]
     client: int
     incarnation: Any
     num_samples: int

@@ -1,4 +1,4 @@
-"""Training that diverges is said, and is an error where the run is strict."""
+"""Warn of training that diverges; it is an error where the run is strict."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 
 from raafl.core.hooks import Hooks
-from raafl.core.types import Settled
+from raafl.core.types import HUGE_NORM, OVERFLOW, Settled
 
 NON_FINITE = "refused:non-finite"
+TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
+"""Outcomes of updates that are far larger than others: of one client a fault of its own, of several that training diverges."""
 
 
 class Divergence(Hooks):
-    """Looks for metrics that are no numbers any more, and for updates that are refused since they are not finite.
+    """Looks for metrics that are no numbers any more, and for updates that are refused as not finite, or as far too large.
 
     Attributes:
         failure: why the run is to end; None = it may go on.
@@ -33,6 +35,8 @@ class Divergence(Hooks):
         self._warn, self._strict, self._fault = warn, strict, fault
         self._finite: set[str] = set()
         self._refused = False
+        self._too_large: set[int] = set()  # clients; none that has been merged since
+        self._said = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Look at the metrics; of one that never was a number the data may be why, else it says nothing."""
@@ -48,10 +52,21 @@ class Divergence(Hooks):
             )
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Look whether a client's update was not finite."""
+        """Look whether a client's update was not finite, or those of two clients too large with none of theirs merged since."""
         if settled.outcome == NON_FINITE and not self._refused:
             self._refused = True
             self._find(self._of_client(settled.client))
+        if settled.outcome == "merged":
+            self._too_large.discard(settled.client)
+        elif settled.outcome in TOO_LARGE and settled.client not in self._too_large:
+            self._too_large.add(settled.client)
+            if len(self._too_large) > 1 and not self._said:
+                self._said = True
+                clients, reason = " and ".join(map(str, sorted(self._too_large))), settled.outcome.partition(":")[2]
+                self._find(
+                    f"training diverges: updates of clients {clients} are many times as large as those before, and refused "
+                    f"({reason}): use a smaller learning rate, or clip gradients"
+                )
 
     def _of_client(self, client: int) -> str:
         what = f"an update of client {client} is not finite, and refused; more are counted in updates_refused"

@@ -22,6 +22,7 @@ from raafl.local.options import FabricOptions
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
 from raafl.parts.merge.wide import widened
+from raafl.parts.protect.bounded import bounded
 from raafl.runtime.cut import proven_submodels, submodels_of
 from raafl.submodel import Submodels, skeleton
 
@@ -113,7 +114,8 @@ def build(
     clients = client_infos(experiment, data)
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
-    algorithm = widened(pooled(experiment.protected(), submodels), submodels)
+    merged = widened(pooled(experiment.protected(), submodels), submodels)
+    algorithm = bounded(merged, experiment.max_norm_ratio)
     limits = experiment.limits(min_clients, count_lost)
     coordinator = coordinator_of(experiment, data, algorithm, state, limits, pace=pace)
     fleet = coordinator.fleet.of(clients)

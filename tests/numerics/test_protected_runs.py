@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_raa
+from raafl.algorithms.fed_mezo.zeroth_order import SCALARS, pack, unpack
 from raafl.commands.replay import replay
 from raafl.commands.run import simulate
 from raafl.config.parse import parse
@@ -203,3 +204,54 @@ def test_a_client_that_sends_the_opposite_ruins_a_plain_mean_and_not_a_guarded_o
     guarded = accuracies(tmp_path, 1.0, fed_avg(), guards)
     assert plain < 0.4, plain
     assert all(accuracy > 0.75 for accuracy in guarded.values()), guarded
+
+
+# ---- one client that sends the largest number ----
+
+METHODS = ("fed_async", "fed_avg", "fed_buff", "fed_mezo", "fed_opt", "fed_raa", "ram_fed", "scaffold", "split_fed")
+
+
+@pytest.fixture
+def one_sends_the_largest(monkeypatch):
+    """Client 4 sends nothing else: among values, bundles and scalars."""
+    train, most = LocalTrainer.run, float(np.finfo(np.float32).max)
+
+    def huge(self, assignment, received, data):
+        update = train(self, assignment, received, data)
+        if assignment.client == 4:
+            for buffer in update.tensors.buffers.values():
+                buffer.fill_(most)
+            if SCALARS in update.extra:
+                update.extra = {SCALARS: pack([most] * len(unpack(update.extra[SCALARS])))}
+        return update
+
+    monkeypatch.setattr(LocalTrainer, "run", huge)
+
+
+@pytest.mark.usefixtures("one_sends_the_largest")
+@pytest.mark.parametrize("ratio", [None, 1e4], ids=["overflow", "norm"])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_client_that_sends_the_largest_number_harms_no_other(tmp_path, name, ratio):
+    run = finish(experiment(tmp_path / "run", name, guard=Guard(max_norm_ratio=ratio), max_updates=16))
+    assert run.summary["finished"] == "max_updates" and np.isfinite(run.summary["final"]["loss"])
+    assert set(run.summary["clients_kept_out"]) <= {"4"}
+    assert set(run.summary["updates_refused"]) <= ({"overflow"} if ratio is None else {"overflow", "huge-norm"})
+    assert sum(run.summary["updates_refused"].values()) >= 1
+
+
+@pytest.mark.usefixtures("one_sends_the_largest")
+def test_refusals_of_what_would_overflow_replay_and_resume(tmp_path, monkeypatch):
+    fields = {"guard": Guard(max_norm_ratio=None), "max_updates": 16, "checkpoint_every": 1}
+    whole = finish(experiment(tmp_path / "whole", fed_buff(buffer_size=3), **fields))
+    made = experiment(tmp_path / "cut", fed_buff(buffer_size=3), **fields)
+    with crash(monkeypatch, 10):
+        simulate(made)
+    resumed = finish(replace(made, output=None, resume=made.output))
+    assert {**resumed.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
+    assert whole.summary["updates_refused"]["overflow"] >= 3 and equal_replay(made, resumed)
+
+
+def test_a_learning_rate_that_is_far_too_large_still_ends_as_diverged(tmp_path):
+    run = finish(experiment(tmp_path / "run", model=lambda: MLP(64, (24,), 10, lr=1e6), max_updates=40))
+    assert run.summary["finished"].startswith("failed: the last 3 updates of every client were refused")
+    assert any(text.startswith("training diverges") for text in run.summary["warnings"])

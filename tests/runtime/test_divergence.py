@@ -71,6 +71,20 @@ def test_what_diverges_is_said_once():
     assert found.stop_asked() is None
 
 
+def test_updates_that_are_far_too_large_are_divergence_only_of_several_clients():
+    said = []
+    found = Divergence(said.append, strict=True)
+    for client, outcome in ((1, "refused:huge-norm"), (1, "refused:overflow"), (1, "merged"), (2, "refused:huge-norm")):
+        found.on_settled(Settled(None, client, outcome, 3, 0), 3.0)
+    assert said == [] and found.stop_asked() is None
+    for client in (1, 3):
+        found.on_settled(Settled(None, client, "refused:overflow", 4, 0), 4.0)
+    assert len(said) == 1 and said[0].startswith(
+        "training diverges: updates of clients 1 and 2 are many times as large"
+    )
+    assert found.stop_asked().startswith("failed: training diverges")
+
+
 def test_a_view_shows_metrics_that_are_no_numbers():
     state = RunState()
     state.metrics({"version": 0, "time_s": 0.0, "loss": 1.0})

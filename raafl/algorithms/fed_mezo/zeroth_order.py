@@ -304,6 +304,10 @@ class Rebuilt(Merge):
             return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
+    def numbers(self, update: Update) -> Sequence[float]:
+        """Return the scalars, which say how far each step goes along its z."""
+        return unpack(update.extra.get(SCALARS)) or []
+
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Rebuild the client's values and add what they changed to the sum."""
         task = state.memory.pop(ANSWERED)

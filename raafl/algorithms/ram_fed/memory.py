@@ -166,7 +166,8 @@ class Remembered(Merge):
             kept = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
             if len(kept) == len(log):
                 continue
-            old, new = self._latest(state)[client], _zeros(state)
+            new = _zeros(state)
+            old = state.clients.of(LATEST, client, new.layout, state.values.device, self.folder)
             for _, spec in kept:
                 plan = _owned(state.submodels, spec).plan
                 plan.scatter_(new, plan.gather(old).to(new.device))

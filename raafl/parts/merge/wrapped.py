@@ -56,6 +56,14 @@ class Wrapped(Merge):
         """Pass on the objection of the inner merge."""
         return self.inner.problem(state, update, spec, staleness)
 
+    def numbers(self, update: Update) -> Sequence[float]:
+        """Pass on the numbers of the inner merge."""
+        return self.inner.numbers(update)
+
+    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
+        """Ask the inner merge."""
+        return self.inner.overflows(state, update, spec, staleness)
+
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass the update on."""
         self.inner.receive(state, update, spec, staleness)

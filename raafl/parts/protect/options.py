@@ -13,7 +13,7 @@ Combine = Literal["mean", "trimmed_mean", "median"]
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How the merge is protected from bad updates; nothing is unless it is asked for.
+    """How the merge is protected from bad updates.
 
     Attributes:
         clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
@@ -22,6 +22,8 @@ class Guard:
         combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it.
         max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
             of the clients' samples; null = as it says. Others are held to the share that they were dealt.
+        max_norm_ratio: refuse an update whose norm is above this many times the median of those accepted of the same layout, once
+            eight are; null = none is. See `raafl.parts.protect.bounded`.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
     """
 
@@ -31,6 +33,7 @@ class Guard:
     combine: Combine = "mean"
     trim: float = 0.1
     max_weight: float | None = 10.0
+    max_norm_ratio: float | None = 1e4
 
     def __post_init__(self) -> None:
         positive("guard.clip_norm", self.clip_norm, optional=True)
@@ -40,12 +43,16 @@ class Guard:
         one_of("guard.combine", self.combine, Combine)
         if self.max_weight is not None and not self.max_weight >= 1:
             raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
+        if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:
+            raise BadInput(
+                f"guard.max_norm_ratio is {self.max_norm_ratio}: give a number above 1, a multiple of the median norm, or null"
+            )
         if not 0 <= self.trim < 0.5:
             raise BadInput(f"guard.trim is {self.trim}: give a number from 0 to below 0.5")
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is asked of the merge."""
+        """Whether anything is asked of the merge beyond what is on by default."""
         return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 

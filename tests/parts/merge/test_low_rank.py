@@ -11,8 +11,9 @@ from torch import nn
 from raafl.algorithms import fed_async, fed_avg, fed_buff
 from raafl.core import saving
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, Update
+from raafl.core.types import Arrived, Lost, Update
 from raafl.parts import Rated
+from raafl.parts.protect.bounded import bounded
 from raafl.submodel import FlatTensors, Submodels
 from tests.low_rank import (
     BASE,
@@ -267,3 +268,23 @@ def test_versions_that_nobody_works_on_are_forgotten():
     ]  # of client 3, and of client 1; 2 has the newest
     give(coordinator, tasks[3])
     assert sorted(coordinator.state.memory["lora"]["starts"]) == [3, 4]
+
+
+@pytest.mark.parametrize("lora", ["hetlora", "flexlora", "raflora", "fedex", "flora"])
+def test_adapters_whose_product_overflows_are_refused_and_leave_no_trace(lora):
+    """1e25 is a number in float32, and the product of two is none; HetLoRA takes means of factors, and those of 3e38 are none."""
+    values, value = [], 3e38 if lora == "hetlora" else 1e25
+    for hostile in (True, False):
+        coordinator, tasks = started(bounded(fed_avg(submodel=BY_RANK, lora=lora), None))
+        give(coordinator, tasks[1])
+        if hostile:
+            update, _ = trained(coordinator, tasks[2])
+            update.tensors[A].fill_(value)
+            update.tensors[B].fill_(value)
+            coordinator.handle(Arrived(update), 0.0)
+            assert coordinator.refused == {"overflow": 1}
+        else:
+            coordinator.handle(Lost(2, "gone"), 0.0)
+        give(coordinator, tasks[3])
+        values.append(coordinator.state.values)
+    assert values[0].is_finite() and values[0].model_digest() == values[1].model_digest()

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many tests run several processes on few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a server
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ["XDG_STATE_HOME"] = "/dev/null"  # no test leaves notes of its runs with the user, or finds some
 
 import signal
 import socket

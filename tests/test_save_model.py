@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async
+from raafl.commands import cli
 from raafl.commands.run import simulate
 from raafl.core.algorithm import Training
+from raafl.errors import BadInput
 from raafl.runfolder.outcome import summary_lines
-from raafl.runtime import export
+from raafl.runtime import export, saver
 from tests.federation import experiment, finish
 
 pytest.importorskip("transformers")
@@ -29,6 +34,9 @@ from model_zoo import HFSequenceClassifier
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
         "vocab_size": 30, "max_position_embeddings": 8}  # fmt: skip
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
+
+
+QUIET = SimpleNamespace(as_json=True, experiment=SimpleNamespace(progress="quiet"))
 
 
 def tokens():
@@ -157,11 +165,42 @@ def test_a_full_disk_at_the_end_loses_no_run(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
 
 
-def test_where_nothing_could_be_written_the_summary_says_so(tmp_path, monkeypatch):
+def test_where_nothing_could_be_written_the_summary_says_so_and_the_run_has_failed(tmp_path, monkeypatch, capsys):
     full_disk(monkeypatch, "")
     run = finish(run_of(tmp_path), lambda settings: simulate(settings))
     assert run.summary["model"] is None and run.summary["unwritten"]["checkpoints"] == 1
-    assert len(run.summary["warnings"]) >= 2
+    assert run.summary["model_copy"] is None and any("): it is lost" in line for line in run.summary["warnings"])
+    capsys.readouterr()
+    assert cli._report(run.summary, run.folder, QUIET) == 1
+    assert capsys.readouterr().err == f"raafl: the final model could not be saved in {run.folder}: it is lost\n"
+
+
+def test_a_model_that_its_folder_has_no_room_for_is_saved_elsewhere(tmp_path, monkeypatch, capsys):
+    (tmp_path / "system").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    full_disk(monkeypatch, f"{tmp_path}/run/")
+    run = finish(experiment(tmp_path / "run", "fed_async", max_updates=4))
+    copy = Path(run.summary["model_copy"])
+    assert copy.is_relative_to(tmp_path / "system") and copy.parents[1].name.startswith("run-")
+    from raafl.submodel import Submodels
+
+    module = MLP.load_from_checkpoint(copy, map_location="cpu")
+    assert Submodels(module).state(module).model_digest() == run.digest
+    assert any(f"a copy is in {copy}, move it before it is cleaned up" in line for line in run.summary["warnings"])
+    assert cli._report(run.summary, run.folder, QUIET) == 1
+    assert capsys.readouterr().err.endswith(
+        f"raafl: the final model could not be saved in {run.folder}: a copy is in {copy}\n"
+    )
+
+
+def test_a_run_that_the_disk_has_no_room_for_does_not_start(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(saver.shutil, "disk_usage", lambda place: usage._replace(free=1_000))
+    with pytest.raises(
+        BadInput, match=r"^output is '.*/run', where 0\.0 MB are free: the run will write 0\.\d MB or more"
+    ):
+        simulate(run_of(tmp_path))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_of_an_earlier_attempt_is_replaced_whole_or_not_at_all(tmp_path):

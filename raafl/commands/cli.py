@@ -375,7 +375,13 @@ def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
     if ended == "interrupted":
         return 130
     if not ended.startswith("failed"):
-        return 0
+        if summary["model"] is not None:
+            return 0
+        copy = summary.get("model_copy")
+        _complain(
+            f"the final model could not be saved in {folder}: " + (f"a copy is in {copy}" if copy else "it is lost")
+        )
+        return 1
     at = f"; the traceback is in {folder / summary['traceback']}" if summary.get("traceback") else ""
     _complain(ended.removeprefix("failed: ") + at)
     return 1

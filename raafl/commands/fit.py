@@ -85,7 +85,8 @@ def host(
             run.progress.note(f"listening at {transport.address}")
         try:
             if saved is not None:
-                server.restore(saved.section["clock"])
+                with resume.restoring(saved):
+                    server.restore(saved.section["clock"])
             run.start()
             reason = server.run()
             return run.finish(reason, server.now, server.error), run.folder

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.experiment import Experiment, seconds
+from raafl.config.trust import remember
 from raafl.core.hooks import Watcher
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
@@ -29,9 +30,9 @@ from raafl.runtime import resume
 from raafl.runtime.batch_norm import Filled, StaticStatistics
 from raafl.runtime.conditions import conditions
 from raafl.runtime.divergence import Divergence
-from raafl.runtime.export import save_model
+from raafl.runtime.export import save_copy, save_model
 from raafl.runtime.interrupt import Interrupt
-from raafl.runtime.saver import Saver
+from raafl.runtime.saver import Saver, check_space
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
 from raafl.runtime.transport import Transport
 from raafl.submodel import FULL
@@ -66,12 +67,14 @@ class Run:
             self._go_on(saved)
         else:
             self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
+            check_space(self.folder, parts.coordinator.state.values.num_bytes, experiment.keep_checkpoints)
             try:
                 self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
             except OSError as error:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
                 ) from error
+            remember(config_yaml, self.folder)
             self._show(RunState())
             self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
             self.record.evaluated(0, 0.0, metrics)
@@ -105,12 +108,13 @@ class Run:
         coordinator, section = self.parts.coordinator, saved.section
         resume.check_limits(saved, coordinator.limits)
         try:
-            mended = resume.mend(saved)
+            with resume.restoring(saved):
+                mended = resume.mend(saved)
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
-        with self.statistics.untouched(coordinator.state.values):
+        with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)
         if mended.num_missing:
             self._writer.gap(mended.num_missing)
@@ -249,6 +253,10 @@ class Run:
             summary["model"] = save_model(
                 self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
             )
+            saved = summary["model"] is not None
+            summary["model_copy"] = (
+                None if saved else save_copy(self.folder, self.parts.module, coordinator.state, self.progress)
+            )
         self.watcher.end(cast(dict[str, Any], summary))
         summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
@@ -293,6 +301,7 @@ def simulate(
             hooks=run.hooks, progress=run.progress,
         )  # fmt: skip
         if saved is not None:
-            simulation.restore(saved.section["clock"])
+            with resume.restoring(saved):
+                simulation.restore(saved.section["clock"])
         reason = simulation.run()
         return run.finish(reason, simulation.now, simulation.error, executor.report()), run.folder

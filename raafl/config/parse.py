@@ -152,16 +152,17 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
 
     Raises:
         BadInput: anything jsonargparse refuses, as one line naming field, value and remedy; or the config of the run to
-            resume names more than raafl's own, without `--trust_config`.
+            resume names more than raafl's own, without `--trust_config`, and is none that this user ran here.
         SystemExit: after `--help` or `--print_config`.
     """
     from raafl.config.registry import paths
-    from raafl.config.trust import imports_only
+    from raafl.config.trust import imports_only, is_trusted, of_folder
 
     trusted = TRUST in argv
     argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
-    if config_yaml is None:
-        config_yaml = _resumed(argv, trusted)
+    if config_yaml is None and (folder := _resumed(argv)) is not None:
+        trusted = is_trusted(folder, asked=trusted)
+        config_yaml = of_folder(folder, trusted=trusted)
     if not argv and config_yaml is None:
         raise BadInput(NEEDS_CONFIG.format(command))
     _find_project_modules()
@@ -207,10 +208,11 @@ def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) 
     ``again``: the run is gone over again, and what is of no use for that is left out.
 
     Raises:
-        BadInput: as `parse`; or the config names more than raafl's own, and is not ``trusted``.
+        BadInput: as `parse`; or the config names more than raafl's own, is not ``trusted``, and is none that this user ran here.
     """
-    from raafl.config.trust import of_folder
+    from raafl.config.trust import is_trusted, of_folder
 
+    trusted = is_trusted(folder, asked=trusted)
     unused = {name for name, one in ABOUT.items() if not one.again} if again else ()
     text = of_folder(folder, trusted=trusted, without=unused)
     return parse("simulate", [*overrides, *([TRUST] if trusted else [])], config_yaml=text).experiment
@@ -253,17 +255,15 @@ def expand_strict(argv: Sequence[str]) -> list[str]:
     return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
 
 
-def _resumed(argv: Sequence[str], trusted: bool) -> str | None:
-    """Return the config of the run that `--resume RUN` names, unless another is given."""
+def _resumed(argv: Sequence[str]) -> Path | None:
+    """Return the folder of the run that `--resume RUN` names, unless a config is given."""
     named = values(argv, "--resume")
     if not named or values(argv, "--config"):
         return None
     folder = Path(named[-1])
     if not (folder / "config.yaml").is_file():
         raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
-    from raafl.config.trust import of_folder
-
-    return of_folder(folder, trusted=trusted)
+    return folder
 
 
 def config_first(argv: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 import yaml
 
+from raafl.config import own_runs
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
@@ -115,9 +116,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
         tree = _tree(file.read_text(encoding="utf-8"))
         tree = {name: value for name, value in tree.items() if name not in without}
         if not trusted:
-            check = _Check(on_this_machine=True)
-            for name, value in tree.items():
-                check.section(name, value)
+            _check_names(tree)
     except Foreign as problem:
         raise BadInput(
             f"the config of '{folder}' is not taken: {problem}: its author would choose what code runs here; if you trust "
@@ -139,6 +138,31 @@ def as_before(tree: Mapping[str, Any]) -> dict[str, Any]:
                 **{name: old for name, old in values.items() if name not in (given or {})},
             }
     return filled
+
+
+def is_trusted(folder: Path, *, asked: bool) -> bool:
+    """Check whether a run folder's config may name any class: on request, or as one that this user ran here, to the letter."""
+    if asked:
+        return True
+    try:
+        return own_runs.is_own((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def remember(config_yaml: str, run_folder: Path) -> None:
+    """Note that this user runs a config here, where it names more than raafl's own: `is_trusted` then takes it."""
+    try:
+        _check_names(_tree(config_yaml))
+    except Foreign:
+        own_runs.remember(config_yaml, run_folder)
+
+
+def _check_names(tree: Mapping[str, Any]) -> None:
+    """Raise `Foreign` for what is more than raafl's own."""
+    check = _Check(on_this_machine=True)
+    for name, value in tree.items():
+        check.section(name, value)
 
 
 @contextmanager

@@ -179,7 +179,8 @@ class Summary(TypedDict, total=False):
     """What summary.json holds, and the Python API returns; what a merge reports on itself is there besides.
 
     `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` says how clients were
-    trained as one batch; `model` and `traceback` are files in the folder; `unwritten` counts rows that each file lacks.
+    trained as one batch; `model` and `traceback` are files in the folder; `model_copy` is where a model is that could not be
+    saved there; `unwritten` counts rows that each file lacks.
     """
 
     algorithm: str
@@ -214,6 +215,7 @@ class Summary(TypedDict, total=False):
     rates_leave: Any
     kept_whole: Any
     model: Any
+    model_copy: str | None
     loggers: dict[str, dict[str, Any]]
     traceback: str | None
     unwritten: dict[str, int]

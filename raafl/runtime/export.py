@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
-from raafl.runtime.saver import cause
+from raafl.runfolder import checkpoints as checkpoint_files
+from raafl.runtime.saver import cause, with_ties
 from raafl.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,6 +59,32 @@ def save_model(
     if found is None:
         return None
     return str(found.relative_to(run_folder))
+
+
+def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
+    """Save a model that its run folder has no room for in the system's temporary folder; return its path, None if neither has.
+
+    The training may have taken days, and the disk of the temporary folder is often another one.
+
+    Args:
+        run_folder: whose model could not be saved.
+        module: asked for its hyper-parameters and the names of its tensors only.
+        state: of the server at the end.
+        progress: told where the copy is.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{run_folder.name}-"))
+        values = with_ties(module, state.values)
+        path = checkpoint_files.save(folder, state.version, values, module=module)
+    except Exception as error:  # as in `save_model`
+        progress.warn(
+            f"the final model cannot be saved in {run_folder}, nor in {tempfile.gettempdir()} ({cause(error)}): it is lost"
+        )
+        return None
+    progress.warn(
+        f"the final model cannot be saved in {run_folder}: a copy is in {path}, move it before it is cleaned up"
+    )
+    return str(path)
 
 
 def _save_pretrained(module: Any, tokenizer: Any, target: Path) -> Path:

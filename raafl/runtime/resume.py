@@ -7,8 +7,11 @@ after the checkpoint is lost too, and reported so.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from raafl.core import saving
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import Limits
-from raafl.errors import BadInput
+from raafl.errors import BadInput, RunFailed
+from raafl.foreign import foreign
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import JournalRows, read_events
 from raafl.runfolder.record import RunRecord
@@ -61,16 +65,72 @@ def load(folder: Path, runtime: str) -> SavedRun:
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink():  # what is written next would go to a place of somebody's choosing
-            raise BadInput(f"resume: '{path}' is a link, which is not written to: put what it stands for in its place")
+    _refuse_links(folder)
     saved = checkpoint.load(folder)
     if saved.raafl.get("finished") is not None:
         raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")
     if saved.raafl.get("runtime") != runtime:
         command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
         raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
-    return SavedRun(folder, saved.state_dict, saved.raafl)
+    found = SavedRun(folder, saved.state_dict, saved.raafl)
+    with restoring(found):
+        _check(saved.raafl)
+    return found
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise `BadInput` for a link through which what is written next would go to a place of somebody's choosing.
+
+    Below the folder's top a link may name another place in the folder, as W&B's do.
+    """
+    inside = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for path in sorted(Path(parent, name) for name in (*folders, *files)):
+            stays = path.parent != folder and path.resolve().is_relative_to(inside)
+            if path.is_symlink() and not stays:
+                raise BadInput(
+                    f"resume: '{path}' is a link, which is not written to: put what it stands for in its place"
+                )
+
+
+@contextmanager
+def restoring(saved: SavedRun) -> Iterator[None]:
+    """Raise `BadInput` for whatever is missing in what was saved, or is not what raafl writes.
+
+    A checkpoint may come from somebody else: each of its fields is data that may have any type.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        if isinstance(error, BadInput | RunFailed):
+            raise
+        raise BadInput(
+            f"resume: the last checkpoint of '{saved.folder}', or a table beside it, is damaged or was altered "
+            f"({foreign(f'{type(error).__name__}: {error}', 100)}): take an earlier one, or start a new run"
+        ) from error
+
+
+_COUNTS = {"coordinator": ("version", "last_id", "merged"), "record": ("num_events", "num_rows", "bytes", "staleness")}
+_NEEDED = ("memory", "active", "idle", "drawn", "waiting", "evaluated", "started", "wake", "rng")
+_BOOKS = ("counts", "busy", "tasks", "joins", "refused", "clipped", "refused_in_a_row", "times_out")
+_TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", "arrived_s")}
+
+
+def _check(section: dict[str, Any]) -> None:
+    """Raise `KeyError` for what is missing, `ValueError` for a count or a time that is below 0 or not finite, by its name."""
+    for name in _NEEDED:
+        section["coordinator"][name]
+    coordinator, clock = section["coordinator"], section["clock"]
+    counts = {name: section[part][name] for part, names in _COUNTS.items() for name in names}
+    counts |= {name: [number for _, number in coordinator.get(name, [])] for name in _BOOKS}
+    times = {name: section[part][name] for part, names in _TIMES.items() for name in names}
+    times["timers"] = [entry[0] for entry in clock.get("timers", clock.get("heap", []))]
+    for name, value in (counts | times).items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if type(number) not in ((int, float) if name in times or name == "staleness" else (int,)):
+                raise ValueError(f"{name} is no number")
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name} is {number}")
 
 
 def check_limits(saved: SavedRun, limits: Limits) -> None:

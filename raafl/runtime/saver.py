@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from torch import nn
 from raafl.core import saving
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import Hooks
+from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.rows import say
@@ -100,6 +102,24 @@ class Saver(Hooks):
         """Finish writing."""
         self.wait()
         self._writer.shutdown()
+
+
+def check_space(folder: Path, num_bytes: int, keep: int) -> None:
+    """Raise `BadInput` where a disk has less room than a run's checkpoints and model will take.
+
+    Args:
+        folder: the run's, which need not be there yet.
+        num_bytes: of the global values.
+        keep: checkpoints that are kept; one more is written before the oldest goes.
+    """
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
+    if free < needed:
+        raise BadInput(
+            f"output is '{folder}', where {free / 1e6:.1f} MB are free: the run will write {needed / 1e6:.1f} MB or more "
+            f"({keep} + 1 checkpoints and the model, {num_bytes / 1e6:.1f} MB each): free some, name another folder, or lower "
+            "keep_checkpoints"
+        )
 
 
 def cause(error: BaseException) -> str:

@@ -42,6 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).chmod(0o600)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAAFL_DATA", str(tmp_path / "no-data"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     sys.path.insert(0, str(tmp_path))
     yield tmp_path
     sys.path[:] = paths

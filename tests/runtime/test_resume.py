@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shutil
 import signal
 import time
 import tracemalloc
@@ -10,10 +12,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
+from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.rows import write_table
 from raafl.runtime.resume import SavedRun, load, mend
 from raafl.watch.state import follow
@@ -236,6 +240,64 @@ def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
     assert mended.merged == [(number % 9, number) for number in range(kept + 1, num + 1)]
     assert rows(tmp_path / "clients.csv")[-1][3] == str(kept) and len(rows(tmp_path / "clients.csv")) == 1 + kept
     assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "100"]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """The folder of a simulated run that was cut off."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        options = ["--config", CONFIG, *SMALL, "--algorithm=fed_buff", "--max_updates=40", "--checkpoint_every=1"]
+        crashed(patch, 20, *options, f"--output={folder}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        (("coordinator", "waiting"), None, "KeyError: 'waiting'"),
+        (("coordinator",), None, "KeyError: 'coordinator'"),
+        (("clock",), 5, "TypeError"),
+        (("clock", "now"), float("nan"), "now is nan"),
+        (("clock", "now"), "late", "now is no number"),
+        (("clock", "heap", 0, 0), -1.0, "timers is -1.0"),
+        (("clock", "heap", 0, 3), "x", "Error"),
+        (("record", "num_rows"), -5, "num_rows is -5"),
+        (("record", "bytes"), [-1, 0], "bytes is -1"),
+        (("coordinator", "joins"), [[1, -3]], "joins is -3"),
+        (("coordinator", "rng"), [3, [1], None], "Error"),
+        (("coordinator", "memory"), {"__pairs__": 3}, "TypeError"),
+    ],
+)
+def test_a_checkpoint_that_somebody_altered_is_refused_in_a_line(tmp_path, interrupted, where, value, says):
+    folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    file = newest(folder)
+    content = torch.load(file, weights_only=True)
+    place = content["raafl"]["state"]
+    for name in where[:-1]:
+        place = place[name]
+    if value is None:
+        del place[where[-1]]
+    else:
+        place[where[-1]] = value
+    torch.save(content, file)
+    with pytest.raises(
+        BadInput, match=rf"^resume: the last checkpoint .* was altered \(.*{re.escape(says)}.*: take an"
+    ) as refused:
+        simulated("--resume", str(folder))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_link_below_the_top_of_a_folder_may_only_stay_in_it(tmp_path, interrupted):
+    """As W&B's `latest-run` does; a foreign folder might send a logger's files elsewhere."""
+    folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    (folder / "loggers" / "wandb" / "run-1").mkdir(parents=True)
+    (folder / "loggers" / "wandb" / "latest-run").symlink_to("run-1")
+    load(folder, "simulated")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "loggers" / "csv").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match=r"'.*loggers/csv' is a link, which is not written to"):
+        load(folder, "simulated")
 
 
 def test_nothing_is_written_through_a_link_that_somebody_left_in_a_folder(tmp_path):

@@ -1,0 +1,46 @@
+"""Remember which configs this user has run from which working folder, so that going over one's own runs asks for no consent.
+
+A config may name classes of the folder in which a command is run. Whoever has run that very text there has run those classes;
+a config of somebody else, or one that was altered since, has another digest. The notes lie in the user's state folder
+(`$XDG_STATE_HOME/raafl/runs`), which no run folder reaches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_MOST = 1000
+"""Notes that are kept; the oldest go first."""
+
+
+def remember(config_yaml: str, run_folder: Path) -> None:
+    """Leave a note that this user runs a config in this working folder; where none can be written there is none.
+
+    Args:
+        config_yaml: text of the run's `config.yaml`.
+        run_folder: where the run lies, for whoever reads the notes.
+    """
+    with suppress(OSError, RuntimeError):  # read-only, or a user without a home
+        note = _note(config_yaml)
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note.write_text(json.dumps({"run": str(run_folder.absolute()), "working_folder": str(Path.cwd())}) + "\n")
+        notes = sorted(note.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in notes[:-_MOST]:
+            old.unlink(missing_ok=True)
+
+
+def is_own(config_yaml: str) -> bool:
+    """Check whether this user has run a config, to the letter, in this working folder."""
+    with suppress(OSError, RuntimeError):
+        return _note(config_yaml).is_file()
+    return False
+
+
+def _note(config_yaml: str) -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    digest = hashlib.sha256(f"{Path.cwd()}\0{config_yaml}".encode()).hexdigest()
+    return Path(state) / "raafl" / "runs" / f"{digest[:32]}.json"

@@ -16,6 +16,7 @@ from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
 from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
+from raafl.core.training import NUM_TESTED
 from raafl.core.types import (
     DIVERGED,
     ENDS,
@@ -131,7 +132,7 @@ class Coordinator:
             return
         client = self.roster.clients[assignment.client]
         self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
-        update.num_samples = self._weight(client, update.num_samples)
+        self._clip(client, update)
         staleness = self.state.version - assignment.version
         if self.algorithm.merge.overflows(self.state, update, assignment.spec.cut, staleness):
             self._refuse(update, assignment, OVERFLOW, now)
@@ -159,14 +160,23 @@ class Coordinator:
         staleness = self.state.version - assignment.version
         return self.algorithm.merge.problem(self.state, update, assignment.spec.cut, staleness)
 
-    def _weight(self, client: ClientInfo, num_samples: int) -> int:
-        """Return ``num_samples``, cut to what a client with data of its own may weigh beside the others."""
+    def _most(self, client: ClientInfo) -> int | None:
+        """Return the most samples that a client with data of its own may count as beside the others; None = as it says."""
         if not client.own_data or self.limits.max_weight is None:
-            return num_samples
-        most = max(int(self.limits.max_weight * self.roster.middle), 1)
-        if num_samples > most:
+            return None
+        return max(int(self.limits.max_weight * self.roster.middle), 1)
+
+    def _clip(self, client: ClientInfo, update: Update) -> None:
+        """Cut what a client says of its number of samples to what it may count as, for training and for its own tests."""
+        most = self._most(client)
+        if most is not None and update.num_samples > most:
             self.clipped[client.id] += 1
-        return min(num_samples, most)
+            update.num_samples = most
+        tested = self.fleet.own_tests.most(
+            client if most is None else replace(client, num_samples=min(client.num_samples, most))
+        )
+        if update.metrics.get(NUM_TESTED, 0) > tested:
+            update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 
     def _refuse(self, update: Update, assignment: Assignment | None, problem: str, now: float) -> None:
         """Settle an update that is not merged; a client refused too often is kept out, and alone can end no run."""

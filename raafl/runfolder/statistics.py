@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raafl.core.payload import Payload
+from raafl.core.training import NUM_TESTED
 from raafl.core.types import Assignment, Settled, Update
 from raafl.local.metrics import PEAK, TEST
 from raafl.runfolder.logged import LoggedMeans, logged_values
 from raafl.runfolder.schema import CLIENT, MERGED, TESTED
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
-NUM_TESTED = TEST + "num_samples"
 MAX_ELEMENTS = 50_000_000
 """Elements of the largest model for which the union of several submodels is counted."""
 MOST = 2**53

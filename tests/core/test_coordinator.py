@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
+from raafl.core.training import OwnTests
 from raafl.core.types import (
     Arrived,
     ClientInfo,
@@ -254,3 +257,23 @@ def test_a_dealt_share_weighs_what_it_is_and_null_bounds_nothing():
         answer(coordinator, tasks[2], 1.0, num_samples=99)
         (value,) = values_of(coordinator.state).unique().tolist()
         assert abs(value - 0.99) < 1e-6 and not coordinator.clipped
+
+
+def test_a_client_s_own_tests_count_by_what_it_was_dealt_or_may_weigh():
+    """Clients 1 and 2 hold out 4 of the run's samples each, client 3 a fifth of 1,000 of its own: of 100, ten times the median."""
+    coordinator = coordinator_for(fed_avg(), min_clients=3, max_weight=10.0)
+    coordinator.fleet = replace(coordinator.fleet, own_tests=OwnTests({1: 4, 2: 4}, 0.2))
+    tasks = {}
+    for client, samples in ((1, 10), (2, 10), (3, 1000)):
+        tasks |= assigned(coordinator.handle(Joined(ClientInfo(client, samples, own_data=client == 3)), 0.0))
+    found = {}
+    for client, said in ((1, 2.0**53 - 1), (2, 3.0), (3, 250.0)):
+        update = update_for(
+            coordinator.state, tasks[client], 1.0, num_samples=coordinator.roster.clients[client].num_samples
+        )
+        update.metrics = {"test/num_samples": said, "test/accuracy": 0.5}
+        coordinator.handle(Arrived(update), 0.0)
+        found[client] = update.metrics
+    # of 125 samples 100 are left to train on; one and a quarter is for rounding
+    assert {client: metrics["test/num_samples"] for client, metrics in found.items()} == {1: 4.0, 2: 3.0, 3: 26.0}
+    assert all(metrics["test/accuracy"] == 0.5 for metrics in found.values())

@@ -21,6 +21,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+PACKAGES = ("lightning", "pytorch_lightning")
+"""Packages that have Lightning's classes, of one API; raafl imports the first, its users either."""
+
 _HOME = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.collections"}
 
 
@@ -58,6 +61,11 @@ def import_lightning() -> ModuleType:
                 if name.partition(".")[0] in ("lightning", "torchmetrics"):
                     del sys.modules[name]
     return importlib.import_module("lightning")
+
+
+def lightning_classes(name: str) -> tuple[type, ...]:
+    """Return a class of `lightning`, and its equal of the package `pytorch_lightning` where somebody has imported that."""
+    return tuple(getattr(sys.modules[package], name) for package in PACKAGES if hasattr(sys.modules.get(package), name))
 
 
 def _import_beside_lean_torchmetrics() -> None:

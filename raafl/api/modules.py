@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raafl.api.datasets import num_classes, train_loader
 from raafl.errors import BadInput, briefly
-from raafl.lean_import import import_lightning
+from raafl.lean_import import import_lightning, lightning_classes
 from raafl.local.model_checks import check_tensors
 from raafl.local.prepare import given_class, uncompiled, with_methods
 from raafl.submodel.cut.copying import copy_structure
@@ -137,7 +137,7 @@ class ModuleSpec:
                 f"module is {briefly(self.given)}: give a LightningModule, an nn.Module with loss=, a function that makes one, "
                 "or the name of a transformers model"
             )
-        if isinstance(self.given, nn.Module) and not isinstance(self.given, LightningModule) and self.loss is None:
+        if isinstance(self.given, nn.Module) and not _is_lightning(self.given) and self.loss is None:
             raise BadInput(
                 f"module is a plain {type(self.given).__name__}, and loss is missing: give loss=, a function of (output, "
                 "target) such as torch.nn.functional.cross_entropy"
@@ -148,7 +148,7 @@ class ModuleSpec:
             raise BadInput(f"loss is {briefly(self.loss)}: give an object of it, {self.loss.__name__}()")
         if self.is_made:
             check_tensors(self.given)
-        is_whole = isinstance(self.given, LightningModule) or is_name
+        is_whole = _is_lightning(self.given) or is_name
         if is_whole and (self.loss is not None or self.metrics is not None):
             raise BadInput("loss and metrics are for a plain nn.Module: this one has steps of its own")
 
@@ -168,14 +168,14 @@ class ModuleSpec:
         if not isinstance(made, nn.Module):
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
         made = uncompiled(made)
-        if not isinstance(made, LightningModule):
+        if not _is_lightning(made):
             check_tensors(made)
             if self.loss is None:
                 raise BadInput(f"module makes a plain {type(made).__name__}, and loss is missing: give loss=")
             return self._plain(made, data)
         if self.optimizer is not None:
             with_methods(made, configure_optimizers=_with(self.optimizer))
-        return made
+        return made  # type: ignore[no-any-return]
 
     def _copy(self) -> Any:
         try:
@@ -214,6 +214,10 @@ class ModuleSpec:
         if self.metrics:
             found["metrics"] = ", ".join(self.metrics)
         return found
+
+
+def _is_lightning(module: Any) -> bool:
+    return isinstance(module, lightning_classes("LightningModule"))
 
 
 def _check_function(name: str, value: Any, which: str) -> None:

@@ -15,9 +15,9 @@ from raafl.errors import BadInput, CodeFailed
 from raafl.local.data_faults import fault_in
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback
+from raafl.local.lightning_hooks import uncalled
 from raafl.local.metrics import MAX_LOGGED
 from raafl.local.sparse_gradients import check_optimizer
-from raafl.local.train import configure
 from raafl.local.trial import explained, try_single_samples, try_training
 from raafl.loggers.loggers import Loggers
 from raafl.parts.select.submodels import Full
@@ -155,10 +155,15 @@ class Run:
         module, data = self.evaluator.module, self.parts.data
         self.watcher.begin(self, saved)
         self.evaluator.fill(self.parts.coordinator.state.values)
-        self._logs = try_training(module, data.example_batch(2), self.parts.coordinator.state.values.device)
+        size = self.parts.coordinator.fleet.batch_size
+        tried = try_training(
+            module, data.example_batch(2), self.parts.coordinator.state.values.device, lambda: data.example_batch(size)
+        )
+        self._logs, self._tried = tried.logged, tried.warnings
+        check_optimizer(
+            tried.optimizer, self.parts.experiment.algorithm.local, self.parts.experiment.fabric.gradient_clip_val
+        )
         try_single_samples(module, data, self.parts.experiment.train, self.parts.coordinator.state.values.device)
-        fabric = self.parts.experiment.fabric
-        check_optimizer(configure(module)[0], self.parts.experiment.algorithm.local, fabric.gradient_clip_val)
         with explained(module, "validation_step", next(data.test_batches())[0]):
             metrics = self.evaluator(self.parts.coordinator.state.values)
         if not metrics:
@@ -179,6 +184,9 @@ class Run:
         """Collect the notes of the start; raises `BadInput` for warnings where the run is strict."""
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
         notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
+        algorithm = self.parts.coordinator.algorithm
+        left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
+        notes += [Warn(line) for line in (*self._tried, *left_out)]
         refuted = self.parts.submodels.refuted
         notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []

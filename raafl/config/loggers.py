@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import netrc
 import os
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -139,7 +140,10 @@ def _find(spec: LoggerSpec) -> type[Any]:
             f"logger is {spec.class_path}, which cannot be imported ({error}): give {', '.join(SHORT_NAMES)}, "
             "or the path of a Lightning logger's class"
         ) from None
-    if not (isinstance(cls, type) and issubclass(cls, Logger)):
+    # the package pytorch_lightning has a base class of its own, in lightning_fabric
+    twin = sys.modules.get("lightning_fabric.loggers.logger")
+    bases = (Logger,) if twin is None else (Logger, twin.Logger)
+    if not (isinstance(cls, type) and issubclass(cls, bases)):
         raise BadInput(f"logger is {spec.class_path}, which is no Lightning logger: give a subclass of Logger")
     return cls
 

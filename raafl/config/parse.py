@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -21,6 +21,7 @@ from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
 from raafl.errors import BadInput, nearest, one_of
+from raafl.lean_import import PACKAGES
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -49,8 +50,10 @@ class Parsed:
 
 
 @cache  # a quarter of the time that reading a config takes
-def make_parser(command: str, *, plain: bool = False) -> ArgumentParser:
+def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, plain: bool = False) -> ArgumentParser:
     """Make the parser of `raafl COMMAND`: `--config FILE`, and every field of an `Experiment` as an option.
+
+    A model and its data may be of any of the imported ``packages``.
 
     ``plain``: one that needs no torch, for help and for `raafl.config.plain`; it takes anything for model, data, algorithm
     and partition.
@@ -74,6 +77,9 @@ def make_parser(command: str, *, plain: bool = False) -> ArgumentParser:
     parser.add_argument("--config", action="config", metavar="FILE", help="a YAML file with any of the fields below")
     parser.add_argument("--json", action="store_true", help="print the summary, and nothing else, on standard output")
     hints = field_types(**parts)
+    for package in packages[1:]:
+        hints["model"] |= Callable[[], sys.modules[package].LightningModule]
+        hints["data"] |= Callable[[], sys.modules[package].LightningDataModule]
     # built by the server alone, in its own time
     hints["logger"] = str | dict[str, Any] | list[str | dict[str, Any]] | None
     groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
@@ -175,9 +181,20 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             file.write_text(config_yaml, encoding="utf-8")
             hidden = str(file)
             argv = ["--config", hidden, *argv]
-        namespace, text, made = _read(make_parser(command), config_first(argv), hidden)
+        known = _packages()
+        try:
+            namespace, text, made = _read(make_parser(command, known), config_first(argv), hidden)
+        except BadInput:
+            if _packages() == known:
+                raise
+            # what the config names has imported another package of Lightning's classes, which may be its own
+            namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
     made_fields = {field.name: made[field.name] for field in fields(Experiment)}
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
+
+
+def _packages() -> tuple[str, ...]:
+    return tuple(package for package in PACKAGES if package == "lightning" or package in sys.modules)
 
 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels
 
 
+class SkippedBatch(Exception):
+    """`training_step` has returned None: the batch has no loss, and makes no step."""
+
+
 @dataclass(slots=True)
 class Task:
     """One task under way on a client, as a hook sees it.
@@ -37,7 +41,7 @@ class Task:
         received: values as received, by name; to be read.
         num_batches: how many batches the task has.
         generator: seeded by the assignment; the data's order is drawn from it.
-        loss: ``loss(batch, index)``: `training_step`, in the precision of the run.
+        loss: ``loss(batch, index)``: `training_step`, in the precision of the run; raises `SkippedBatch` where it returns None.
         backward: backward pass of a loss.
         down: bundles as received, by name; to be read.
         up: bundles to send, by name, all 0; to be filled by `Hook.finish`.
@@ -118,6 +122,9 @@ class Local(Part):
 
     uses_gradients: ClassVar[bool] = False
     """Whether its hook works with gradients before the step, which 16-mixed scales and may leave infinite."""
+
+    leaves_out: ClassVar[frozenset[str]] = frozenset()
+    """Hooks of Lightning, of `raafl.module_hooks.TASK_HOOKS`, that its way of stepping does not call."""
 
     down: ClassVar[tuple[str, ...]] = ()
     up: ClassVar[tuple[str, ...]] = ()

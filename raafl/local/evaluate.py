@@ -12,10 +12,11 @@ from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
 from raafl.local.draws import generators, same_generators
-from raafl.local.metrics import begin, end, overrides, step
+from raafl.local.metrics import begin, end, step
 from raafl.local.noted import Noting, Unshared, add
 from raafl.local.record import Recorder
 from raafl.local.stacked.attributes import Attributes
+from raafl.module_hooks import overrides
 from raafl.submodel import FULL, FlatTensors, Submodels
 
 
@@ -72,7 +73,8 @@ class Evaluator:
     @property
     def is_shared(self) -> bool:
         """Whether other processes may measure some of the batches: the module does nothing before the first or after the last."""
-        return not any(overrides(self.module, f"on_validation_epoch_{end}") for end in ("start", "end"))
+        ends = ("start", "epoch_start", "epoch_end", "end")
+        return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
 
     def begin(self, values: FlatTensors) -> FlatTensors:
         """Begin to measure a model; return its values as they are measured, good until the next."""

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
 from raafl.local.record import Recorder
+from raafl.module_hooks import overrides, transferred
 from raafl.submodel.nested_batch import to_device
+from raafl.trainer_stand_in import stage
 
 TEST = "test/"
 """Begins the names of what a client measured on its own test part, in `Update.metrics` and clients.csv."""
@@ -38,14 +40,6 @@ def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def overrides(module: Any, name: str) -> bool:
-    """Check whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
-    method = getattr(type(module), name, None)
-    return method is not None and not str(getattr(method, "__module__", "")).startswith(
-        ("lightning.", "pytorch_lightning.")
-    )
-
-
 @torch.no_grad()
 def measure(
     module: nn.Module,
@@ -57,7 +51,8 @@ def measure(
     """Put ``module`` into eval mode, run ``validation_step`` on each batch and return its metrics over all of them.
 
     What is logged or returned as a number is averaged over the samples; a torchmetrics ``Metric`` computes its value from all
-    batches together. `on_validation_epoch_start` and `on_validation_epoch_end` are called where the module has them. A
+    batches together. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`, `..._epoch_end`
+    and `..._end` are called where the module has them. A
     metric that is both logged and returned is as it was logged; anything else that is returned is left alone.
 
     Args:
@@ -76,6 +71,8 @@ def begin(module: nn.Module, recorder: Recorder) -> None:
     """Begin to measure."""
     recorder.clear()
     module.eval()
+    stage(module, "validating")
+    _call(module, "on_validation_start")
     _call(module, "on_validation_epoch_start")
 
 
@@ -89,16 +86,20 @@ def step(
     for index, (batch, num_samples) in batches:
         num += 1
         recorder.weight = float(num_samples)
+        batch = transferred(module, batch, device, to_device)
+        _call(module, "on_validation_batch_start", batch, index)
         with context():
-            answer = module.validation_step(to_device(batch, device), index)  # type: ignore[operator]
+            answer = module.validation_step(batch, index)  # type: ignore[operator]
         if isinstance(answer, Mapping):
             recorder.log_dict({_RETURNED + name: value for name, value in answer.items() if _is_number(value)})
+        _call(module, "on_validation_batch_end", answer, batch, index)
     return num
 
 
 def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
     """Return the means over all batches."""
     _call(module, "on_validation_epoch_end")
+    _call(module, "on_validation_end")
     found = recorder.means()  # all at once: what is both logged and returned is reset after it
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}
     return {**returned, **{name: value for name, value in found.items() if not name.startswith(_RETURNED)}}
@@ -138,9 +139,9 @@ def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: I
         yield batch, num_samples
 
 
-def _call(module: Any, hook: str) -> None:
+def _call(module: Any, hook: str, *args: Any) -> None:
     if overrides(module, hook):
-        getattr(module, hook)()
+        getattr(module, hook)(*args)
 
 
 def _is_number(value: Any) -> bool:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.local.metrics import overrides
 from raafl.local.model_checks import check_tensors
 from raafl.local.trial import explained
+from raafl.module_hooks import overrides
 from raafl.submodel.cut.copying import persistent_buffers
+from raafl.trainer_stand_in import attach
 
+STEPS = ("training_step", "validation_step", "test_step")
 _GIVEN = "_raafl_given"
 
 
 def prepare(module: Any) -> Any:
     """Make a LightningModule ready to be trained, and return it.
+
+    Steps that take no ``batch_idx`` are wrapped to take one.
 
     What `torch.compile` has put around it or its parts is taken off: a submodel has shapes of its own. Layers that it builds in
     `setup` or `configure_model` are built. Without a `validation_step` it is measured by its `test_step`, without that by its
@@ -39,9 +44,13 @@ def prepare(module: Any) -> Any:
             f"{kind}.automatic_optimization is False, but a federated task runs training_step, backward and step itself: leave "
             "it out, return the loss, and give one optimizer"
         )
+    without = {name: _without_index(module, name) for name in STEPS if not _takes_index(module, name)}
+    if without:
+        with_methods(module, **without)
     if not overrides(module, "validation_step"):
-        how = _test_step if overrides(module, "test_step") else _training_loss
-        with_methods(module, validation_step=how)
+        how = _as_test(module) if overrides(module, "test_step") else {"validation_step": _training_loss}
+        with_methods(module, **how)
+    attach(module)
     for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the Trainer's order
         if overrides(module, hook):
             with explained(module, hook):
@@ -82,10 +91,29 @@ def given_class(module: nn.Module) -> Any:
     return getattr(type(module), _GIVEN, type(module))
 
 
-def _test_step(self: Any, batch: Any, batch_idx: int) -> Any:
-    return self.test_step(batch, batch_idx)
+def _takes_index(module: Any, name: str) -> bool:
+    """Check as Lightning does whether a step takes ``batch_idx``: a second argument, of any name."""
+    if not overrides(module, name):
+        return True
+    step = getattr(module, name)
+    spec = inspect.getfullargspec(getattr(step, "__wrapped__", step))
+    return "batch_idx" in spec.args or spec.varargs is not None or len(spec.args) > 2
+
+
+def _without_index(module: Any, name: str) -> Callable[[Any, Any, int], Any]:
+    step = getattr(type(module), name)
+    return lambda self, batch, batch_idx: step(self, batch)
+
+
+def _as_test(module: Any) -> dict[str, Any]:
+    """Return the hooks of a test, by the names under which a module is measured."""
+    kind = type(module)
+    hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
+    found = {name: getattr(kind, name) for name in ("test_step", *hooks) if overrides(module, name)}
+    return {name.replace("test", "validation"): hook for name, hook in found.items()}
 
 
 def _training_loss(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
     answer = self.training_step(batch, batch_idx)
-    return {"loss": answer["loss"] if isinstance(answer, Mapping) else answer}
+    answer = answer["loss"] if isinstance(answer, Mapping) else answer
+    return {} if answer is None else {"loss": answer}

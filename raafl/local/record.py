@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
+from raafl.local.latest import Latest
 
 
 class Recorder:
@@ -25,12 +26,15 @@ class Recorder:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
         self._metrics: dict[str, Any] = {}
+        self.latest = Latest()
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
-        """Take over ``module.log`` and ``module.log_dict``."""
-        module.log = self.log  # type: ignore[assignment]
-        module.log_dict = self.log_dict  # type: ignore[assignment]
+        """Take over ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
+        for part in module.modules():
+            if part is module or callable(getattr(type(part), "log_dict", None)):
+                part.log = self.log  # type: ignore[assignment]
+                part.log_dict = self.log_dict  # type: ignore[assignment]
 
     def log(
         self,
@@ -49,11 +53,13 @@ class Recorder:
         Raises:
             BadInput: another ``reduce_fx``, or ``value`` is no number.
         """
-        if callable(getattr(value, "compute", None)):
+        is_metric = callable(getattr(value, "compute", None))
+        value = value if is_metric else logged_value(name, value)
+        weight = self.weight if batch_size is None else float(batch_size)
+        self.latest.add(name, value, weight, kwargs.get("on_step"), kwargs.get("on_epoch"))
+        if is_metric:
             self._metrics[name] = value
             return
-        value = logged_value(name, value)
-        weight = self.weight if batch_size is None else float(batch_size)
         total, count = self._sums.get(name, (None, 0.0))
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if how == "mean":
@@ -107,6 +113,7 @@ class Recorder:
         self._sums.clear()
         self._metrics.clear()
         self.weight = 1.0
+        self.latest.clear()
 
 
 def widened(value: Tensor) -> Tensor:

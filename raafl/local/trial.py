@@ -3,57 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from raafl.core.training import Training
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput, place_of
 from raafl.local.record import Recorder
-from raafl.local.train import configure
+from raafl.module_hooks import begin, transferred
+from raafl.optimizers import Schedule, configure
 from raafl.submodel.nested_batch import batch_tensors, to_device
+from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
-def try_training(module: nn.Module, batch: Any, device: torch.device | str = "cpu") -> list[str]:
-    """Run ``module``'s training step, backward pass and `configure_optimizers` once; return the names of what it logs.
+class Tried(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        logged: names of what the training step logs.
+        warnings: for the user, one line each.
+        optimizer: the module's.
+    """
+
+    logged: list[str]
+    warnings: list[str]
+    optimizer: Optimizer
+
+
+def try_training(
+    module: nn.Module, batch: Any, device: torch.device | str = "cpu", more: Callable[[], Any] | None = None,
+    *, may_skip: bool = False,
+) -> Tried:  # fmt: skip
+    """Run ``module``'s training step, backward pass and `configure_optimizers` once.
+
+    Where the step skips ``batch`` by returning None, it is tried as the second of an epoch, and on ``more()``; to skip these
+    as well is an error unless it ``may_skip``.
 
     Values and the random state stay as they are, buffers may change: give a copy that is filled anew.
 
     Raises:
         BadInput: one of them fails, or the step gives no scalar loss that depends on the parameters.
     """
-    from lightning.fabric import Fabric
-
-    name, batch = type(module).__name__, to_device(batch, torch.device(device))
+    kind, recorder, trainer = type(module).__name__, Recorder(), attach(module)
+    trainer.measure(recorder.latest.metrics)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    logs = module.log, module.log_dict
-    recorder = Recorder()
+    logs = [(part, name, vars(part).get(name)) for part in module.modules() for name in ("log", "log_dict")]
     recorder.attach(module)
-    module._fabric = Fabric(accelerator="cpu", devices=1)  # type: ignore[assignment]  # as on a client, where `self.fabric` is there
     try:
         with torch.random.fork_rng(devices):
             module.train()
             with explained(module, "configure_optimizers"):
-                configure(module)
-            with explained(module, "training_step", batch):
-                answer = module.training_step(batch, 0)  # type: ignore[operator]
+                optimizer, schedules = configure(module)
+                trainer.begin(optimizer, schedules)
+            for given, index in _tries(batch, more):
+                with explained(module, "hooks before training_step", given):
+                    batch = transferred(module, given, torch.device(device), to_device)
+                    begin(module, batch)
+                with explained(module, "training_step", batch):
+                    answer = module.training_step(batch, index)  # type: ignore[operator]
+                if answer is not None:
+                    break
+            tried = Tried(recorder.names, _warnings(kind, trainer, recorder, schedules), optimizer)
+            if answer is None and may_skip:
+                return tried
             loss = answer.get("loss") if isinstance(answer, Mapping) else answer
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise BadInput(
-                    f"{name}.training_step gives {_shown(loss)}: return the loss, one number that depends on the "
+                    f"{kind}.training_step gives {_shown(loss)}: return the loss, one number that depends on the "
                     "parameters, or a dict with it under 'loss'"
                 )
             with explained(module, "training_step, backward", batch):
                 loss.backward()  # type: ignore[no-untyped-call]
-            return recorder.names
+            return tried
     finally:
         module.zero_grad(set_to_none=True)
-        module.log, module.log_dict = logs
-        module._fabric = None  # type: ignore[assignment]
+        for part, name, value in logs:
+            if value is not None:
+                setattr(part, name, value)
+            else:
+                vars(part).pop(name, None)
+
+
+def _tries(batch: Any, more: Callable[[], Any] | None) -> Iterator[tuple[Any, int]]:
+    yield batch, 0
+    yield batch, 1
+    if more is not None:
+        yield more(), 1
+
+
+def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules: Sequence[Schedule]) -> list[str]:
+    found, logged = [], recorder.latest.metrics()
+    for schedule in schedules:
+        if schedule.monitor is not None and schedule.monitor not in logged:
+            found.append(
+                f"{name}: {type(schedule.scheduler).__name__} monitors '{schedule.monitor}', which training_step does not log, "
+                f"so that it never changes the learning rate: monitor one of {', '.join(logged) or 'what it logs'}"
+            )
+    if trainer.asked & {"logger", "loggers"}:
+        found.append(f"{name} uses self.logger: what goes to it within a task is dropped, use self.log for numbers")
+    return found
 
 
 def try_single_samples(
@@ -71,7 +124,7 @@ def try_single_samples(
     if not clients:
         return
     try:
-        try_training(module, data.example_batch(1), device)
+        try_training(module, data.example_batch(1), device, may_skip=True)
     except BadInput as failed:
         num, more = data.sizes[clients[0] - 1], f" ({len(clients) - 1} more clients too)" if len(clients) > 1 else ""
         remedy = "set drop_last=True in train_dataloader, or another train.batch_size"

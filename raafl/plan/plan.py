@@ -13,7 +13,7 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, nearest
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
-from raafl.local.train import configure
+from raafl.optimizers import configure
 from raafl.plan.axes import RATES, facts
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows

@@ -17,9 +17,11 @@ from raafl.data.federated import FederatedData
 from raafl.local.draws import seed_everything
 from raafl.local.record import Recorder
 from raafl.local.trial import explained
+from raafl.module_hooks import begin, transferred
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.nested_batch import to_device
+from raafl.trainer_stand_in import stage
 
 
 class StaticStatistics:
@@ -81,9 +83,12 @@ class StaticStatistics:
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
         index, rows = numbered
-        batch = to_device(self._data.fetch(rows), self._device)
         Recorder().attach(module)  # what is logged goes nowhere
+        stage(module, "training")
+        batch = transferred(module, self._data.fetch(rows), self._device, to_device)
         with explained(module, "training_step without gradients, to collect static batch norm,", batch):
+            if index == 0:
+                begin(module, batch)
             module.training_step(batch, index)  # type: ignore[operator]
 
     def _statistics(self, values: FlatTensors) -> list[Tensor]:

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from raafl.module_hooks import begin, transferred
+from raafl.submodel.nested_batch import batch_tensors
+
 Note = Callable[[str, list[Tensor]], None]
 """``note(path, tensors)``: the module of this path has given these."""
 
@@ -87,9 +90,9 @@ def settle(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False
-    for name in ("log", "log_dict"):
-        if hasattr(module, name):
-            module.__dict__[name] = _ignore
+        for name in ("log", "log_dict"):
+            if hasattr(type(part), name):
+                part.__dict__[name] = _ignore
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -127,8 +130,12 @@ def _tensors_given(answer: Any) -> Iterator[Tensor]:
 
 
 def loss_of(module: Any, batch: Any) -> Any:
-    """Run a training step; return its loss."""
+    """Run a training step, with the hooks of Lightning before it; return its loss, None where it skips the batch."""
+    device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
+    batch = transferred(module, batch, device, lambda batch, device: batch)
+    begin(module, batch)
     answer = module.training_step(batch, 0)
+    answer = module.training_step(batch, 1) if answer is None else answer  # some skip their first batch
     return answer["loss"] if isinstance(answer, Mapping) else answer
 
 

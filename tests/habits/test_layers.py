@@ -20,7 +20,7 @@ CLOCKS_AND_WIRES = (
 )
 INPUT_AND_OUTPUT = ("os", "io", "pathlib", "shutil", "tempfile", "logging", "datetime")
 ORDER = (
-    ("_version", "errors", "foreign", "lean_import", "units"),
+    ("_version", "errors", "foreign", "lean_import", "module_hooks", "optimizers", "trainer_stand_in", "units"),
     *((name,) for name in ("data", "submodel", "devices", "core", "parts", "compression", "algorithms", "local")),
     *((name,) for name in ("config", "runfolder", "loggers", "watch", "runtime", "plan", "report", "commands", "api")),
 )

@@ -36,7 +36,8 @@ def test_a_hook_that_asks_for_a_trainer_is_named_with_the_line():
             self.net = nn.Linear(2, self.trainer.datamodule.width)
 
     with pytest.raises(
-        BadInput, match=r"^Asks.setup fails: RuntimeError: .*Trainer.*\(tests/local/test_prepare.py:\d+\)"
+        BadInput,
+        match=r"^Asks.setup fails: NotInTask: self.trainer.datamodule .*Trainer.*\(tests/local/test_prepare.py:\d+\)",
     ):
         prepare(Asks())
 

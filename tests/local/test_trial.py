@@ -183,3 +183,37 @@ def test_a_model_that_trains_on_one_sample_is_let():
     plain.norm = nn.LayerNorm(3)
     data = FederatedData(Module(TensorDataset(*(tensor[:1] for tensor in BATCH)), batch_size=4), Iid(), 1)
     try_single_samples(plain, data, Training())
+
+
+@pytest.mark.parametrize("skips", [lambda batch, index: index == 0, lambda batch, index: len(batch[1]) < 4])
+def test_a_step_that_skips_the_first_or_small_batches_is_tried_on_another(skips):
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None if skips(batch, batch_idx) else super().training_step(batch, batch_idx)
+
+    tried = try_training(Skips(), BATCH, more=lambda: (torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)))
+    assert tried.logged == ["loss"]
+
+
+def test_what_a_task_has_not_is_said_by_name():
+    class Asks(Net):
+        def training_step(self, batch, batch_idx):
+            self.logger.experiment.add_scalar("x", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    plateau, logger = try_training(Asks(), BATCH).warnings
+    assert plateau.startswith("Asks: ReduceLROnPlateau monitors 'val_loss', which training_step does not log")
+    assert plateau.endswith("monitor one of loss")
+    assert logger.startswith("Asks uses self.logger")
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
+    text = failure(
+        type("Closed", (Net,), {"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters())})()
+    )
+    assert text.startswith("Closed.configure_optimizers gives LBFGS, whose step needs a closure")

@@ -59,8 +59,12 @@ class Stack(Batch):
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return the stacks: there is one kind, so these are all clients."""
-        return self._stacks, self._forms[self._all[0]]
+        """Return the stacks, or what these clients have of them."""
+        form = self._forms[self._all[0]]
+        if len(clients) == self.num:
+            return self._stacks, form
+        rows = torch.tensor(clients)
+        return [stack.index_select(0, rows) for stack in self._stacks], form
 
 
 def _aligned(one: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.types import Update
+from raafl.local.built import Built
 from raafl.local.draws import generators, same_generators, seed_everything
 from raafl.local.options import FabricOptions
 from raafl.local.stacked.attributes import Attributes
@@ -20,7 +21,7 @@ from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
-from raafl.local.train import Built, LocalTrainer
+from raafl.local.train import LocalTrainer
 from raafl.submodel import Spec
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
@@ -46,6 +47,19 @@ def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: s
 def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why tasks with this optimiser cannot be trained together, or None."""
     return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
+
+
+def refusal_of_built(built: Built) -> str | None:
+    """Return why tasks cannot be trained together in a small module, or None."""
+    if built.hooks is not None:
+        return f"the module overrides {min(built.hooks.overridden)}"
+    if built.transfer.is_own:
+        return "the module overrides hooks that transfer a batch"
+    if built.trainer.asked_of_task:
+        return f"configure_optimizers reads self.trainer.{built.trainer.asked_of_task[0]}"
+    if any(schedule.monitor is not None for schedule in built.schedulers):
+        return "a learning rate scheduler goes by a metric"
+    return refusal_of_optimizer(built.optimizer)
 
 
 class Trained:
@@ -114,7 +128,9 @@ class CohortTrainer:
         """
         trainer = self._trainer
         built, places = self._get(tasks[0].assignment.spec)
+        trainer.announce(built, tasks[0].assignment, tasks[0].data)
         built.begin_anew()
+        built.trainer.asked.clear()
         counts = [self._num_batches(task) for task in tasks]
         sizes = [task.data.num_samples for task in tasks]
         order = sorted(range(len(tasks)), key=lambda i: (-counts[i], -sizes[i]))
@@ -129,6 +145,8 @@ class CohortTrainer:
             if not same_generators(before, generators()):
                 raise Unstackable("training draws random numbers past torch's functions, such as numpy's")
         attributes.check()
+        if asked := built.trainer.asked_of_task:
+            raise Unstackable(f"the training step reads self.trainer.{asked[0]}")
         if versions != [p._version for _, p in built.frozen]:
             raise Unstackable("the training step writes to a frozen parameter")
         return Trained(trainer, steps, masking.left)
@@ -143,7 +161,7 @@ class CohortTrainer:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
             built = self._trainer.make_built(spec)
-            if (reason := refusal_of_optimizer(built.optimizer)) is not None:
+            if (reason := refusal_of_built(built)) is not None:
                 raise Unstackable(reason)
             names = {id(tensor): name for name, tensor in built.module.named_parameters()}
             names |= {id(tensor): name for name, tensor in built.module.named_buffers()}

@@ -6,10 +6,12 @@ if the client were alone.
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
+from raafl.local.built import Built
 from raafl.local.pull import Pull
 from raafl.local.record import widened
 from raafl.local.stacked.batches import Batch, batches
@@ -25,7 +28,7 @@ from raafl.local.stacked.logged import Logged
 from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.products import CACHE_LINE_BYTES, Known
 from raafl.local.stacked.stacks import Unstackable, within
-from raafl.local.train import Built, LocalTrainer
+from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
 
@@ -78,6 +81,8 @@ class Steps:
         logged: what each has logged.
         states: of each one's generator of torch.
         seen: kinds of batches that there were, and whose, by place in `members`.
+        epochs: batches of an epoch of each.
+        by_index: whether the step may read the index of its batch, and clients differ in it.
     """
 
     def __init__(
@@ -110,9 +115,11 @@ class Steps:
         self.trained = [name for _, names in self.groups for name in names]
         order = {name: place for place, name in enumerate(trains.values())}
         self.in_order = sorted(range(len(self.trained)), key=lambda place: order[self.trained[place]])  # the module's
-        lengths = {member.data.num_batches(trainer.training.batch_size) for member in members}
-        if len(lengths) > 1 and any(interval != "step" for _, interval in built.schedulers):
+        self.epochs = [member.data.num_batches(trainer.training.batch_size) for member in members]
+        lengths = set(self.epochs)
+        if len(lengths) > 1 and not all(s.interval == "step" and s.frequency == 1 for s in built.schedulers):
             raise Unstackable("a learning rate scheduler steps with epochs, and clients' are of different lengths")
+        self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and _reads_index(built.module)
         self.per_epoch = max(lengths)
         self.anchors = [
             self.rows.stack(built.present.layout.by_name[name], slice(0, num)).clone() for name in self.trained
@@ -142,9 +149,10 @@ class Steps:
     def _schedule(self, optimizer: torch.optim.Optimizer, num_done: int) -> None:
         """Let the schedulers step after so many batches, and give the optimiser what they have set."""
         self.built.optimizer.step()  # nothing, for there are no gradients; schedulers want to have seen it
-        for scheduler, interval in self.built.schedulers:
-            if interval == "step" or num_done % self.per_epoch == 0:
-                scheduler.step()
+        epoch, index = divmod(num_done - 1, self.per_epoch)
+        for schedule in self.built.schedulers:
+            if schedule.is_due("step", index) or (index + 1 == self.per_epoch and schedule.is_due("epoch", epoch)):
+                schedule.scheduler.step()
         for (group, _), ours in zip(self.groups, optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in group.items() if key != "params"})
 
@@ -177,11 +185,12 @@ class Steps:
         for kind, clients in batch.kinds.items():
             self.seen[kind].update(clients)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if len(batch.kinds) == 1:
-            self._backward(parameters, slice(0, batch.num), batch, index)
+        groups = self._groups(batch, index)
+        if len(groups) == 1:
+            self._backward(parameters, slice(0, batch.num), batch, groups[0][0])
             return
         gradients = []
-        for clients in batch.kinds.values():
+        for own_index, clients in groups:
             chosen: slice | Tensor = slice(clients[0], clients[-1] + 1)
             if clients[-1] + 1 - clients[0] != len(clients):
                 chosen = torch.tensor(clients)
@@ -189,14 +198,24 @@ class Steps:
                 self.rows.stack(self.built.present.layout.by_name[name], chosen).detach().requires_grad_()
                 for name in self.trained
             ]
-            self._backward(stacks, chosen, batch, index)
+            self._backward(stacks, chosen, batch, own_index)
             gradients.append([stack.grad for stack in stacks])
-        places = torch.argsort(torch.tensor([client for clients in batch.kinds.values() for client in clients]))
+        places = torch.argsort(torch.tensor([client for _, clients in groups for client in clients]))
         for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
             found = [part for part in parts if part is not None]
             if len(found) not in (0, len(parts)):
                 raise Unstackable("a parameter has a gradient for batches of some shapes only")
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
+
+    def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
+        """Return the clients whose losses are computed together, with the index of their batch within their epoch."""
+        if not self.by_index:  # else it differs between clients, and the step may read it
+            return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
+        groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
+        for kind, clients in batch.kinds.items():
+            for client in clients:
+                groups[kind, index % self.epochs[client]].append(client)
+        return [(own_index, clients) for (_, own_index), clients in groups.items()]
 
     def _backward(self, stacks: Sequence[Tensor], chosen: slice | Tensor, batch: Batch, index: int) -> None:
         """Compute the losses of the chosen clients, and their gradients into ``stacks``."""
@@ -232,6 +251,15 @@ class Steps:
         self.logged.add(clients, values)
         for client, state in zip(clients, states, strict=True):
             self.states[client] = state
+
+
+def _reads_index(module: nn.Module) -> bool:
+    """Check whether a module's training step uses its second argument, the index of the batch; True where that cannot be seen."""
+    step: Any = inspect.unwrap(cast(Any, type(module)).training_step)
+    if not inspect.isfunction(step) or step.__code__.co_argcount < 3:
+        return True
+    name = step.__code__.co_varnames[2]
+    return any(one.argval == name for one in dis.get_instructions(step))
 
 
 class _Placed:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raafl.trainer_stand_in import attach
+
 _ATTACHED = ("_trainer", "_fabric")
 """Attributes by which a LightningModule holds on to what runs it; a small copy is not run by that."""
 
 
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to."""
+    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to; attach a new stand-in."""
     sentinel = object()
     for part in module.modules():
         for attribute in _ATTACHED:
@@ -30,6 +32,7 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for attribute in _ATTACHED:
             if part.__dict__.get(attribute) is sentinel:
                 part.__dict__[attribute] = None
+    attach(small)
     return small
 
 

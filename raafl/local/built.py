@@ -1,0 +1,84 @@
+"""Keep a small module between tasks, with all that its training needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raafl.core.local import Local
+from raafl.core.payload import Bundles, Payload
+from raafl.local.buffers import Buffers
+from raafl.local.lightning_hooks import TaskHooks, Transfer
+from raafl.local.record import Recorder
+from raafl.optimizers import Schedule, configure
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.trainer_stand_in import attach
+
+
+class Built:
+    """A small module that lives on between tasks while only its values change, with its optimizer.
+
+    Attributes:
+        trainer: the stand-in that its module has for a Trainer.
+        hooks: the hooks of Lightning that its module overrides; None = none of them.
+        transfer: moves batches to its device.
+    """
+
+    def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
+        self.base = submodels.base_of(spec)
+        shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=self.base)
+        self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
+        self.down: Bundles = {}
+        self._answer = FlatTensors.empty(payload.layout(spec, "trained"), fabric.device) if local.up else self.trained
+        self._values, self.up = payload.split(self._answer, spec, "trained")
+        self.recorder = Recorder()
+        self.recorder.attach(self.module)
+        self.trainer = attach(self.module)
+        self.trainer.measure(self.recorder.latest.metrics)
+        self.hooks = TaskHooks.of(self.module, local.leaves_out)
+        self.transfer = Transfer(self.module)
+        self._configure()
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.buffers = Buffers(self.module, self.present)
+        named, frozen = () if self.base is None else self.module.named_parameters(), submodels.form(spec).frozen
+        self.frozen = [(name, p) for name, p in named if name in frozen]
+
+    def load(self, values: FlatTensors) -> None:
+        """Take the values of another task."""
+        self.present.copy_(values)
+        self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
+
+    def reset(self, received: FlatTensors) -> None:
+        """Load the values of a new task and forget the last one."""
+        self.load(received)
+        for bundle in self.up.values():
+            bundle.zero_()
+        self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
+        self.module.train().zero_grad()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Have the optimiser, and the schedulers, as they were before the first step."""
+        if self.schedulers or self._depends_on_task:
+            self._configure()
+            return
+        self.optimizer.state.clear()
+        for group, fresh in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group.update(fresh)
+
+    def answer(self) -> FlatTensors:
+        """Return all that goes up, in storage that is good until the next task."""
+        if self._answer is not self.trained:
+            self._values.copy_(self.trained)
+        return self._answer
+
+    def _configure(self) -> None:
+        self.schedulers: list[Schedule] = []
+        self.trainer.asked.clear()
+        if any(p.requires_grad for p in self.module.parameters()):
+            self.optimizer, self.schedulers = configure(self.module)
+        else:  # the spec freezes all of it: a hook has its own way, or there is nothing to do; optimisers refuse an empty list
+            self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+        self._depends_on_task = bool(self.trainer.asked_of_task)
+        self.trainer.begin(self.optimizer, self.schedulers)

@@ -1,0 +1,50 @@
+"""Keep the latest value of what a module logs, as a Trainer's `callback_metrics` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Latest:
+    """The last value of each metric that is logged, and its mean over the epoch where it is logged with on_epoch."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] = {}
+        self._epoch: dict[str, tuple[Any, float]] = {}
+
+    def add(self, name: str, value: Any, weight: float, on_step: bool | None, on_epoch: bool | None) -> None:
+        """Take one value, a number, a detached tensor or a Metric, that counts for ``weight`` samples."""
+        if not on_epoch:
+            self._last[name] = value
+            return
+        if on_step:
+            self._last[f"{name}_step"] = value
+        if not callable(getattr(value, "compute", None)):
+            total, count = self._epoch.get(name, (0.0, 0.0))
+            value, weight = total + value * weight, count + weight
+        self._epoch[name] = value, weight
+        if on_step:
+            self._epoch[f"{name}_epoch"] = value, weight
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return all by name: last values, and means over the epoch so far."""
+        found = {name: _computed(value) for name, value in self._last.items()}
+        for name, (value, weight) in self._epoch.items():
+            found[name] = _computed(value) if callable(getattr(value, "compute", None)) else _computed(value) / weight
+        return found
+
+    def begin_epoch(self) -> None:
+        """Start the means anew."""
+        self._epoch.clear()
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._last.clear()
+        self._epoch.clear()
+
+
+def _computed(value: Any) -> Tensor:
+    return torch.as_tensor(value.compute() if callable(getattr(value, "compute", None)) else value)

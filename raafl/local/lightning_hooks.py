@@ -1,0 +1,182 @@
+"""Call the hooks of Lightning that a module overrides, in Lightning's order and with its arguments.
+
+The order within one batch is that of `lightning.pytorch.loops`: on_train_batch_start, optimizer_step (whose closure calls
+training_step, on_before_zero_grad, optimizer_zero_grad, on_before_backward, backward, on_after_backward), on_before_optimizer_step,
+configure_gradient_clipping, lr_scheduler_step, on_train_batch_end. What a method does with gradients comes after on_after_backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from raafl.errors import BadInput
+from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, overrides, transferred
+from raafl.submodel.nested_batch import to_device
+
+_SEE_GRADIENTS = {
+    "on_before_zero_grad", "optimizer_zero_grad", "optimizer_step", "on_train_batch_end", "on_train_epoch_end",
+}  # fmt: skip
+"""Hooks that may read gradients after a step, where Lightning still has them."""
+
+_NEVER = {
+    "configure_callbacks": "give raafl's own callbacks to the run",
+    "on_save_checkpoint": "keep what must be saved in buffers",
+    "on_load_checkpoint": "keep what must be saved in buffers",
+    "on_validation_model_zero_grad": "measuring has no gradients",
+    "on_validation_model_eval": "the model is measured in eval mode",
+    "on_validation_model_train": "the model is measured in eval mode",
+    "teardown": "undo in on_fit_end what a task must not leave behind",
+    "prepare_data": "let the data module fetch the data",
+}
+
+
+def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[str]:
+    """List the hooks that a module overrides and no task calls, a line each.
+
+    Args:
+        module: the user's.
+        left_out: hooks that the method does not call, `Local.leaves_out`.
+        method: the method's name.
+    """
+    kind = type(module).__name__
+    lines = [
+        f"{kind}.{name} is not called in a federated task: {remedy}"
+        for name, remedy in _NEVER.items()
+        if overrides(module, name)
+    ]
+    own = [name for name in TASK_HOOKS if name in left_out and overrides(module, name)]
+    return lines + [
+        f"{kind}.{name} is not called by {method}, which makes its steps in a way of its own" for name in own
+    ]
+
+
+class Transfer:
+    """Moves batches to the device, by the module's own hooks where it overrides one.
+
+    Attributes:
+        is_own: whether it does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Find which of the hooks ``module`` overrides."""
+        self._module = module
+        self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
+
+    def __call__(self, batch: Any, device: torch.device) -> Any:
+        """Return the batch on ``device``."""
+        return transferred(self._module, batch, device, to_device) if self.is_own else to_device(batch, device)
+
+
+class TaskHooks:
+    """The hooks around the steps of a task that a module overrides.
+
+    Attributes:
+        overridden: their names.
+        keeps_gradients: whether gradients stay after a step until Lightning's own place for `zero_grad`.
+    """
+
+    def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
+        """Call those of ``module`` that are in ``overridden``."""
+        self._module: Any = module
+        self.overridden = overridden
+        self.keeps_gradients = bool(
+            overridden
+            & {
+                "on_before_zero_grad",
+                "optimizer_zero_grad",
+                "optimizer_step",
+                "on_train_batch_end",
+                "on_train_epoch_end",
+            }
+        )
+        self._wrapped: tuple[Optimizer, Any] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, left_out: frozenset[str] = frozenset()) -> TaskHooks | None:
+        """Return the hooks that ``module`` overrides, but for those ``left_out``; None where there are none."""
+        found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
+        return cls(module, found) if found else None
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a hook if it is overridden; return its answer."""
+        return getattr(self._module, name)(*args) if name in self.overridden else None
+
+    def zero_grad(self, optimizer: Optimizer, epoch: int, batch_idx: int) -> None:
+        """Clear the gradients before a backward pass, where they were kept."""
+        if not self.keeps_gradients:
+            return
+        self.call("on_before_zero_grad", optimizer)
+        if "optimizer_zero_grad" in self.overridden:
+            self._module.optimizer_zero_grad(epoch, batch_idx, optimizer)
+        else:
+            optimizer.zero_grad()
+
+    def optimizer_step(
+        self, optimizer: Optimizer, epoch: int, batch_idx: int, closure: Callable[[], Any], step: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """Let the module make an optimizer step in its own way.
+
+        Args:
+            optimizer: the task's; the module is given a LightningOptimizer of it.
+            epoch: of the task, from 0.
+            batch_idx: of the epoch, from 0.
+            closure: computes loss and gradients, and returns the loss.
+            step: makes the step; called where the module steps the optimizer, after the closure.
+
+        Raises:
+            BadInput: the module does not call its closure.
+        """
+        was_called = False
+
+        def computed() -> Any:
+            nonlocal was_called
+            was_called = True
+            return closure()
+
+        def stepped(closure: Callable[[], Any]) -> Any:
+            result = closure()
+            step()
+            return result
+
+        self._module.optimizer_step(epoch, batch_idx, self._lightning(optimizer, stepped), computed)
+        if not was_called:
+            raise BadInput(
+                f"{type(self._module).__name__}.optimizer_step does not call its closure, which computes the loss: call "
+                "optimizer.step(closure=optimizer_closure), or optimizer_closure() where no step is to be made"
+            )
+
+    def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:
+        """Call the hooks between the gradients and the optimizer's own step, which clips them at the norm ``clip_val``."""
+        self.call("on_before_optimizer_step", optimizer)
+        if "configure_gradient_clipping" in self.overridden:
+            self._module.configure_gradient_clipping(
+                optimizer, gradient_clip_val=clip_val, gradient_clip_algorithm=None
+            )
+        elif clip_val is not None:
+            torch.nn.utils.clip_grad_norm_(self._module.parameters(), clip_val)
+
+    def _lightning(self, optimizer: Optimizer, step: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Wrap the optimizer as Lightning does; its `step` takes the closure to ``step``."""
+        if self._wrapped is None or self._wrapped[0] is not optimizer:
+            from lightning.pytorch.core.optimizer import LightningOptimizer
+
+            self._wrapped = optimizer, LightningOptimizer(optimizer)
+        wrapped = self._wrapped[1]
+        wrapped._strategy = _Steps(step)
+        return wrapped
+
+
+class _Steps:
+    """What a LightningOptimizer takes for its strategy."""
+
+    def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
+        self._step = step
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Make a step, the closure first."""
+        return self._step(closure)

@@ -1,0 +1,322 @@
+"""Run the steps of one task: the user's own, in Lightning's order, with the method's hooks around them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Hook, Local, Task, Training
+from raafl.core.exchange import ClientLink
+from raafl.core.local import SkippedBatch
+from raafl.core.types import Assignment
+from raafl.data.federated import ClientData
+from raafl.errors import BadInput
+from raafl.local.built import Built
+from raafl.local.draws import Draws
+from raafl.local.options import FabricOptions
+from raafl.local.pull import Pull
+from raafl.local.record import widened
+from raafl.local.spanning import ClientProcesses
+from raafl.local.sparse_gradients import backward_of
+from raafl.optimizers import step_scheduler
+from raafl.submodel import FlatTensors, Submodels
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+
+class Stopped(Exception):
+    """A task was given up because its result is no longer wanted."""
+
+
+class TaskSteps:
+    """Runs the steps of tasks with one device, Fabric's, and one method.
+
+    Attributes:
+        stop: once set, a task ends before its next batch, with `Stopped`.
+        crew: processes that train one client together; None = this is the only one.
+        link: to the server in the middle of a task; None = there is none.
+        place: which batch of its task it is at, in words.
+        extra: what training_step has returned beside the last loss.
+    """
+
+    submodels: Submodels
+    local: Local
+    training: Training
+    options: FabricOptions
+    fabric: Fabric
+    stop: threading.Event | None = None
+    crew: ClientProcesses | None = None
+    link: ClientLink | None = None
+    place = ""
+    extra: Mapping[str, Any] = MappingProxyType({})
+    _mixed = False
+    _generator: torch.Generator
+
+    def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
+        """Return a task's number of epochs and of steps, one of which is None."""
+        epochs, steps = assignment.num_epochs, assignment.num_steps
+        if epochs is None and steps is None:
+            epochs, steps = self.training.num_epochs, self.training.num_steps
+        return (epochs, None) if steps is None else (None, steps)
+
+    def announce(self, built: Built, assignment: Assignment, data: ClientData) -> None:
+        """Tell a module's stand-in for a Trainer how long the task is; before `Built.reset` makes its optimizer anew."""
+        epochs, steps = self.length(assignment)
+        per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
+        num_whole, rest = divmod(steps or 0, per_epoch) if epochs is None else (epochs, 0)
+        num_steps = num_whole * math.ceil(per_epoch / accumulate) + math.ceil(rest / accumulate)
+        clip_val = self.options.gradient_clip_val
+        built.trainer.stage("training")
+        built.trainer.set(
+            current_epoch=0, global_step=0, is_last_batch=False, num_training_batches=per_epoch,
+            estimated_stepping_batches=num_steps, max_epochs=num_whole + bool(rest), max_steps=-1 if steps is None else num_steps,
+            accumulate_grad_batches=accumulate, gradient_clip_val=clip_val, precision=self.options.precision,
+        )  # fmt: skip
+
+    def _steps(
+        self, built: Built, assignment: Assignment, received: FlatTensors, data: ClientData
+    ) -> tuple[int, float | None, dict[str, Any]]:
+        """Do the local steps; return the number of optimizer steps, the mean loss (None without any), and the hook's answer."""
+        epochs, steps = self.length(assignment)
+        per_epoch = data.num_batches(self.training.batch_size)
+        num_batches = steps if steps is not None else per_epoch * (epochs or 1)
+        loop = _Loop(self, built, per_epoch, num_batches)
+        loop.hook = self._hook(built, assignment, received, num_batches, loop)
+        self.place = "batch 0"
+        try:
+            loop.begin()
+            for batch, num_samples in data.batches(self._generator, self.training.batch_size, epochs, steps):
+                if self.crew is None and self.is_stopped():
+                    raise Stopped
+                built.recorder.weight = float(num_samples)
+                loop.run(batch)
+                self.place = f"batch {loop.num_batches}"
+            self.place = "after its last batch"
+            loop.end()
+            return loop.num_steps, loop.mean_loss, loop.hook.finish()
+        finally:
+            loop.hook.close()
+
+    def _hook(self, built: Built, assignment: Assignment, received: FlatTensors, num_batches: int, loop: _Loop) -> Hook:
+        pull = Pull.towards(received, built.module) if self.local.prox else None
+        task = Task(
+            assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
+            loss=lambda batch, index: self._loss(built, batch, index % loop.per_epoch),
+            backward=backward_of(lambda loss, _: self._backward(built, loss), built.module, built.optimizer, self.local,
+                                 self.options.gradient_clip_val, 1 if self.crew is None else self.crew.size),
+            update=lambda: self._update(built, pull), down=built.down, up=built.up,
+            draws=lambda seed: Draws(self.fabric.device, seed), link=self.link,
+        )  # fmt: skip
+        return self.local.hook(task)
+
+    def _loss(self, built: Built, batch: Any, index: int) -> Tensor:
+        with self.fabric.strategy.precision.forward_context() if self._mixed else nullcontext():
+            answer = built.module.training_step(batch, index)  # type: ignore[operator]
+        if answer is None:
+            raise SkippedBatch
+        if not isinstance(answer, Mapping):
+            return answer  # type: ignore[no-any-return]
+        if built.hooks is not None and "on_train_batch_end" in built.hooks.overridden:  # else its graph would live on
+            self.extra = {name: value for name, value in answer.items() if name != "loss"}
+        loss: Tensor = answer["loss"]
+        return loss
+
+    def _backward(self, built: Built, loss: Tensor) -> None:
+        if built.hooks is None or "backward" not in built.hooks.overridden:
+            self.fabric.strategy.backward(loss, None)
+        else:
+            built.hooks.call("backward", loss if self._scaler is None else self._scaler.scale(loss))
+
+    @property
+    def _scaler(self) -> Any:  # of 16-mixed
+        return getattr(self.fabric.strategy.precision, "scaler", None)
+
+    def _update(self, built: Built, pull: Pull | None) -> None:
+        optimizer, clip_val, hooks = built.optimizer, self.options.gradient_clip_val, built.hooks
+        if self._scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
+            self._scaler.unscale_(optimizer)
+        if pull is not None:
+            pull.add_to_gradients(self.local.prox)
+        if hooks is not None:
+            hooks.before_step(optimizer, clip_val)
+        elif clip_val is not None:
+            torch.nn.utils.clip_grad_norm_(built.module.parameters(), clip_val)
+        self.fabric.strategy.optimizer_step(optimizer)
+        if hooks is None or not hooks.keeps_gradients:
+            optimizer.zero_grad()
+        if self.crew is not None:
+            self.crew.stepped()
+
+    def is_stopped(self) -> bool:
+        """Check whether the task's result is no longer wanted."""
+        return self.stop is not None and self.stop.is_set()
+
+
+class _Loop:
+    """The batches of one task, with where it is among them.
+
+    Attributes:
+        hook: the method's.
+        per_epoch: batches of an epoch.
+        num_batches: done.
+        num_steps: optimizer steps made; a step all of whose batches were skipped is none.
+        mean_loss: over the batches that had one; None = there was none.
+    """
+
+    hook: Hook
+
+    def __init__(self, steps: TaskSteps, built: Built, per_epoch: int, num_expected: int) -> None:
+        self._steps, self._built, self.per_epoch, self._num_expected = steps, built, per_epoch, num_expected
+        self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
+        self._total: Tensor | float = 0.0
+        self._outputs: dict[str, Any] = {}  # what on_train_batch_end is given; empty for a skipped batch
+        self._has_gradient = self._skips_epoch = (
+            False  # since the last step; after on_train_batch_start has returned -1
+        )
+        self._epoch_began = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self.num_batches // self.per_epoch
+
+    @property
+    def index(self) -> int:
+        """The batch under way within the epoch, from 0."""
+        return self.num_batches % self.per_epoch
+
+    @property
+    def mean_loss(self) -> float | None:
+        return float(self._total) / self._num_losses if self._num_losses else None
+
+    def begin(self) -> None:
+        """Call the hooks before the first batch."""
+        self._call("on_fit_start")
+        self._call("on_train_start")
+
+    def end(self) -> None:
+        """Call the hooks after the last batch."""
+        if self._epoch_began:  # steps have ended within an epoch
+            self._end_epoch(is_whole=False)
+        self._call("on_train_end")
+        self._call("on_fit_end")
+
+    def run(self, batch: Any) -> None:
+        """Train on one batch."""
+        if not self._epoch_began:
+            self._begin_epoch()
+        is_last = self.index + 1 == self.per_epoch
+        if not self._skips_epoch:
+            batch = self._built.transfer(batch, self._steps.fabric.device)
+            self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1
+            if self._skips_epoch and self._steps.crew is not None:
+                raise BadInput(self._not_together("on_train_batch_start returns -1, to skip the rest of the epoch"))
+            if self._skips_epoch:
+                self._schedule("step", self.index, plateau=False)
+            else:
+                self._train(batch, is_last)
+        if is_last:
+            self._end_epoch(is_whole=True)
+        self.num_batches += 1
+
+    def _train(self, batch: Any, is_last: bool) -> None:
+        index = self.index
+        is_due = (index + 1) % self._steps.options.accumulate_grad_batches == 0 or is_last
+        is_due = is_due or self.num_batches + 1 == self._num_expected
+        hooks = self._built.hooks
+        if is_due and hooks is not None and "optimizer_step" in hooks.overridden:
+            hooks.optimizer_step(
+                self._built.optimizer, self.epoch, index, lambda: self._compute(batch, is_due), self._update
+            )
+        else:
+            self._compute(batch, is_due)
+            if is_due:
+                self._update()
+        outputs, self._outputs = self._outputs, {}
+        if is_due:
+            self._num_due += 1
+            self._built.trainer.set(global_step=self._num_due)
+            self._schedule("step", index, plateau=False)
+        if is_last:
+            self._schedule("epoch", self.epoch, plateau=False)
+        self._call("on_train_batch_end", outputs, batch, index)
+        if is_due:
+            self._schedule("step", index, plateau=True)
+
+    def _compute(self, batch: Any, is_due: bool) -> Tensor | None:
+        """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
+        steps, crew, hooks, module = self._steps, self._steps.crew, self._built.hooks, self._built.module
+        try:
+            loss = self.hook.loss(batch, self.num_batches)
+        except SkippedBatch:
+            if crew is not None:
+                raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
+            return None
+        loss = loss if crew is None else crew.weighed(loss)
+        self._total = self._total + widened(loss)
+        self._num_losses += 1
+        accumulate = steps.options.accumulate_grad_batches
+        loss = loss / accumulate if accumulate > 1 else loss
+        if hooks is not None:
+            if self.index % accumulate == 0:
+                hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
+            hooks.call("on_before_backward", loss)
+        with crew.summing(module) if crew is not None and is_due else nullcontext():
+            self.hook.backward(loss)
+        self._has_gradient = True
+        if crew is not None and is_due and crew.average(steps.is_stopped()):
+            raise Stopped  # all together
+        self._call("on_after_backward")
+        self._outputs, steps.extra = {"loss": loss.detach(), **steps.extra}, {}
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self._has_gradient:
+            self.num_steps += 1
+            self.hook.update()
+        self._has_gradient = False
+
+    def _schedule(self, interval: str, index: int, *, plateau: bool) -> None:
+        """Step the schedulers that are due, those that go by a metric or the others."""
+        for schedule in self._built.schedulers:
+            if (schedule.monitor is None) == plateau or not schedule.is_due(interval, index):
+                continue
+            metric = None
+            if schedule.monitor is not None:
+                metric = self._built.recorder.latest.metrics().get(schedule.monitor)
+                if metric is None:  # said before the run
+                    continue
+            if self._built.hooks is None or "lr_scheduler_step" not in self._built.hooks.overridden:
+                step_scheduler(schedule.scheduler, metric)
+            else:
+                self._built.hooks.call("lr_scheduler_step", schedule.scheduler, metric)
+
+    def _begin_epoch(self) -> None:
+        self._epoch_began, self._skips_epoch = True, False
+        self._built.trainer.set(current_epoch=self.epoch)
+        self._built.recorder.latest.begin_epoch()
+        self._call("on_train_epoch_start")
+
+    def _end_epoch(self, *, is_whole: bool) -> None:
+        self._call("on_train_epoch_end")
+        if is_whole:
+            if self._skips_epoch:
+                self._schedule("epoch", self.epoch, plateau=False)
+            self._schedule("epoch", self.epoch, plateau=True)
+        self._built.trainer.set(current_epoch=self.epoch + 1)
+        self._epoch_began = False
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return None if self._built.hooks is None else self._built.hooks.call(name, *args)
+
+    def _not_together(self, what: str) -> str:
+        kind = type(self._built.module).__name__
+        return f"{kind}.{what}, but this client spans several processes: join with one process, without torchrun"

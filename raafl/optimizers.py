@@ -1,0 +1,104 @@
+"""Read what `configure_optimizers` returns: one optimizer, and its learning-rate schedulers with Lightning's settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from raafl.errors import BadInput, at_least, briefly, one_of
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate scheduler and when it steps, as in Lightning's ``lr_scheduler`` dict.
+
+    Attributes:
+        scheduler: the scheduler.
+        interval: step or epoch.
+        frequency: batches of an epoch, or epochs, from one step of the scheduler to the next.
+        monitor: name of the logged metric that a ReduceLROnPlateau is stepped with; None = stepped without a metric.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+
+    def is_due(self, interval: str, index: int) -> bool:
+        """Check whether to step at the end of batch ``index`` of an epoch, or of epoch ``index``, both from 0."""
+        return interval == self.interval and (index + 1) % self.frequency == 0
+
+
+Step = Callable[[Any, Any], None]
+"""``step(scheduler, metric)``: what steps a scheduler; the metric is None unless one is monitored."""
+
+
+def step_scheduler(scheduler: Any, metric: Any) -> None:
+    """Step a scheduler as Lightning does."""
+    scheduler.step() if metric is None else scheduler.step(metric)
+
+
+def configure(module: nn.Module) -> tuple[Optimizer, list[Schedule]]:
+    """Return the module's one optimizer and its schedulers.
+
+    Raises:
+        BadInput: the module has several optimizers or none, one whose step needs a closure, or a scheduler with settings
+            that are not Lightning's.
+    """
+    answer: Any = module.configure_optimizers()  # type: ignore[operator]
+    owner, monitor = f"{type(module).__name__}.configure_optimizers", None
+    if isinstance(answer, list | tuple) and len(answer) == 1:
+        answer = answer[0]
+    schedulers: list[Any] = []
+    if isinstance(answer, dict):
+        monitor = answer.get("monitor")
+        schedulers = [answer["lr_scheduler"]] if answer.get("lr_scheduler") is not None else []
+        answer = answer["optimizer"]
+    elif isinstance(answer, tuple | list) and len(answer) == 2 and isinstance(answer[0], list):
+        answer, schedulers = answer[0], answer[1] if isinstance(answer[1], list) else [answer[1]]
+    several = list(answer) if isinstance(answer, list | tuple) else [answer]
+    if len(several) != 1 or not isinstance(several[0], Optimizer):
+        found = f"{len(several)} optimizers" if len(several) > 1 else briefly(several[0] if several else None)
+        raise BadInput(
+            f"{owner} gives {found}, but a federated task runs training_step, backward and the step of one optimizer: return "
+            "one, with a parameter group for each part that has options of its own"
+        )
+    if _needs_closure(several[0]):
+        raise BadInput(
+            f"{owner} gives {type(several[0]).__name__}, whose step needs a closure that computes the loss again, but a federated "
+            "task computes each batch once: return an optimizer that steps without one, such as torch.optim.Adam"
+        )
+    return several[0], [_schedule(owner, scheduler, monitor) for scheduler in schedulers]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Check whether ``step`` has a parameter closure without a default, as that of LBFGS has."""
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):  # a step that is no Python function
+        return False
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _schedule(owner: str, given: Any, monitor: str | None) -> Schedule:
+    settings = given if isinstance(given, Mapping) else {"scheduler": given, "monitor": monitor}
+    if "scheduler" not in settings:
+        raise BadInput(f"{owner} gives a lr_scheduler without 'scheduler': put the scheduler there")
+    scheduler, interval = settings["scheduler"], settings.get("interval", "epoch")
+    one_of(f"{owner}: interval", interval, ("step", "epoch"))
+    frequency = settings.get("frequency", 1)
+    at_least(f"{owner}: frequency", frequency, 1)
+    if not settings.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau)):
+        return Schedule(scheduler, interval, frequency)
+    if settings.get("monitor") is None:
+        raise BadInput(
+            f"{owner} gives a {type(scheduler).__name__} without monitor: name a metric that training_step logs, as in "
+            '{"scheduler": scheduler, "monitor": "train_loss"}'
+        )
+    return Schedule(scheduler, interval, frequency, settings["monitor"])

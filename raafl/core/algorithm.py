@@ -59,6 +59,11 @@ class OwnTests:
             return client.num_samples * self.share / (1.0 - self.share)
         return float(self.sizes.get(client.id, 0))
 
+    def most(self, client: ClientInfo) -> int:
+        """Return the largest number of samples that a client can have measured on; of its own data after rounding."""
+        own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
+        return int(self.of(client) + own)
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:

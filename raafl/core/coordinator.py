@@ -16,10 +16,10 @@ from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
 from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
-from raafl.core.training import NUM_TESTED
 from raafl.core.types import (
     DIVERGED,
     ENDS,
+    NUM_TESTED,
     OUT_OF_MEMORY,
     OVERFLOW,
     RESTART,

@@ -39,8 +39,3 @@ class Training:
             return steps * min(batch_size, num_samples)
         epochs = work.num_epochs if work.num_epochs is not None else self.num_epochs
         return (epochs or 1) * num_samples
-
-    def most(self, client: ClientInfo) -> int:
-        """Return the largest number of samples that a client can have measured on; of its own data after rounding."""
-        own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
-        return int(self.of(client) + own)

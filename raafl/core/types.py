@@ -31,6 +31,10 @@ DIVERGED = frozenset({"non-finite", HUGE_NORM, OVERFLOW})
 """Refusals that a client may owe to the global model that it was sent."""
 
 
+NUM_TESTED = "test/num_samples"
+"""In `Update.metrics`: on how many samples the client has measured what it trained."""
+
+
 class Warn(str):
     """A note that the run may not be what was asked for: said as a warning, kept in the summary, an error with `strict`."""
 

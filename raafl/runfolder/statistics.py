@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raafl.core.payload import Payload
-from raafl.core.training import NUM_TESTED
-from raafl.core.types import Assignment, Settled, Update
+from raafl.core.types import NUM_TESTED, Assignment, Settled, Update
 from raafl.local.metrics import PEAK, TEST
 from raafl.runfolder.logged import LoggedMeans, logged_values
 from raafl.runfolder.schema import CLIENT, MERGED, TESTED

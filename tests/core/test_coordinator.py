@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
-from raafl.core.training import OwnTests
+from raafl.core.algorithm import OwnTests
 from raafl.core.types import (
     Arrived,
     ClientInfo,

@@ -106,10 +106,10 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
             problem = f"client is {client}: this run has clients 1 to {experiment.clients}"
             connect().send(Message(Kind.STOP, meta={"reason": f"refused: {problem}"}))
             raise Refused("unknown-client", problem)
-        share = parts.clients[client - 1].num_samples
+        known = parts.clients[client - 1]
         server.enter(client, lambda incarnation: Session(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
-            parts.coordinator.state.values.device, terms, plan, share, parts.coordinator.algorithm.local,
+            parts.coordinator.state.values.device, terms, plan, known, parts.coordinator.algorithm.local,
         ))  # fmt: skip
 
     return admit

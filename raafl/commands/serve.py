@@ -89,5 +89,5 @@ def serve(
     bears = 1 if NOTE in os.environ else None
     return host(
         experiment, config_yaml, TRANSPORTS["tcp"](meeting), inbox=inbox, bears=bears, min_clients=min_clients,
-        terms=Terms(for_clients(config_yaml), sections(config_yaml)), note=note,
+        terms=Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data), note=note,
     )  # fmt: skip

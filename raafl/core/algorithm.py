@@ -295,7 +295,11 @@ class Merge(Part, ABC):
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take in one update; its tensors may be gone once this returns."""
+        """Take in one update; its tensors may be gone once this returns.
+
+        What a client says beside them is looked at in `problem`. Where this raises all the same, the update is refused and its
+        client turned away: so look first, and change the memory last.
+        """
 
     def keep(self, state: GlobalState) -> None:
         """Make what was received independent of the updates' own tensors; called when no merge follows at once."""

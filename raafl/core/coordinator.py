@@ -9,20 +9,18 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from raafl.core.admission import ERROR, Admission
 from raafl.core.algorithm import Algorithm, Fleet, OwnTests, Training, Waiting
 from raafl.core.payload import Wire
-from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
-from raafl.core.standing import DAMAGED, Standing
+from raafl.core.standing import Standing
 from raafl.core.state import GlobalState
 from raafl.core.types import (
-    DIVERGED,
     ENDS,
     NUM_TESTED,
-    OUT_OF_MEMORY,
     OVERFLOW,
-    RESTART,
     Action,
     Arrived,
     Assign,
@@ -32,14 +30,11 @@ from raafl.core.types import (
     Dismiss,
     Evaluate,
     Event,
-    Fail,
     Finish,
     Joined,
-    KeepOut,
     Limits,
     Lost,
     SetTimer,
-    Settled,
     Stop,
     Timer,
     Update,
@@ -51,7 +46,7 @@ from raafl.errors import BadInput
 TIME_UP = 0  # id of the timer that ends the run; minus a client's id: of the one that lets it take part again
 
 
-class Coordinator:
+class Coordinator(Admission):
     """Decides who trains what and when it is merged; owns the global state."""
 
     def __init__(
@@ -72,6 +67,7 @@ class Coordinator:
         self.refused: Counter[str] = Counter()
         self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
+        self.is_merging = False
         self.finished: str | None = None
         self.payload = algorithm.local.payload(state.submodels)
         state.num_clients = limits.num_clients
@@ -95,13 +91,6 @@ class Coordinator:
             pass
         return self._actions
 
-    @property
-    def num_good(self) -> int:
-        """Clients that are there and whose last updates were not all refused."""
-        return len(self.roster.clients) - sum(
-            map(self.standing.is_bad, self.standing.refused.keys() & self.roster.clients)
-        )
-
     # ---- events ----
 
     def restart(self) -> None:
@@ -110,38 +99,36 @@ class Coordinator:
         self.standing.forgive()
         self.absent.clear()
 
-    def _joined(self, event: Joined, now: float) -> None:
-        if self.roster.find(event.client.id) is not None:
-            self._drop(event.client.id, "replaced")
-        self.absent.discard(event.client.id)
-        if self.standing.keeps_out(event.client.id, now):
-            self.roster.keep_out(event.client)
-        else:
-            self._admit(event.client)
-
-    def _admit(self, client: ClientInfo) -> None:
-        self.roster.join(client)
-        self.algorithm.select.joined(client, self.fleet)
-
     def _arrived(self, event: Arrived, now: float) -> None:
         update = event.update
         assignment = self.roster.active.get(update.assignment)
-        problem = self._problem(update, assignment)
+        try:
+            problem = self._problem(update, assignment)
+            if problem is None and assignment is not None:
+                problem = self._take(update, assignment, now)
+        except Exception as error:
+            if assignment is None:
+                raise
+            self._refuse(update, assignment, ERROR, now, error)
+            return
         if problem is not None or assignment is None:
             self._refuse(update, assignment, problem or "", now)
             return
+        self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
+        self.standing.accept(assignment.client)
+        self.waiting.append((assignment, update, self.state.version - assignment.version))
+        self.arrived_s.append(now)
+
+    def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
+        """Hand a sound update to the parts, before the books know of it; return why it is refused all the same, or None."""
         client = self.roster.clients[assignment.client]
         self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
         self._clip(client, update)
         staleness = self.state.version - assignment.version
         if self.algorithm.merge.overflows(self.state, update, assignment.spec.cut, staleness):
-            self._refuse(update, assignment, OVERFLOW, now)
-            return
-        self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
-        self.standing.accept(client.id)
+            return OVERFLOW
         self.algorithm.merge.receive(self.state, update, assignment.spec.cut, staleness)
-        self.waiting.append((assignment, update, staleness))
-        self.arrived_s.append(now)
+        return None
 
     def _problem(self, update: Update, assignment: Assignment | None) -> str | None:
         """Explain why ``update`` may not be merged, or None."""
@@ -178,56 +165,11 @@ class Coordinator:
         if update.metrics.get(NUM_TESTED, 0) > tested:
             update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 
-    def _refuse(self, update: Update, assignment: Assignment | None, problem: str, now: float) -> None:
-        """Settle an update that is not merged; a client refused too often is kept out, and alone can end no run."""
-        self.refused[problem] += 1
-        if assignment is not None and problem == "wrong-client":
-            assignment = None  # the one that was asked may still answer
-        if assignment is not None:
-            self.roster.release(assignment, back=True)
-        self._settle(assignment, update.client, f"refused:{problem}", 0, update)
-        if assignment is None or problem in DAMAGED:
-            return
-        if problem == OUT_OF_MEMORY:
-            self._narrow(assignment)
-        excused = problem in DIVERGED and is_ruined(self.state)  # a model on which honest clients fail, too
-        until = self.standing.refuse(assignment.client, now, excused=excused)
-        client = self.roster.clients[assignment.client]
-        if until is not None:
-            said = self.roster.said_bytes.get(client.id)
-            self._drop(client.id, "kept-out")
-            self.roster.keep_out(client, said)
-            self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
-        if self.standing.is_bad(client.id) and self._is_hopeless():
-            most = self.limits.max_refused
-            self._actions.append(
-                Fail(
-                    f"failed: the last {most} updates of every client were refused, those of client {client.id} as {problem}"
-                )
-            )
-
-    def _is_hopeless(self) -> bool:
-        """Check whether no client's update can be hoped to be merged any more."""
-        known = [client for client, num in self.roster.joins.items() if num]
-        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
-            return True
-        return all(map(self.standing.is_hopeless, (*self.roster.clients, *self.roster.kept_out)))
-
-    def _lost(self, event: Lost, now: float) -> None:
-        client = self.roster.find(event.client)
-        if client is not None and event.incarnation not in (None, client.incarnation):
-            return
-        if client is not None:
-            # what a client says of its failure is not counted, lest each be an outcome of its own
-            self._drop(event.client, "failed" if event.reason.startswith("failed: ") else event.reason)
-        if not self.started and self.limits.count_lost and event.reason != RESTART:
-            self.absent.add(event.client)
-
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
             self._finish("max_time")
         elif -event.id in self.roster.kept_out and not self.standing.keeps_out(-event.id, now):
-            self._admit(self.roster.kept_out.pop(-event.id))
+            self._admit(self.roster.kept_out.pop(-event.id), now)
 
     def _stop(self, event: Stop, now: float) -> None:
         self._finish(event.reason)
@@ -263,7 +205,9 @@ class Coordinator:
 
     def _merge(self) -> None:
         """Fold in what waits, as the next version."""
+        self.is_merging = True  # and stays so where the method raises: half of the model may be merged
         self.algorithm.merge.apply(self.state)
+        self.is_merging = False
         self.state.version += 1
         for assignment, update, staleness in self.waiting:
             self.state.counts[assignment.region] = self.state.counts.get(assignment.region, 0) + 1
@@ -290,18 +234,40 @@ class Coordinator:
             if not (self.roster.num_out or self.waiting):
                 self.opened_s = now
             if self.roster.draw(sample, self.rng, rolling=rolling) and not rolling:
-                self.algorithm.select.drawn(self.roster.out, self.fleet)
+                self._open_round(now)
         dismissed = False
         while (client := self.roster.next_to_start(sample.concurrency)) is not None:
             try:
                 work = self._work_for(client)
+                pace_s = self._pace_s(client, work, now)
             except BadInput as error:  # nobody else is to suffer for it
                 self._drop(client.id, "unfit")
                 self._actions.append(Dismiss(client.id, client.incarnation, str(error)))
                 dismissed = True
-                continue
-            self._assign(client, work, now)
+            except Exception as error:
+                self._turn_away(client, error, now)
+                dismissed = True
+            else:
+                self._assign(client, work, now, pace_s)
         return dismissed
+
+    def _open_round(self, now: float) -> None:
+        """Tell the selector who is in the round; turn away those whose words alone make it raise.
+
+        Raises:
+            Exception: what it raises for no client alone, or for each of several, is the method's own fault.
+        """
+        select = self.algorithm.select
+        while out := self.roster.out:
+            try:
+                select.drawn(out, self.fleet)
+                return
+            except Exception as error:
+                guilty = [client for client in out if _raises(partial(select.drawn, [client], self.fleet))]
+                if not guilty or (len(guilty) == len(out) > 1):
+                    raise
+                for client in guilty:
+                    self._turn_away(client, error, now)
 
     def _work_for(self, client: ClientInfo) -> Work:
         """Choose a client's work; where nothing smaller suits one whose memory was too small, that which suited it before."""
@@ -318,27 +284,13 @@ class Coordinator:
         spec = self.fleet.held(client, work.spec, work.extra)
         return work if spec is work.spec else replace(work, spec=spec)
 
-    def _narrow(self, assignment: Assignment) -> None:
-        """Take it that a client's memory is less than a task was predicted to need, which it did not have."""
-        client = self.roster.clients[assignment.client]
-        needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
-        self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
-        self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
-
-    def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
-        changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
-        self.algorithm.select.lost(client, self.fleet)
-        self.roster.clients[client.id] = changed
-        self.algorithm.select.joined(changed, self.fleet)
-        return changed
-
-    def _assign(self, client: ClientInfo, work: Work, now: float) -> None:
+    def _assign(self, client: ClientInfo, work: Work, now: float, pace_s: float) -> None:
         number, task = self.roster.number(client.id)
         assignment = Assignment(
             id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
             spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
             seed=derive_seed(self.seed, client.id, task), assigned_s=now,
-            pace_s=self._pace_s(client, work, now), extra=work.extra,
+            pace_s=pace_s, extra=work.extra,
         )  # fmt: skip
         self.roster.start(assignment)
         self._actions.append(Assign(assignment))
@@ -346,22 +298,6 @@ class Coordinator:
     def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
         """Return the least time of a wall-clock task: what it takes the emulated device from now on."""
         return client.profile.as_it_goes(self.fleet.task_time(client, work), now).total_s if self.pace else 0.0
-
-    def _drop(self, client: int, reason: str) -> None:
-        """Forget a client; what it was working on is lost, what it has sent stays."""
-        if self.roster.kept_out.pop(client, None) is not None:
-            self.roster.said_bytes.pop(client, None)
-            return
-        gone = self.roster.clients[client]
-        assignment = self.roster.drop(client)
-        self.algorithm.select.lost(gone, self.fleet)
-        if assignment is not None:
-            self._settle(assignment, client, f"lost:{reason}", 0, None)
-
-    def _settle(
-        self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
-    ) -> None:
-        self._actions.append(Settled(assignment, client, outcome, self.state.version, staleness, update))
 
     def _evaluate(self) -> None:
         if self.evaluated != self.state.version:
@@ -381,3 +317,11 @@ class Coordinator:
         self._evaluate()
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]
+
+
+def _raises(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except Exception:
+        return True
+    return False

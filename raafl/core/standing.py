@@ -43,6 +43,13 @@ class Standing:
         self.times[client] += 1
         return self.until[client]
 
+    def condemn(self, client: int, now: float) -> float:
+        """Count as many refusals as keep a client out; return until when it is."""
+        self.refused[client] = max(self.refused[client], self.most)
+        until = self.refuse(client, now)
+        assert until is not None
+        return until
+
     def accept(self, client: int) -> None:
         """Clear a client."""
         for book in (self.refused, self.times, self.until):

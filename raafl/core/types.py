@@ -235,11 +235,12 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Let a client go that no work suits; it is in the fleet no more."""
+    """Let a client go that no work suits, or whose words raised ``error``; it is in the fleet no more."""
 
     client: int
     incarnation: int
     reason: str
+    error: Exception | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +326,8 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
     if not profile.launch_s:  # so that journals stay as they were before there was such a price
         del values["launch_s"]
+    if profile.availability is not None and profile.availability[-1][1] == math.inf:
+        values["availability"] = (*profile.availability[:-1], (profile.availability[-1][0], None))
     return {name: None if value == math.inf else value for name, value in values.items()}
 
 
@@ -334,6 +337,8 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     profile: dict[str, Any] = {
         name: math.inf if value is None and name in rates else value for name, value in data["profile"].items()
     }
+    if (windows := profile.get("availability")) and windows[-1][1] is None:
+        profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
     own_data = data.get("own_data", False) is True
     return ClientInfo(data["client"], data["num_samples"], Profile(**profile), data["incarnation"], own_data)
 

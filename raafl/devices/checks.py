@@ -9,6 +9,14 @@ from typing import Any
 _INF = math.inf
 RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
 
+# Between these bounds no sum, product or quotient that a clock or a selector forms overflows a double: the largest task is below
+# 1e15 FLOPs for each of 2**53 samples in each of 1e6 units of work.
+LEAST_RATE, MOST_RATE = 1e-6, 1e24
+MOST_S = 1e12
+"""Seconds; 30,000 years."""
+LEAST_PERIOD_S = 1e-3
+LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
+
 
 def number(field: str, value: Any) -> float:
     """Return ``value``, which may be text, as a number; raises `ValueError` that names the field."""
@@ -19,8 +27,13 @@ def number(field: str, value: Any) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Check whether ``value`` is a number, not a truth value and not NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    """Check whether ``value`` is a number, not a truth value and not NaN; an integer that no float can hold is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:
+        return False
 
 
 def are_pairs(pairs: object) -> bool:
@@ -34,35 +47,54 @@ def rate_problems(profile: Any) -> Iterator[str]:
     """Yield what is wrong with rates, memory, latency and the price of a launch."""
     for field in RATES:
         value = getattr(profile, field)
-        if not is_number(value) or value <= 0:
+        if not _is_rate(value):
             remedy = "leave it out for no limit" if field != "flops_per_s" else "measure it with raafl plan --measure"
-            yield f"{field} is {value!r}; it must be a number above 0 ({remedy})"
+            yield f"{field} is {_shown(value)}; it must be a number above 0{_BETWEEN} ({remedy})"
     traffic = profile.bytes_per_s
-    if traffic is not None and (not is_number(traffic) or traffic <= 0):
-        yield f"bytes_per_s is {traffic!r}; it must be a number above 0 (leave it out to go by flops_per_s alone)"
+    if traffic is not None and not _is_rate(traffic):
+        yield (
+            f"bytes_per_s is {_shown(traffic)}; it must be a number above 0{_BETWEEN} "
+            "(leave it out to go by flops_per_s alone)"
+        )
     for field in ("latency_s", "launch_s"):
         value = getattr(profile, field)
-        if not is_number(value) or not 0 <= value < _INF:
-            yield f"{field} is {value!r}; it must be a finite number of seconds, 0 or more"
+        if not is_number(value) or not 0 <= value <= MOST_S:
+            yield f"{field} is {_shown(value)}; it must be a finite number of seconds, 0 or more, at most {MOST_S:g}"
+
+
+_BETWEEN = f", {LEAST_RATE:g} to {MOST_RATE:g}"
+
+
+def _is_rate(value: object) -> bool:
+    """Check whether ``value`` is a rate or a size that can be divided by; infinite = no limit."""
+    return is_number(value) and (value == _INF or LEAST_RATE <= value <= MOST_RATE)  # type: ignore[operator]
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of more than 20 digits"
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def window_problems(profile: Any) -> Iterator[str]:
     """Yield what is wrong with the hours of availability."""
     windows, period = profile.availability, profile.period_s
-    if period is not None and (not is_number(period) or not 0 < period < _INF):
-        yield f"period_s is {period!r}; it must be a finite number of seconds above 0"
+    if period is not None and (not is_number(period) or not LEAST_PERIOD_S <= period <= MOST_S):
+        yield f"period_s is {_shown(period)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
         return
     if windows is None:
         if period is not None:
             yield f"period_s is {period!r} but availability is not given; give the windows that repeat"
         return
     if not are_pairs(windows) or not windows:
-        yield f"availability is {windows!r}; write [start, stop] pairs of seconds, or leave it out for always"
+        yield f"availability is {_shown(windows)}; write [start, stop] pairs of seconds, or leave it out for always"
         return
     last = 0.0
     for start, stop in windows:
-        if not last <= start < stop:
-            yield f"availability has the window [{start}, {stop}); write windows in order, start before stop"
+        if not last <= start < stop or not (stop == _INF or stop <= MOST_S):
+            yield (
+                f"availability has the window [{_shown(start)}, {_shown(stop)}); write windows in order, start before stop, "
+                f"at most {MOST_S:g} s"
+            )
             return
         last = stop
     if period is not None and last > period:
@@ -75,12 +107,15 @@ def change_problems(profile: Any) -> Iterator[str]:
     if changes is None:
         return
     if not are_pairs(changes) or not changes:
-        yield f"speed_changes is {changes!r}; write [seconds, factor] pairs, or leave it out for a steady speed"
+        yield f"speed_changes is {_shown(changes)}; write [seconds, factor] pairs, or leave it out for a steady speed"
         return
     last = -1.0
     for at_s, factor in changes:
-        if not last < at_s < _INF or at_s < 0 or not 0 < factor < _INF:
-            yield f"speed_changes has [{at_s}, {factor}]; write increasing times, and factors above 0 (availability is for leaving)"
+        if not last < at_s <= MOST_S or at_s < 0 or not LEAST_FACTOR <= factor <= MOST_FACTOR:
+            yield (
+                f"speed_changes has [{_shown(at_s)}, {_shown(factor)}]; write increasing times up to {MOST_S:g} s, and factors "
+                f"above 0, {LEAST_FACTOR:g} to {MOST_FACTOR:g} (availability is for leaving)"
+            )
             return
         last = at_s
 

@@ -18,6 +18,7 @@ from raafl.core.types import (
     assignment_to_json,
     event_to_json,
 )
+from raafl.devices.series import shortened
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
     CLIENT,
@@ -52,6 +53,7 @@ class RunRecord:
         """Figures beside the metrics, as they were when the version measured last was made."""
         self._due: dict[int, dict[str, float | None]] = {}
         self.folder, self.targets = folder, targets
+        self._series: dict[str, Any] = {}  # of profiles, by digest, that the journal has in full
         self.started = time.perf_counter()
         self.outcomes: Counter[str] = Counter()
         self.participation: dict[int, int] = {}
@@ -91,7 +93,10 @@ class RunRecord:
         elif isinstance(event, Arrived) and self.folder is not None and not event.update.fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
-            self.folder.event(cast(JournalRow, {"time_s": now, **event_to_json(event)}))
+            row = {"time_s": now, **event_to_json(event)}
+            if isinstance(event, Joined):  # a client that joins again and again is not to fill the disk
+                row["profile"] = shortened(row["profile"], self._series)
+            self.folder.event(cast(JournalRow, row))
 
     def assigned(self, assignment: Assignment) -> None:
         """Journal an assignment."""

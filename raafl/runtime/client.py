@@ -16,7 +16,7 @@ from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Waits
 from raafl.core.payload import Payload
-from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json, client_to_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed, Unsound
 from raafl.foreign import foreign
@@ -24,6 +24,7 @@ from raafl.local.failure import attempt, to_meta
 from raafl.local.heap import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.runtime.answers import hello_of
 from raafl.runtime.exchange import ClientSide
 from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
@@ -147,7 +148,7 @@ class Client:
             "base": self._submodels.base.digest if self._submodels.base is not None else None,
             "config": None if self._config is None else dict(self._config),
             "unsent": self.unsent,
-            **client_to_json(self._info),
+            **hello_of(self._info),
         }
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:

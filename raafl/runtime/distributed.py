@@ -15,6 +15,7 @@ from typing import Any
 
 from raafl.compression.snapshots import Snapshots
 from raafl.config.options import Waits
+from raafl.core.admission import ERROR
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import Hooks
 from raafl.core.types import (
@@ -27,9 +28,9 @@ from raafl.core.types import (
     Stop,
     Timer,
 )
-from raafl.errors import CodeFailed, TaskFailed
+from raafl.errors import CodeFailed, TaskFailed, said
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import leave_traceback
+from raafl.local.failure import in_full, leave_traceback
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.inbox import Inbox
@@ -150,9 +151,25 @@ class Server(Driver):
                     self._turn()
             except KeyboardInterrupt:
                 self.stop("interrupted")
+            except Exception as error:  # no client's: what one says is caught where it is worked with (`Admission`)
+                self._fail(
+                    error if isinstance(error, CodeFailed) else CodeFailed(f"the server: {said(error)}", in_full(error))
+                )
             finally:
                 self._end()
         return self._ended()
+
+    def _blame(self, client: int, error: Exception) -> None:
+        self.record.turned_away(ERROR)
+        self._keep_traceback(f"client {client} was turned away: {said(error)}", error)
+
+    def _keep_traceback(self, why: str, error: Exception) -> None:
+        """Warn of an error that ends no run, and leave its traceback in the folder; of very many the first."""
+        self._num_failures += 1
+        if self.progress is not None:
+            self.progress.warn(why)
+        if self.record.folder is not None and self._num_failures <= _MAX_KEPT:
+            leave_traceback(self.record.folder.path, why, error)
 
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
@@ -219,16 +236,12 @@ class Server(Driver):
 
     def _take_failure(self, failure: TaskFailed) -> None:
         """Say that the user's code has failed in a client; where that ends no run, leave the traceback."""
-        self._num_failures += 1
         if self._bears is not None:
             self._failures[failure.kind] += 1
             if self._failures[failure.kind] > self._bears:
                 self._fail(failure)
                 return
-        if self.progress is not None:
-            self.progress.warn(str(failure))
-        if self.record.folder is not None and self._num_failures <= _MAX_KEPT:
-            leave_traceback(self.record.folder.path, str(failure), failure)
+        self._keep_traceback(str(failure), failure)
 
     def _deliver(self, assignment: Assignment) -> None:
         self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens

@@ -89,6 +89,10 @@ class Driver(ABC):
         """Tell a client that there is no work for it."""
         self._note(f"client {client} was let go: {reason}")
 
+    def _blame(self, client: int, error: Exception) -> None:
+        """Report that a client's words raised ``error``; where all words are this process's own, raise it."""
+        raise error
+
     # ---- of both ----
 
     def _tell(self, event: Event) -> None:
@@ -126,8 +130,10 @@ class Driver(ABC):
                 now = self.now
                 self.record.due(version, now, rank_energy(self.coordinator.state))
                 self._measure(version, now)
-            case Dismiss(client, incarnation, reason):
+            case Dismiss(client, incarnation, reason, error):
                 self._dismiss(client, incarnation, reason)
+                if error is not None:
+                    self._blame(client, error)
             case KeepOut(client, until, reason):
                 self.record.kept_out(client)
                 out_s = until - self.now
@@ -150,9 +156,13 @@ class Driver(ABC):
         self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
 
     def stop(self, reason: str) -> None:
-        """End the run, if it has not ended, so that it can be resumed from where it is now."""
+        """End the run, if it has not ended, so that it can be resumed from where it is now.
+
+        Where a merge was broken off in its middle the checkpoint before it stays the last one.
+        """
         if not self.reason:
-            self._checkpoint()
+            if not self.coordinator.is_merging:
+                self._checkpoint()
             self._tell(Stop(reason))
 
     def _stop_if_asked(self) -> None:

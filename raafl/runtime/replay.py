@@ -27,6 +27,7 @@ from raafl.core.types import (
     Update,
     event_from_json,
 )
+from raafl.devices.series import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.executors import Executor
@@ -53,8 +54,10 @@ class Parting:
         return {"event": self.number, "what": self.what, "recorded": self.recorded, "replayed": self.replayed}
 
 
-def event_of(row: JournalRow) -> Event | None:
+def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
     """Return the event of a journal row, or None for a row that is not one; an `Arrived` has no tensors yet.
+
+    ``series`` are those of earlier rows' profiles, by digest; those of this row are added.
 
     Raises:
         BadInput: the row is not one of raafl's.
@@ -62,8 +65,11 @@ def event_of(row: JournalRow) -> Event | None:
     if row.get("event") not in EVENTS:
         return None
     try:
+        if row["event"] == "joined":
+            series |= long_series({name: one for name, one in row["profile"].items() if isinstance(one, list)})
+            row = {**row, "profile": restored(row["profile"], series)}
         return event_from_json(row)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is not one of raafl's: {error}") from None
 
 
@@ -81,6 +87,7 @@ class Replay:
     num_events: int = 0
     now: float = 0.0
     _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
+    _series: dict[str, Any] = field(default_factory=dict)  # of profiles, by digest
     _expected: deque[Assignment] = field(default_factory=deque)  # handed out, and not yet compared with the recording
 
     def __post_init__(self) -> None:
@@ -98,7 +105,7 @@ class Replay:
             if row.get("event") == "assigned":
                 self._check_assigned(row)
                 continue
-            event = self._arrived(row) if row.get("event") == "arrived" else event_of(row)
+            event = self._arrived(row) if row.get("event") == "arrived" else event_of(row, self._series)
             if event is None:
                 continue
             self.num_events += 1

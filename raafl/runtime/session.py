@@ -33,7 +33,7 @@ from raafl.errors import GpuLost, TaskFailed, Unsound
 from raafl.foreign import foreign
 from raafl.local.failure import GPU_LOST, from_meta, out_of_memory
 from raafl.local.train import Stopped
-from raafl.runtime.answers import TooMany, client_of, count_of, extra_of, metrics_of
+from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
@@ -52,10 +52,12 @@ class Terms:
     Attributes:
         config_yaml: the run's config, for a client that has none.
         sections: digest of each section of it that both must have alike; None = not compared (they share one file).
+        own_data: whether it may train on data of its own.
     """
 
     config_yaml: str = ""
     sections: Mapping[str, str] | None = None
+    own_data: bool = True
 
     def problem(self, theirs: Any) -> str | None:
         """Name the section of a client's config that is not the server's, or None."""
@@ -85,13 +87,13 @@ class Session(threading.Thread):
     def __init__(
         self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
         waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
-        plan: CompressionPlan | None = None, share: int | None = None, local: Local | None = None,
+        plan: CompressionPlan | None = None, known: ClientInfo | None = None, local: Local | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
 
         ``connect`` makes the pair; ``moved`` is told of bytes over the link, (down, up); received tensors are to lie on
-        ``device``; ``terms`` are what the client must agree on beside raafl's version and the model; ``share`` is how
-        many samples it was dealt of the run's data (None = not known); ``plan`` None = nothing is compressed, ``local``
+        ``device``; ``terms`` are what the client must agree on beside raafl's version and the model; ``known`` is what the run
+        has of it: its share of the data, its profile (None = nothing); ``plan`` None = nothing is compressed, ``local``
         None = nothing is exchanged in the middle of a task.
         """
         super().__init__(name=f"client-{client}", daemon=True)
@@ -112,7 +114,8 @@ class Session(threading.Thread):
         self._sending = threading.Lock()
         self._stopping: str | None = None
         self._told, self._welcomed = False, False
-        self._share, self._num_samples, self._num_damaged = share, 0, 0
+        self._known = known or ClientInfo(client, 0)
+        self._num_samples, self._num_damaged = 0, 0
         self._local = local or Local()
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
@@ -179,7 +182,22 @@ class Session(threading.Thread):
         self._say_stop(reason)
 
     def _greet(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
-        """Check that the client runs the same raafl, config and model, and welcome it; return what it is, and its HELLO."""
+        """Welcome the client, or tell it why not; return what it is, and its HELLO."""
+        try:
+            info, hello = self._checked(pair)
+        except Refused as refused:  # told, or it would try again and again
+            if not pair.closed:
+                with self._sending:
+                    self._say_stop(f"refused: {refused.detail}")
+            raise
+        refuted = {"kept_whole": sorted(self._submodels.refuted)} if self._submodels.refuted else {}
+        with self._sending:
+            pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
+        self._welcomed = True
+        return info, hello
+
+    def _checked(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
+        """Check that the client runs the same raafl, config and model."""
         hello = pair.recv(_nothing, self._waits.join_s)
         if hello.kind is Kind.CONFIG and self._terms.config_yaml:
             with self._sending:
@@ -200,20 +218,8 @@ class Session(threading.Thread):
                 f"{foreign(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
             )
         if problem is not None:
-            with self._sending:
-                self._say_stop(f"refused: {problem}")
             raise Refused("incompatible", problem)
-        try:
-            info = client_of(hello.meta, self.client, self.incarnation, self._share)
-        except TooMany as refused:
-            with self._sending:
-                self._say_stop(f"refused: {refused.detail}")
-            raise
-        refuted = {"kept_whole": sorted(self._submodels.refuted)} if self._submodels.refuted else {}
-        with self._sending:
-            pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
-        self._welcomed = True
-        return info, hello.meta
+        return client_of(hello.meta, self._known, self.incarnation, own_data=self._terms.own_data), hello.meta
 
     def _take_late(self, hello: dict[str, Any]) -> None:
         """Report an answer that a client still held when its connection broke; the coordinator refuses it by id."""

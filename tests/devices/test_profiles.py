@@ -224,3 +224,26 @@ def test_devices_parse_as_config_lists():
     parsed = parser.parse_args(["--devices", "[{name: phone, flops_per_s: 2e9, count: 2, availability: [[0, 5]]}]"])
     init = getattr(parser, "instantiate", None) or parser.instantiate_classes
     assert init(parsed).devices == [Device("phone", flops_per_s=2e9, availability=((0, 5),), count=2)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"flops_per_s": 5e-324}, {"down_bytes_per_s": 5e-324}, {"up_bytes_per_s": 1e300}, {"memory_bytes": 10**400},
+     {"bytes_per_s": 1e-7}, {"latency_s": 1e308}, {"launch_s": 1e13}, {"availability": ((0, 1),), "period_s": 5e-324},
+     {"availability": ((0, 1e300),)}, {"speed_changes": ((0, 1e-300),)}, {"speed_changes": ((1e300, 1),)}],
+)  # fmt: skip
+def test_every_number_has_bounds(fields):
+    with pytest.raises(ValueError, match=r"(is|has) "):
+        Profile(**fields)
+
+
+def test_at_the_bounds_the_largest_task_takes_a_finite_time():
+    from raafl.devices.checks import LEAST_FACTOR, LEAST_RATE, MOST_S
+
+    slowest = Profile(
+        flops_per_s=LEAST_RATE, down_bytes_per_s=LEAST_RATE, up_bytes_per_s=LEAST_RATE, bytes_per_s=LEAST_RATE,
+        latency_s=MOST_S, launch_s=MOST_S, speed_changes=((0.0, LEAST_FACTOR),),
+    )  # fmt: skip
+    largest = 1e15 * 2.0**53 * 1e6  # FLOPs for a sample, samples, units of work
+    time = slowest.task_time(largest, 2**53, 2**53, largest, largest, 10**6, largest)
+    assert math.isfinite(slowest.as_it_goes(time, MOST_S).total_s)

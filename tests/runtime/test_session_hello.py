@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
+
 import pytest
 
 from raafl.core.types import Lost, client_to_json
+from raafl.devices.profiles import Profile
+from raafl.runtime.answers import hello_of
 from raafl.runtime.session import Terms
 from raafl.runtime.transport import Kind
 from tests.runtime.sessions import INFO, Table
@@ -100,7 +106,7 @@ def test_a_client_with_data_of_its_own_or_fewer_than_its_share_may_come(fields):
         table.close()
 
 
-HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 18) + "\nnews"
+HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 12) + "\nnews"
 
 
 @pytest.mark.parametrize(
@@ -127,3 +133,50 @@ def test_names_that_a_client_gives_are_cleaned_where_they_come_in(table):
     table.update(meta={"metrics": {HOSTILE: 1.0, "loss": 0.5}})
     metrics = table.event().update.metrics
     assert sorted(map(len, metrics)) == [4, 200] and all(name.isprintable() for name in metrics)
+
+
+LONG = tuple((2.0 * i, 2.0 * i + 1.0) for i in range(300))
+
+
+def test_a_hello_of_more_than_sixteen_kilobytes_is_refused_and_the_client_told(table):
+    table.hello(profile={**client_to_json(INFO)["profile"], "name": "x" * (17 << 10)})
+    assert re.fullmatch(r"refused: HELLO of 17\d{3} bytes, at most 16384", table.hear().meta["reason"])
+    assert table.event().reason.startswith("disconnected: bad-length: HELLO of")
+
+
+@pytest.mark.parametrize("name", ["availability", "speed_changes"])
+def test_a_series_of_more_than_a_hundred_pairs_is_refused_with_the_remedy(table, name):
+    table.hello(profile={**client_to_json(INFO)["profile"], name: LONG[:101]})
+    reason = table.hear().meta["reason"]
+    assert (
+        f"{name} has 101 pairs, at most 100 are sent: give client 4 the same devices in the server's config" in reason
+    )
+
+
+@pytest.mark.parametrize("name", ["availability", "speed_changes"])
+def test_a_long_series_that_the_server_has_goes_by_its_digest(name):
+    profile = Profile(**{name: LONG})
+    hello = hello_of(replace(INFO, profile=profile))
+    assert len(json.dumps(hello)) < 1000
+    for known, welcome in ((profile, True), (Profile(**{name: LONG[1:]}), False), (Profile(), False)):
+        table = Table(profile=known)
+        try:
+            table.hello(**hello)
+            heard = table.hear()
+            assert (heard.kind is Kind.WELCOME) is welcome
+            assert welcome or "is a series of digest" in heard.meta["reason"]
+            assert not welcome or table.event().client.profile == profile
+        finally:
+            table.close()
+
+
+def test_data_of_ones_own_may_be_forbidden():
+    table = Table(terms=Terms("", own_data=False))
+    try:
+        table.hello(own_data=True)
+        assert table.hear().meta["reason"] == (
+            "refused: client 4 has data of its own, which guard.own_data of this run forbids"
+        )
+        assert table.event().reason.startswith("disconnected: own-data: ")
+    finally:
+        table.close()

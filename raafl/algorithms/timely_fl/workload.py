@@ -20,6 +20,9 @@ from raafl.submodel.cost import Cost
 MEMORY = "timely_fl"
 """Key of `GlobalState.memory` under which a round's plan is kept, so that a checkpoint has it."""
 
+MOST_UNITS = 1_000_000
+"""Units of work of one client in an interval, however fast it says that it is."""
+
 SLACK = 1 + 1e-9
 """Tolerance on a sum of seconds."""
 
@@ -71,7 +74,7 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
     """Return E_c, alpha_c and t_rpt for T_k = ``interval_s`` (Algorithm 3)."""
     units = (interval_s - report.link_s) / report.compute_s if report.compute_s > 0 else 1.0
     share = min(interval_s / report.total_s, 1.0) if report.total_s > 0 else 1.0
-    return Workload(max(math.floor(units * SLACK), 1), share, interval_s - report.link_s * share)
+    return Workload(max(math.floor(min(units * SLACK, MOST_UNITS)), 1), share, interval_s - report.link_s * share)
 
 
 def trained_share(submodels: Submodels, spec: Spec) -> float:

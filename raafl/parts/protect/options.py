@@ -24,6 +24,7 @@ class Guard:
             of the clients' samples; null = as it says. Others are held to the share that they were dealt.
         max_norm_ratio: refuse an update whose norm is above this many times the median of those accepted of the same layout, once
             eight are; null = none is. See `raafl.parts.protect.bounded`.
+        own_data: whether a client may train on data of its own at all; false = it is turned away when it joins.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
     """
 
@@ -34,6 +35,7 @@ class Guard:
     trim: float = 0.1
     max_weight: float | None = 10.0
     max_norm_ratio: float | None = 1e4
+    own_data: bool = True
 
     def __post_init__(self) -> None:
         positive("guard.clip_norm", self.clip_norm, optional=True)

@@ -44,6 +44,8 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 56
 FOOTER_BYTES = 8
 MAX_JSON_BYTES = 1 << 20
+MAX_HELLO_BYTES = 16 << 10
+"""Of the JSON section of a HELLO, which goes into the journal at every join."""
 MAX_DEPTH = 32
 
 _FIELDS = struct.Struct("<4sHBBQIIIIQQ")
@@ -251,6 +253,8 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
     text = bytes(data)
     if len(text) != header.json_bytes:
         raise Refused("bad-length", f"JSON of {len(text)} bytes, header says {header.json_bytes}")
+    if header.kind is Kind.HELLO and len(text) > MAX_HELLO_BYTES:  # read, so that the peer can be told
+        raise Refused("bad-length", f"HELLO of {len(text)} bytes, at most {MAX_HELLO_BYTES}")
     if xxhash.xxh3_64_intdigest(text) != header.json_checksum:
         raise Refused("bad-checksum", "JSON")
     section = _parse(text)

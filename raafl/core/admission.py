@@ -1,0 +1,180 @@
+"""Who may take part: clients that join, are refused, suspended, turned away or lost. The part of the loop that judges clients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from raafl.core.algorithm import Algorithm, Fleet
+from raafl.core.rollback import is_ruined
+from raafl.core.roster import Roster
+from raafl.core.standing import DAMAGED, Standing
+from raafl.core.state import GlobalState
+from raafl.core.types import (
+    DIVERGED,
+    OUT_OF_MEMORY,
+    RESTART,
+    Action,
+    Assignment,
+    ClientInfo,
+    Dismiss,
+    Fail,
+    Joined,
+    KeepOut,
+    Limits,
+    Lost,
+    SetTimer,
+    Settled,
+    Update,
+)
+from raafl.errors import said
+
+ERROR = "error"
+"""Reason for which a client is lost, and its update refused, whose words raised an exception."""
+
+LOSSES = frozenset(
+    {
+        "disconnected", ERROR, "failed", "gpu", "kept-out", "other", "replaced", RESTART, "stopped", "timeout", "unavailable",
+        "unfit",
+    }
+)  # fmt: skip
+"""Every REASON of lost:REASON. Whatever else a client or its session says goes to the journal and the log alone."""
+
+
+class Admission:
+    """Admits and drops clients, and settles the tasks that this ends; base of `Coordinator`, whose books it keeps."""
+
+    algorithm: Algorithm
+    absent: set[int]
+    fleet: Fleet
+    limits: Limits
+    refused: Counter[str]
+    roster: Roster
+    standing: Standing
+    started: bool
+    state: GlobalState
+    _actions: list[Action]
+
+    @property
+    def num_good(self) -> int:
+        """Clients that are there and whose last updates were not all refused."""
+        return len(self.roster.clients) - sum(
+            map(self.standing.is_bad, self.standing.refused.keys() & self.roster.clients)
+        )
+
+    def _joined(self, event: Joined, now: float) -> None:
+        if self.roster.find(event.client.id) is not None:
+            self._drop(event.client.id, "replaced")
+        self.absent.discard(event.client.id)
+        if self.standing.keeps_out(event.client.id, now):
+            self.roster.keep_out(event.client)
+        else:
+            self._admit(event.client, now)
+
+    def _admit(self, client: ClientInfo, now: float) -> None:
+        self.roster.join(client)
+        try:
+            self.algorithm.select.joined(client, self.fleet)
+        except Exception as error:
+            self._turn_away(client, error, now)
+
+    def _turn_away(self, client: ClientInfo, error: Exception, now: float) -> None:
+        """Dismiss a client whose words raised ``error``, and suspend it as if its last updates had all been refused.
+
+        What calls this has left the books as they were before, or settled. A fault of the method's own meets every client, and so
+        ends the run.
+        """
+        until = self.standing.condemn(client.id, now)
+        self._drop(client.id, ERROR)
+        reason = f"what it says cannot be worked with ({type(error).__name__})"
+        self._actions += [SetTimer(-client.id, until), Dismiss(client.id, client.incarnation, reason, error)]
+        self._fail_if_hopeless(f"every client was turned away, client {client.id} for {said(error)}")
+
+    def _refuse(
+        self, update: Update, assignment: Assignment | None, problem: str, now: float, error: Exception | None = None
+    ) -> None:
+        """Settle an update that is not merged; a client refused too often is kept out, and alone can end no run.
+
+        One whose words raised ``error`` is turned away.
+        """
+        self.refused[problem] += 1
+        if assignment is not None and problem == "wrong-client":
+            assignment = None  # the one that was asked may still answer
+        if assignment is not None:
+            self.roster.release(assignment, back=True)
+        self._settle(assignment, update.client, f"refused:{problem}", 0, update)
+        if assignment is None or problem in DAMAGED:
+            return
+        client = self.roster.clients[assignment.client]
+        if error is not None:
+            self._turn_away(client, error, now)
+            return
+        if problem == OUT_OF_MEMORY:
+            self._narrow(assignment)
+        excused = problem in DIVERGED and is_ruined(self.state)  # a model on which honest clients fail, too
+        until = self.standing.refuse(client.id, now, excused=excused)
+        client = self.roster.clients[client.id]
+        if until is not None:
+            said_bytes = self.roster.said_bytes.get(client.id)
+            self._drop(client.id, "kept-out")
+            self.roster.keep_out(client, said_bytes)
+            self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
+        if self.standing.is_bad(client.id):
+            most = self.limits.max_refused
+            self._fail_if_hopeless(
+                f"the last {most} updates of every client were refused, those of client {client.id} as {problem}"
+            )
+
+    def _fail_if_hopeless(self, why: str) -> None:
+        if self._is_hopeless():
+            self._actions.append(Fail(f"failed: {why}"))
+
+    def _is_hopeless(self) -> bool:
+        """Check whether no client's update can be hoped to be merged any more."""
+        known = [client for client, num in self.roster.joins.items() if num]
+        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
+            return True
+        there = (*self.roster.clients, *self.roster.kept_out)
+        return bool(there) and all(map(self.standing.is_hopeless, there))
+
+    def _lost(self, event: Lost, now: float) -> None:
+        client = self.roster.find(event.client)
+        if client is not None and event.incarnation not in (None, client.incarnation):
+            return
+        if client is not None:
+            kind = event.reason.partition(":")[
+                0
+            ]  # the rest may be the client's own words: each would be an outcome of its own
+            self._drop(event.client, kind if kind in LOSSES else "other")
+        if not self.started and self.limits.count_lost and event.reason != RESTART:
+            self.absent.add(event.client)
+
+    def _narrow(self, assignment: Assignment) -> None:
+        """Take it that a client's memory is less than a task was predicted to need, which it did not have."""
+        client = self.roster.clients[assignment.client]
+        needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
+        self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
+        self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
+
+    def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
+        changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
+        self.algorithm.select.lost(client, self.fleet)
+        self.roster.clients[client.id] = changed
+        self.algorithm.select.joined(changed, self.fleet)
+        return changed
+
+    def _drop(self, client: int, reason: str) -> None:
+        """Forget a client; what it was working on is lost, what it has sent stays."""
+        if self.roster.kept_out.pop(client, None) is not None:
+            self.roster.said_bytes.pop(client, None)
+            return
+        gone = self.roster.clients[client]
+        assignment = self.roster.drop(client)
+        self.algorithm.select.lost(gone, self.fleet)
+        if assignment is not None:
+            self._settle(assignment, client, f"lost:{reason}", 0, None)
+
+    def _settle(
+        self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
+    ) -> None:
+        self._actions.append(Settled(assignment, client, outcome, self.state.version, staleness, update))

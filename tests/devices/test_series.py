@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raafl.core.types import ClientInfo, Joined, client_from_json, client_to_json
+from raafl.devices.profiles import Profile
+from raafl.devices.series import MOST_PAIRS, digest, long_series, restored, shortened
+from raafl.runfolder.events import read_events
+from raafl.runfolder.journal import RunFolder
+from raafl.runfolder.record import RunRecord
+from raafl.runtime.replay import event_of
+
+LONG = tuple((2.0 * i, 2.0 * i + 1.0) for i in range(MOST_PAIRS + 1))
+
+
+def test_a_digest_goes_by_the_numbers_alone():
+    assert digest([(0, 1), (2, 3)]) == digest([[0.0, 1.0], [2.0, 3.0]]) != digest([(0, 1), (2, 4)])
+
+
+def test_only_what_is_long_goes_by_its_digest_and_comes_back():
+    plain = client_to_json(ClientInfo(1, 5, Profile(availability=LONG, speed_changes=LONG[1:])))["profile"]
+    short = shortened(plain)
+    assert short["availability"] == {"digest": digest(LONG)} and short["speed_changes"] == plain["speed_changes"]
+    assert restored(short, long_series(plain)) == plain
+    with pytest.raises(ValueError, match="availability is a series of digest"):
+        restored(short, {})
+
+
+def test_the_journal_has_a_long_series_once_however_often_its_client_joins(tmp_path):
+    clients = [ClientInfo(1, 5, Profile(availability=LONG), incarnation=n) for n in range(50)]
+    with RunFolder(tmp_path / "run", "") as folder:
+        record = RunRecord(folder)
+        for now, client in enumerate(clients):
+            record.event(Joined(client), float(now))
+    first, *others = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert len(first) > 1000 and max(map(len, others)) < 400
+    series = {}
+    assert [event_of(row, series).client for row in read_events(tmp_path / "run")] == clients
+
+
+def test_a_window_that_never_ends_survives_the_wire_and_the_journal():
+    client = ClientInfo(1, 5, Profile(availability=((0.0, 1.0), (2.0, float("inf")))))
+    assert client_from_json(json.loads(json.dumps(client_to_json(client), allow_nan=False))) == client

@@ -81,8 +81,9 @@ class Controlled(Local):
         return _Steps(task, self.option)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
-        """Return the cost of a plain step, twice for option I."""
+        """Return the cost of a plain step, twice for option I; sums of half-precision gradients take single precision."""
         cost = submodels.cost(spec, batch_size)
+        cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from raafl.module_hooks import begin, transferred
+from raafl.submodel.flat import is_merged, reals
 from raafl.submodel.nested_batch import batch_tensors
 
 Note = Callable[[str, list[Tensor]], None]
@@ -154,13 +155,19 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
         value.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
 
 
+def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw standard normal numbers of the shape of ``value``: for complex values, both parts of each."""
+    noise = torch.randn(reals(value).shape, generator=generator)
+    return torch.view_as_complex(noise) if value.is_complex() else noise
+
+
 def draw(module: nn.Module, seed: int) -> None:
     """Give all parameters such values, no two alike; numbers that are no floats become 0."""
     generator = torch.Generator().manual_seed(7 + seed)
     for name, parameter in module.named_parameters():
         value = parameter.detach()
-        if value.is_floating_point():
-            draw_(name, value, torch.randn(value.shape, generator=generator))
+        if is_merged(value.dtype):
+            draw_(name, value, noise_like(value, generator))
         else:
             value.zero_()
 

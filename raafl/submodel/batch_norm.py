@@ -65,19 +65,44 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
     norms = [norm for _, norm in _norms(module)]
     modes = [(part, part.training) for part in module.modules()]
     momenta = [norm.momentum for norm in norms]
+    means = {n: _Mean(n) for n in norms if n.running_mean is not None and n.running_mean.dtype.itemsize == 2}
     module.eval()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # a plain mean
+        # a plain mean; torch takes it in the statistics' own precision, so of half precision it gives each batch's alone
+        norm.momentum = 1.0 if norm in means else None
         norm.train()
     try:
         for batch in batches:
             run(module, batch)
+        for mean in means.values():
+            mean.store()
     finally:
+        for mean in means.values():
+            mean.handle.remove()
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         for part, training in modes:
             part.training = training
+
+
+class _Mean:
+    """The mean of a batch norm's statistics over its calls, in single precision; they are those of each call alone."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        self._statistics: list[Any] = [norm.running_mean, norm.running_var]
+        self._sums, self._num = [torch.zeros_like(one, dtype=torch.float32) for one in self._statistics], 0
+        self.handle = norm.register_forward_hook(self._add)
+
+    def _add(self, norm: nn.Module, args: Any, output: Any) -> None:
+        self._num += 1
+        for total, one in zip(self._sums, self._statistics, strict=True):
+            total.add_(one)
+
+    def store(self) -> None:
+        """Put the means, rounded once, into the statistics, in place."""
+        for one, total in zip(self._statistics, self._sums, strict=True):
+            one.copy_(total / self._num if self._num else one)
 
 
 class Pooling:

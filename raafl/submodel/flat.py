@@ -128,6 +128,11 @@ class Layout:
             (e.name, (*e.shape, 2) if e.dtype.is_complex else e.shape, wide_dtype(e.dtype)) for e in self.entries
         )
 
+    @cached_property
+    def single_copy_bytes(self) -> int:
+        """Bytes of a single-precision copy of all that is in half precision; 0 for a model that has none."""
+        return sum(4 * numel for dtype, numel in self.numel.items() if is_merged(dtype) and dtype.itemsize == 2)
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from raafl.algorithms import scaffold
 from raafl.compression.compressors import Compress
@@ -32,6 +33,29 @@ def test_two_steps_with_option_two():
     By eq. 4: c_i - c + (x - y) / (K eta) = -0.5 + 3.375 / (2 * 0.5) = 2.875, too. What travels is less c_i = 0.5.
     """
     assert steps(2) == (4.625 - 8.0, 2.875 - 0.5)
+
+
+class StillInHalf(Slope):
+    """w stays 8 at a learning rate of 0, and its gradient 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def training_step(self, batch, index):
+        x, y = (value.to(torch.bfloat16) for value in batch)
+        return super().training_step((x, y), index)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_the_mean_of_many_half_precision_gradients_is_taken_in_single_precision():
+    """In bfloat16 a sum of fours would stay at 1024 = 4 * 256, so that 600 of them had the mean 1.7."""
+    values = {"line.weight": 8.0, "c/line.weight": 0.0, "c_i/line.weight": 0.0}
+    sent = {name: torch.full((1, 1), value, dtype=torch.bfloat16) for name, value in values.items()}
+    up, _ = task_of(scaffold(), StillInHalf(), sent, 600)
+    assert up["c_i/line.weight"].item() == 4.0
 
 
 def test_two_steps_with_option_one():

@@ -185,14 +185,23 @@ def test_complex_parameters_train_whatever_travels_compressed(tmp_path, compress
 
 
 class Layer(Half):
-    """Its hidden layer is complex."""
+    """Its layers are complex."""
 
     def __init__(self):
-        super().__init__(torch.float32)
-        self.a = nn.Linear(64, 12, dtype=CFLOAT)
+        super().__init__(torch.float32, lr=0.05)
+        self.a, self.b = nn.Linear(64, 12, dtype=CFLOAT), nn.Linear(12, 10, dtype=CFLOAT)
+        del self.norm
 
     def forward(self, x):
-        return self.b(torch.relu(self.norm(self.a(x.flatten(1).to(CFLOAT)).real)))
+        return self.b(torch.tanh(self.a(x.flatten(1).to(CFLOAT)))).real
+
+    def submodel_axes(self):
+        return {"hidden": [("a.weight", 0), ("a.bias", 0), ("b.weight", 1)]}
+
+
+def test_the_representation_that_moon_compares_may_be_complex(tmp_path):
+    before, after = run(tmp_path, "moon", Layer)
+    assert reals(after["a.weight"] - before["a.weight"]).abs().amax((0, 1)).min() > 0
 
 
 @pytest.mark.parametrize(
@@ -200,7 +209,7 @@ class Layer(Half):
     [
         ("fed_pm", "parameter 'a.weight' is complex, and fed_pm masks real weights"),
         ("q_vit", "layer 'a' has complex weights, and q_vit quantises real ones"),
-        (fed_avg(lora="hetlora"), "no LoRA layers"),
+        ("ada_vit", "Linear has complex weights, and ada_vit decides on real features"),
     ],
 )
 def test_methods_of_real_weights_refuse_complex_ones_by_name(tmp_path, algorithm, message):

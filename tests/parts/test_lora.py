@@ -124,6 +124,10 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(BadInput, match=r"that is quantised \(torch.uint8\): use flexlora or raflora"):
         Adapted("fedex").prepare(small)
     Adapted("raflora").prepare(small)
+    waves = Tiny()
+    waves.layer.lora_A["default"].weight.data = torch.ones(3, 5, dtype=torch.complex64)
+    with pytest.raises(BadInput, match=r"multiplies real adapters, but 'layer\.lora_A"):
+        Adapted("hetlora").prepare(waves)
     several = Tiny()
     several.submodel_bases = ("fp32", "nf4")
     with pytest.raises(BadInput, match="adds to the base, but clients hold that as fp32, nf4: use flexlora or raflora"):

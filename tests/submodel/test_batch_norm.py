@@ -128,3 +128,11 @@ def test_variances_that_no_update_covers_keep_every_bit():
         plan.lerp_(state, update, 0.5)
     assert torch.equal(state["1.running_var"][[1, 3]], before["1.running_var"][[1, 3]])
     assert not torch.equal(state["1.running_var"][[0, 2]], before["1.running_var"][[0, 2]])
+
+
+def test_statistics_collected_in_half_precision_are_a_mean_rounded_once():
+    """Of 299 batches of 0 and one of 300 the mean is 1; increments of 1/300 would vanish in bfloat16."""
+    module = nn.Sequential(nn.BatchNorm1d(1)).to(torch.bfloat16)
+    batches = [torch.full((2, 1), 300.0 if n == 200 else 0.0, dtype=torch.bfloat16) for n in range(300)]
+    collect_statistics(module, batches, lambda net, batch: net(batch))
+    assert module[0].running_mean.item() == 1.0 and module[0].momentum == 0.1 and not module[0]._forward_hooks

@@ -198,11 +198,12 @@ class ZerothOrder(Local):
         """
         cost = submodels.cost(replace(spec, trained=()), batch_size)
         samples = max(batch_size, 1)
-        perturbed = _num_perturbed(submodels, spec if spec.trained else replace(spec, trained=None))
+        moved = spec if spec.trained else replace(spec, trained=None)
+        perturbed, own_bytes = _num_perturbed(submodels, moved), submodels.layout(moved, "trained").single_copy_bytes
         return replace(
             cost,
             flops_per_sample=(2 * cost.flops_per_sample or 4.0 * cost.params) + 2.0 * PASSES * perturbed / samples,
-            peak_bytes=cost.peak_bytes + 2 * 4 * min(CHUNK, perturbed),
+            peak_bytes=cost.peak_bytes + 2 * 4 * min(CHUNK, perturbed) + own_bytes,
             up_bytes=cost.up_bytes + packed_bytes(int(extra.get(SCALARS, 0))),
             moved_bytes_per_sample=2 * cost.moved_bytes_per_sample + 2.0 * PASSES * 4 * perturbed / samples,
             padding_flops_per_sample=2 * cost.padding_flops_per_sample,

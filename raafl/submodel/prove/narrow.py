@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from raafl.submodel import lora
-from raafl.submodel.aside import draw_
+from raafl.submodel.aside import draw_, noise_like
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cut.copying import persistent_buffers, without_values
-from raafl.submodel.flat import FlatTensors
+from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
 from raafl.submodel.nested_batch import batch_tensors, mapped
 from raafl.submodel.spec import Spec
@@ -89,13 +89,13 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
     buffers = persistent_buffers(module)
     statistics = {name for pair in statistics_of(module) for name in pair}
     for name, value in values.items():
-        noise = torch.randn(value.shape, generator=generator)
+        noise = noise_like(value, generator)
         if name in buffers and buffers[name].device.type != "meta":
             value.copy_(buffers[name])
             if name in statistics:
                 value.add_(0.3 * noise.abs())
         elif name in buffers:  # computed from parameters without values: a spectral norm's vectors of 0 have no length
-            value.copy_(noise.abs()) if value.is_floating_point() else value.zero_()
+            value.copy_(noise.abs()) if is_merged(value.dtype) else value.zero_()
         else:
             draw_(name, value, noise)
     return values

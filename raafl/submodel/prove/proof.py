@@ -23,7 +23,7 @@ from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.declared import within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
-from raafl.submodel.flat import FlatTensors
+from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
@@ -208,7 +208,7 @@ class _Proof:
         with torch.no_grad():
             for name, is_kept in kept.items():
                 value = tensors[name].copy_(is_kept * self.values[name])
-                if instead and value.is_floating_point():
+                if instead and is_merged(value.dtype):
                     value.masked_fill_(is_kept == 0, instead)
         return self._step(self.whole, noise)
 
@@ -235,9 +235,7 @@ class _Proof:
         seeded(5)  # both steps are to draw the same
         handles = watch_outputs(
             module,
-            lambda path, given: done.outputs.append(
-                (path, [x.detach().clone() for x in given if x.is_floating_point()])
-            ),
+            lambda path, given: done.outputs.append((path, [x.detach().clone() for x in given if is_merged(x.dtype)])),
         )
         try:
             with mode:
@@ -251,7 +249,7 @@ class _Proof:
             name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             for name, p in module.named_parameters()
         }
-        done.buffers = {n: b.clone() for n, b in persistent_buffers(module).items() if b.is_floating_point()}
+        done.buffers = {n: b.clone() for n, b in persistent_buffers(module).items() if is_merged(b.dtype)}
         return done
 
     def _compared(self, spec: Spec, small: _Step, whole: _Step) -> str | None:

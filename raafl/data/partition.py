@@ -87,14 +87,25 @@ class Partition(ABC):
         at_least("seed", seed, 0)
         _check_enough(len(labels_n), num_clients, max(1, getattr(self, "min_samples", 1)))
         rng = np.random.Generator(np.random.PCG64(seed))
-        parts = self._split(labels_n, num_clients, rng, {} if columns is None else columns)
-        return [torch.from_numpy(np.sort(part)) for part in parts]
+        parts = self.assign(labels_n, num_clients, rng, {} if columns is None else columns)
+        checked = _checked(type(self).__name__, parts, len(labels_n), num_clients)
+        return [torch.from_numpy(np.sort(part)) for part in checked]
 
     @abstractmethod
-    def _split(
+    def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
-    ) -> list[Ints]:
-        """Share out the samples of checked `labels`; the parts may be in any order."""
+    ) -> Sequence[npt.ArrayLike]:
+        """Assign samples to clients: the method to override for a partition of your own. `split` checks what it returns.
+
+        Args:
+            labels: `(num_samples,)` int64, the class of each sample; all 0 where `needs_labels` is False.
+            num_clients: number of parts.
+            rng: the only source of chance, so that the run's seed decides the partition.
+            columns: other facts about each sample, by name: one entry for each.
+
+        Returns:
+            For each client the numbers of its samples, in any order; a sample may be nobody's.
+        """
 
 
 @dataclass(frozen=True)
@@ -103,9 +114,10 @@ class Iid(Partition):
 
     needs_labels: ClassVar[bool] = False
 
-    def _split(
+    def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
+        """Deal all samples; see `Partition.assign`."""
         return np.array_split(rng.permutation(len(labels)), num_clients)
 
 
@@ -133,9 +145,10 @@ class Dirichlet(Partition):
         _check_alpha("Dirichlet", self.alpha)
         _check_min_samples("Dirichlet", self.min_samples)
 
-    def _split(
+    def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
+        """Cut each class in the proportions drawn for it; see `Partition.assign`."""
         classes = [np.flatnonzero(labels == value) for value in np.unique(labels)]
         for _ in range(_MAX_TRIES):
             cuts_cn = [self._cuts(len(members), num_clients, rng) for members in classes]
@@ -174,9 +187,10 @@ class ClassesPerClient(Partition):
     def __post_init__(self) -> None:
         at_least("ClassesPerClient: num_classes", self.num_classes, 1)
 
-    def _split(
+    def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
+        """Deal each class to its owners; see `Partition.assign`."""
         values = np.unique(labels)
         owners = self._owners(len(values), num_clients, rng)
         pieces: list[list[Ints]] = [[] for _ in range(num_clients)]
@@ -231,9 +245,10 @@ class QuantitySkew(Partition):
         _check_alpha("QuantitySkew", self.alpha)
         _check_min_samples("QuantitySkew", self.min_samples)
 
-    def _split(
+    def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
+        """Deal samples in the proportions drawn; see `Partition.assign`."""
         num_free = len(labels) - num_clients * self.min_samples
         free_cuts = np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_free).astype(np.int64)
         cuts = free_cuts + self.min_samples * np.arange(1, num_clients)
@@ -255,9 +270,10 @@ class ByColumn(Partition):
 
     needs_labels: ClassVar[bool] = False
 
-    def _split(
+    def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
+        """Deal whole values of the column; see `Partition.assign`."""
         if self.column not in columns:
             known = ", ".join(sorted(columns)) or "none"
             raise BadInput(f"ByColumn: the training data has no column {self.column!r} (columns: {known})")
@@ -274,6 +290,27 @@ class ByColumn(Partition):
             return members
         hands = np.array_split(rng.permutation(len(values)), num_clients)
         return [np.concatenate([members[value] for value in hand]) for hand in hands]
+
+
+def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_clients: int) -> list[Ints]:
+    """Return the parts that a partition has made, if they are one for each client, with samples that there are."""
+    if len(parts) != num_clients:
+        raise BadInput(f"{name}.assign returned {len(parts)} parts for {num_clients} clients: return one for each")
+    checked = []
+    for client, part in enumerate(parts, start=1):
+        rows = np.asarray(part)
+        if rows.ndim != 1 or rows.dtype.kind not in "iu" or len(rows) == 0:
+            raise BadInput(
+                f"{name}.assign returned {len(rows) if rows.ndim else 'no'} samples of type {rows.dtype} for client {client}: "
+                "return the numbers of one sample or more"
+            )
+        if rows.min() < 0 or rows.max() >= num_samples:
+            raise BadInput(
+                f"{name}.assign returned samples {rows.min()} to {rows.max()} for client {client}: return numbers from 0 to "
+                f"{num_samples - 1}"
+            )
+        checked.append(rows.astype(np.int64, copy=False))
+    return checked
 
 
 def _labels(labels: torch.Tensor | npt.ArrayLike) -> Ints:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, QuantitySkew
+from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
 from raafl.errors import BadInput
 
 LABELS = np.repeat(np.arange(10), 100)
@@ -205,3 +205,39 @@ def test_partitions_parse_by_class_name():
     parsed = parser.parse_args(["--partition", "Dirichlet", "--partition.alpha", "0.3"])
     init = getattr(parser, "instantiate", None) or parser.instantiate_classes
     assert init(parsed).partition == Dirichlet(0.3)
+
+
+class Own(Partition):
+    """A partition of a user's own: gives what it is told to."""
+
+    def __init__(self, parts):
+        super().__init__()
+        object.__setattr__(self, "parts", parts)
+
+    def assign(self, labels, num_clients, rng, columns):
+        return self.parts
+
+
+def test_a_partition_of_ones_own_gives_numbers_of_samples_of_any_kind():
+    parts = Own([[5, 2], torch.tensor([1]), np.array([9, 0, 3], np.int32)]).split(LABELS, 3, 0)
+    assert [part.tolist() for part in parts] == [[2, 5], [1], [0, 3, 9]]
+    assert all(part.dtype == torch.int64 for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[0], [1]], "Own.assign returned 2 parts for 3 clients: return one for each"),
+        (
+            [[0], [], [1]],
+            "Own.assign returned 0 samples of type float64 for client 2: return the numbers of one sample or",
+        ),
+        ([[0], [0.5], [1]], "returned 1 samples of type float64 for client 2"),
+        ([[0], [-1, 3], [1]], "Own.assign returned samples -1 to 3 for client 2: return numbers from 0 to 999"),
+        ([[0], [1], [1000]], "returned samples 1000 to 1000 for client 3"),
+    ],
+)
+def test_what_a_partition_of_ones_own_returns_is_checked(parts, message):
+    with pytest.raises(BadInput) as refused:
+        Own(parts).split(LABELS, 3, 0)
+    assert message in str(refused.value)

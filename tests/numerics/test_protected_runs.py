@@ -132,7 +132,7 @@ class InOrder(Partition):
 
     needs_labels: ClassVar[bool] = False
 
-    def _split(self, labels, num_clients, rng, columns):
+    def assign(self, labels, num_clients, rng, columns):
         return np.array_split(np.arange(len(labels)), num_clients)
 
 

@@ -40,8 +40,10 @@ from raafl.runfolder.schema import (
     MEMORY_COLUMNS,
     METRIC_COLUMNS,
     METRICS,
+    RUN_COLUMNS,
     SUMMARY,
     TESTED,
+    TIME_TO,
     JournalRow,
     Summary,
 )
@@ -147,7 +149,7 @@ class RunFolder:
         The first row fixes the columns. A metric that first appears later gets a column at the end: the table is then
         rewritten once, with that column empty in the earlier rows. A metric that a row lacks is left empty.
         """
-        table = self._metrics
+        table, row = self._metrics, {name: _rounded(name, value) for name, value in row.items()}
         new = [name for name in row if name not in table.columns]
         if new:
             table.widen(new if table.columns else [*METRIC_COLUMNS, *(n for n in new if n not in METRIC_COLUMNS)])
@@ -164,6 +166,7 @@ class RunFolder:
         Raises:
             ValueError: `row` has a column that clients.csv does not know.
         """
+        row = {name: _rounded(name, value) for name, value in row.items()}
         new = [name for name in row if name not in self._clients.columns]
         known = (*MEMORY_COLUMNS, *LOGGED_COLUMNS)
         if unknown := [name for name in new if not name.startswith(TESTED) and name not in known]:
@@ -354,6 +357,12 @@ def _cell(value: Any) -> Any:
         return value
     plain = _plain(value) if not isinstance(value, dict | list | tuple) else value
     return to_json(plain) if isinstance(plain, dict | list | tuple) else plain
+
+
+def _rounded(name: str, value: Any) -> Any:
+    """Return a cell without what sums of floats leave in the last digits of times and shares; metrics stay exact."""
+    is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
+    return float(f"{value:.12g}") if is_figure and type(value) is float else value
 
 
 def _cut_torn_line(path: Path) -> None:

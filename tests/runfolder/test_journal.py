@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,6 +143,27 @@ def test_a_client_row_is_written_by_column_and_a_strange_column_refused(folder):
         "outcome": "merged",
     }
     assert dict(zip(header, row, strict=True)) == expected
+
+
+def test_times_and_shares_are_written_without_the_noise_of_floats_and_metrics_as_they_are(folder):
+    """0.1 + 0.2 is 0.30000000000000004; whoever watches the run is told what stands in the file."""
+    told = []
+    folder.reader = SimpleNamespace(metrics=told.append, client=told.append)
+    noisy = 0.1 + 0.2
+    folder.metrics(
+        {"version": 1, "time_s": noisy, "wall_s": 4.2132000089623034e-05, "loss": noisy, "utilisation": 1 - 2**-53}
+    )
+    folder.client({"client": 1, "outcome": "merged", "assigned_s": 20 / 3, "loss": noisy})
+    folder.close()
+    with (folder.path / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row == {
+        "version": "1", "time_s": "0.3", "wall_s": "4.21320000896e-05", "loss": "0.30000000000000004", "utilisation": "1.0",
+    }  # fmt: skip
+    with (folder.path / "clients.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["assigned_s"], row["loss"]) == ("6.66666666667", "0.30000000000000004")
+    assert told[0]["time_s"] == 0.3 and told[1]["assigned_s"] == 6.66666666667
 
 
 def test_the_summary_is_replaced_whole(folder):

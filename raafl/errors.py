@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import socket
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,10 @@ class BadInput(ValueError):
 
 class RunFailed(RuntimeError):
     """A run that had begun cannot go on; the message is one line for the user."""
+
+
+class Replaced(RunFailed):
+    """Another client with the same id has taken the place of this one; to start it again would throw that one out."""
 
 
 class CodeFailed(RunFailed):
@@ -155,6 +160,18 @@ def positive(field: str, value: float | None, *, optional: bool = False) -> None
         return
     if value is None or not value > 0:
         raise BadInput(f"{field} is {value}: give a number above 0")
+
+
+def resolves(text: str) -> None:
+    """Raise `BadInput` unless ``text`` is HOST:PORT whose host has an address, as far as this machine can tell now."""
+    host, port = parse_address(text)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(
+            f"address is '{text}', whose host is not found ({why}): correct its name, or give an IP address"
+        ) from None
 
 
 def refuse_unused(reason: str, **given: tuple[object, object]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.config.experiment import Experiment
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime import client as client_side
 from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.inbox import Inbox
@@ -93,7 +93,7 @@ def _be_client(
         )  # fmt: skip
     except (RunFailed, BadInput) as error:
         print(error, file=sys.stderr)
-        code = 1
+        code = 3 if isinstance(error, Replaced) else 1
     sys.stderr.flush()
     os._exit(code)
 

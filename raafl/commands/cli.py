@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.shipped import with_paths
-from raafl.errors import BadInput, RunFailed, at_least, nearest, one_of
+from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, one_of, resolves
 from raafl.foreign import foreign
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
@@ -60,11 +60,11 @@ usage: raafl COMMAND [options]
 Every field of a config is an option too: raafl simulate --config C --algorithm fed_avg --seed 1
 raafl COMMAND --help lists them, --print_config prints a config whole, --json prints the summary alone.
 --config quickstart, and the like, names a config that comes with raafl; raafl --print_completion bash completes all this.
-Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+Exit codes: 0 done, 1 the run failed, 2 bad input, 3 replaced by another client with the same id, 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+    """Run a command; return 0 done, 1 the run failed, 2 bad input, 3 replaced by a client of the same id, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except RunFailed as error:
         _complain(str(error))
-        return 1
+        return 3 if isinstance(error, Replaced) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has gone
@@ -181,6 +181,8 @@ def _serve(argv: list[str]) -> int:
 
     own, rest = split("serve", argv)
     check_plain("serve", rest)
+    if not own.address.startswith("fd:"):
+        resolves(own.address)
     with _json_alone(rest):
         with quick_imports():
             from raafl.commands.serve import serve

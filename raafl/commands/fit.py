@@ -74,6 +74,7 @@ def host(
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
         run = Run(parts, config_yaml, "distributed", saved, watcher)
+        run.progress.stamped = bears is None  # clients of others come and go: the server's output is a log
         note(run.folder)
         server = Server(
             parts.coordinator, inbox or Inbox(), run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raafl.config.options import Waits
 from raafl.config.trust import from_server
-from raafl.errors import RunFailed, TaskFailed
+from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.foreign import foreign
 from raafl.runtime.client import Client
 from raafl.runtime.client_setup import ClientSetup
@@ -46,7 +46,8 @@ def join(
 
     Raises:
         BadInput: address, secret or config.
-        RunFailed: refused, replaced, or no server for ``alone_s``.
+        Replaced: by another client with the same id.
+        RunFailed: refused, or no server for ``alone_s``.
     """
     transport = TRANSPORTS["tcp"](Meeting(address=address, secret=secret, client=client, encrypt=encrypt))
     alone_s = Waits().alone_s if alone_s is None else alone_s
@@ -72,7 +73,9 @@ def join(
             continue
         finally:
             pair.close()
-        if reason.startswith(("refused", "failed", "replaced")):
+        if reason.startswith("replaced"):
+            raise Replaced(f"client {client}: {reason}")
+        if reason.startswith(("refused", "failed")):
             raise RunFailed(f"client {client}: {reason}")
         return reason
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from raafl.config.argv import name_of, names_section
 from raafl.config.plain import check_plain
 from raafl.config.remote_options import split
+from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
 
@@ -20,6 +21,8 @@ def command(argv: list[str], tell: Callable[[str], None]) -> int:
     """
     own, rest = split("join", argv)
     check_plain("join", rest, whole=False)
+    if own.address is not None:  # as there is but for --help
+        resolves(own.address)
     with quick_imports():
         from raafl.commands.join import join
         from raafl.config.parse import parse

@@ -35,7 +35,8 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
         BadInput: every problem found, a line each.
         SystemExit: after `--help`.
     """
-    if os.environ.get("RANK", "0") != "0":  # rank 0 reports for all
+    # rank 0 reports for all; and another attempt under torchrun goes on in the folder of the first
+    if os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     if any(item in ("--help", "-h") for item in argv):
         make_parser(command, plain=True).parse_args(["--help"])

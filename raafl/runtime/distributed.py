@@ -39,6 +39,7 @@ from raafl.runtime.session import Session
 from raafl.runtime.snapshot_evaluator import SnapshotEvaluator
 from raafl.runtime.transport import Refused
 from raafl.submodel import FlatTensors
+from raafl.units import duration
 from raafl.watch.progress import Progress
 
 _Life = tuple[int, int]  # client, incarnation
@@ -143,6 +144,10 @@ class Server(Driver):
             self._evaluator.start()
         for session in self.sessions.values():
             session.start()
+        if self._patience_s is not None and not self.coordinator.started:
+            self._note(
+                f"waiting for {self.coordinator.limits.min_clients} clients, for {duration(self._patience_s)} at most"
+            )
         with self._interrupt:
             try:
                 if self.record.reached:  # by the initial model
@@ -306,6 +311,7 @@ class Server(Driver):
         if session is None:  # one that was there from the start
             return
         earlier, self.sessions[client] = self.sessions.get(client), session
+        self._note_clients(f"client {client} joined{' again' if event.client.incarnation else ''}")
         if earlier is not None:
             earlier.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
             self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), earlier))
@@ -325,8 +331,19 @@ class Server(Driver):
                 session.stop(event.reason)
                 self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
-        self._note(f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}")
+        text = f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}"
+        (self._note if self._patience_s is None else self._note_clients)(text)
         return entering is None
+
+    def _note_clients(self, text: str) -> None:
+        """Note who came or went, how many are here, and how many the run waits for."""
+        if self.progress is None:
+            return
+        there, wanted = len(self.sessions), self.coordinator.limits.min_clients
+        here = f"{there} client{'s are' if there != 1 else ' is'} here"
+        if not self.coordinator.started and there < wanted:
+            here += f", the run starts with {wanted}"
+        self._note(f"{text}; {here}")
 
     def _is_current(self, client: int, incarnation: int) -> bool:
         return client in self.sessions and self.sessions[client].incarnation == incarnation

@@ -33,6 +33,7 @@ from raafl.errors import CodeFailed
 from raafl.local.evaluate import Evaluator
 from raafl.parts.merge.low_rank import rank_energy
 from raafl.runfolder.record import RunRecord
+from raafl.units import duration
 from raafl.watch.progress import Progress
 
 
@@ -136,10 +137,9 @@ class Driver(ABC):
                     self._blame(client, error)
             case KeepOut(client, until, reason):
                 self.record.kept_out(client)
-                out_s = until - self.now
-                self._note(
-                    f"client {client} is asked for nothing for {out_s:g} s: its last updates were refused, as {reason}"
-                )
+                num = self.coordinator.standing.refused[client]
+                last = f"its last {num} updates were" if num > 1 else "its last update was"
+                self._note(f"client {client} is suspended for {duration(until - self.now)}: {last} refused ({reason})")
             case Finish(reason):
                 self.reason = reason
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raafl.config.options import Mode
-from raafl.watch.show import evaluation, sentence, table, wrapped
+from raafl.watch.show import WIDTH, evaluation, sentence, table, wrapped
 from raafl.watch.snapshot import ProgressState
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
+_UNCHANGED_S = 60.0  # between two lines that would say the same
 _LONGEST_S = 10.0  # without a line on how the run proceeds, though one evaluation follows the other
 _MAX_WARNINGS = 100
 
@@ -37,12 +38,14 @@ class Progress:
         clock: Seconds, monotonic.
 
     Attributes:
+        stamped: Whether each line of `plain` begins with the date and time: for a log that is kept.
         warnings: What was said by `warn`, in order.
         verbose: Whether a line for each task is wanted: whoever knows of tasks gives them to `note`.
         source: Where the snapshots of a run come from, unless `update` is given one.
     """
 
     source: Callable[[], ProgressState] | None = None
+    stamped = False
 
     def __init__(
         self, mode: Mode = "auto", file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -60,6 +63,7 @@ class Progress:
         self._unseen: ProgressState | Callable[[], ProgressState] | None = None
         self._live: Live | None = None
         self._title = ""
+        self._said: tuple[object, ...] = ()
         self.warnings: list[str] = []
 
     def start(self, title: str) -> None:
@@ -70,7 +74,7 @@ class Progress:
         if self.mode == "live":
             self._live = _make_live(self._file)
             self._live.start()
-        self._line(wrapped(title))
+        self._line(title, wrap=True)
 
     def update(
         self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
@@ -93,6 +97,9 @@ class Progress:
         self, snapshot: ProgressState | Callable[[], ProgressState], now: float, *, evaluated: bool
     ) -> None:  # fmt: skip
         state = snapshot() if callable(snapshot) else snapshot
+        if self._live is None and not evaluated and not self._is_news(state, now):
+            self._due_at = now + self._period_s
+            return
         only_metrics = evaluated and bool(state.metrics) and state.finished is None
         self._shown_at, self._due_at = now, now + self._period_s
         if only_metrics:
@@ -105,17 +112,23 @@ class Progress:
             self._guard(lambda live: live.update(table(state, self._title), refresh=True), self._live)
             return
         if not only_metrics:
-            self._line(sentence(state))
+            self._line(sentence(state, self._width))
         if evaluated and state.metrics:
-            self._line(evaluation(state))
+            self._line(evaluation(state, self._width))
+
+    def _is_news(self, state: ProgressState, now: float) -> bool:
+        """Tell whether a run has begun and a line would say what the last did not, or that was long ago."""
+        working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
+        begun = state.version or state.num_updates or working
+        said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
+        return bool(begun) and (said != self._said or now - self._status_at >= _UNCHANGED_S)
 
     def note(self, text: str) -> None:
         """Say something once: above the table, or as a line of its own."""
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
-            # a warning stays on one line, for those who search for it
-            self._line(text if text.startswith("warning: ") else wrapped(text))
+            self._line(text, wrap=not text.startswith("warning: "))  # one line, for those who search for it
 
     def warn(self, text: str) -> None:
         """Say what is wrong, in the view and on standard error, and keep it in `warnings`; from any thread.
@@ -146,8 +159,13 @@ class Progress:
         if live is not None:
             self._guard(lambda live: live.stop(), live)
 
-    def _line(self, text: str) -> None:
+    @property
+    def _width(self) -> int:
+        return WIDTH - (len(_stamp()) if self.stamped else 0)
+
+    def _line(self, text: str, *, wrap: bool = False) -> None:
         if self.mode == "plain":
+            text = (_stamp() if self.stamped else "") + (wrapped(text, self._width) if wrap else text)
             self._guard(lambda file: (file.write(f"{text}\n"), file.flush()), self._file)
 
     def _guard(self, write: Callable[[Any], object], target: object) -> None:
@@ -158,6 +176,10 @@ class Progress:
             if live is not None:
                 with contextlib.suppress(OSError, ValueError):
                     live.stop()
+
+
+def _stamp() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S  ")
 
 
 def _is_terminal(file: TextIO | None) -> bool:

@@ -18,7 +18,7 @@ WIDTH = 100
 """Columns that a line of a log has at most."""
 
 
-def sentence(state: ProgressState) -> str:
+def sentence(state: ProgressState, width: int = WIDTH) -> str:
     """Return one line about how the run proceeds; what matters least is left out where it would not fit."""
     parts = [(0, _moment(state.time_s, state.version)), (0, _updates(state)), *_rates(state)]
     if state.clients or state.num_clients:
@@ -26,7 +26,7 @@ def sentence(state: ProgressState) -> str:
         parts.append((2, f"{working} of {there} at work"))
     if (ends := _ends(state)) is not None:
         parts.append((0, ends))
-    room, chosen = WIDTH + 2, set[str]()
+    room, chosen = width + 2, set[str]()
     for rank, text in sorted(parts, key=lambda part: part[0]):
         if not rank or len(text) + 2 <= room:
             chosen.add(text)
@@ -34,18 +34,18 @@ def sentence(state: ProgressState) -> str:
     return "  ".join(text for _, text in parts if text in chosen)
 
 
-def evaluation(state: ProgressState) -> str:
+def evaluation(state: ProgressState, width: int = WIDTH) -> str:
     """Return one line with what the last evaluation found; of many metrics those that fit."""
     metrics, head = _metrics(state), f"{_moment(*(state.evaluated or (state.time_s, state.version)))}  eval:"
     shown = len(metrics)
-    while len(line := "  ".join([head, *metrics[:shown], *_more(len(metrics) - shown)])) > WIDTH and shown > 1:
+    while len(line := "  ".join([head, *metrics[:shown], *_more(len(metrics) - shown)])) > width and shown > 1:
         shown -= 1
     return line
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, width: int = WIDTH) -> str:
     """Break a text into lines that fit, those after the first indented."""
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:

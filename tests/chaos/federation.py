@@ -209,7 +209,7 @@ class Federation:
 
     def _twin(self, fault: Fault, more: str) -> tuple[str, float, Undo] | None:
         # Whichever is told to go is right: the supervisor's own client comes back and replaces the twin in its turn.
-        self._stranger(f"twin of client {fault.client}", self.join(fault.client), self._environment, (0, 1))
+        self._stranger(f"twin of client {fault.client}", self.join(fault.client), self._environment, (0, 1, 3))
         return f"a second client {fault.client}", 0.0, lambda: None
 
     def _wrong(self, fault: Fault, more: str) -> tuple[str, float, Undo] | None:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raafl.commands.cli import main
 from raafl.commands.join import join
 from raafl.commands.serve import serve
-from raafl.errors import RunFailed, parse_address
+from raafl.errors import Replaced, RunFailed, parse_address
 from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, sockets
 from raafl.runtime.transport.handshake import Secret
 from raafl.runtime.transport.listener import Listener
@@ -23,7 +24,8 @@ from tests.federation import experiment
 
 SECRET = Secret(b"a secret for tests only")
 HANDSHAKE = (("client", 44), ("server", 40), ("client", 64), ("server", 68))
-CONFIG = yaml.safe_load((Path(__file__).parents[2] / "configs" / "quickstart.yaml").read_text())
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CONFIG = yaml.safe_load(QUICKSTART.read_text())
 SYSTEM = {"class_path": "os.system", "init_args": {"command": "touch PWNED"}}
 WAIT_S = 20.0
 
@@ -150,3 +152,28 @@ def test_a_server_that_others_can_reach_encrypts(tmp_path, monkeypatch, address,
     with pytest.raises(ItsDoor) as opened:
         serve(experiment(tmp_path / "run"), "", address, SECRET, encrypt=wanted)
     assert opened.value.args == (used,)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["join", "--client", "1"]])
+def test_a_host_that_is_not_found_is_said_at_once(command, monkeypatch, capsys):
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
+    options = ["--config", str(QUICKSTART)] if command == ["serve"] else []
+    assert main([*command, "--address", "nowhere.invalid:29500", *options]) == 2
+    assert capsys.readouterr().err == (
+        "raafl: address is 'nowhere.invalid:29500', whose host is not found (Name or service not known): correct its name, "
+        "or give an IP address\n"
+    )
+
+
+def unknown_host(*args, **kwargs):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_a_client_that_is_replaced_ends_with_a_code_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr("raafl.commands.join_command.command", replaced)
+    assert main(["join", "--client", "1", "--address", "127.0.0.1:1"]) == 3
+    assert capsys.readouterr().err == "raafl: client 1: replaced: client 1 has joined from elsewhere\n"
+
+
+def replaced(argv, tell):
+    raise Replaced("client 1: replaced: client 1 has joined from elsewhere")

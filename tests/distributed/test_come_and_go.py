@@ -132,7 +132,7 @@ def test_of_two_clients_with_one_id_the_newer_takes_part_and_the_older_is_told(t
         older, newer = fleet.joiners[1:]
         on = On((arrived(2), newer.begin), (joined(2, 1), nothing), (arrived(2, 1), None))
         run = fleet.serve(on.inbox)
-        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 1, 0]
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 3, 0]
     assert older.words().splitlines()[-1] == "client 2: replaced: client 2 has joined from elsewhere"
     assert [row["outcome"] for row in run.rows() if row["outcome"].startswith("lost")] == ["lost:replaced"]
     settled(run)

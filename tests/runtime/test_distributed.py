@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raafl.core.types import Lost
 from raafl.runtime.distributed import Server
 from raafl.runtime.transport import Refused
 
@@ -31,6 +32,29 @@ def server() -> Server:
     coordinator: Any = SimpleNamespace(roster=SimpleNamespace(joins=Counter()), **parts)
     unused: Any = SimpleNamespace()
     return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go
+
+
+def test_the_log_says_who_joined_and_left_and_how_many_the_run_waits_for():
+    house, said = server(), []
+    house.progress = SimpleNamespace(note=said.append)
+    house.record, house._announce = SimpleNamespace(turned_away=lambda reason: None), lambda client, reason: None
+    house.coordinator.limits, house.coordinator.started = SimpleNamespace(min_clients=2), False
+
+    def joins(client, incarnation=0):
+        house.enter(client, lambda incarnation: Life(client, incarnation))
+        house._take_in(SimpleNamespace(client=SimpleNamespace(id=client, incarnation=incarnation)))
+
+    joins(1)
+    joins(2)
+    house.coordinator.started = True
+    house._let_go(Lost(1, "disconnected: the peer is gone", 0))
+    joins(1, 1)
+    assert said == [
+        "client 1 joined; 1 client is here, the run starts with 2",
+        "client 2 joined; 2 clients are here",
+        "client 1 was lost: disconnected: the peer is gone; 1 client is here",
+        "client 1 joined again; 2 clients are here",
+    ]
 
 
 def test_a_client_may_have_four_connections_on_their_way_in_and_others_are_not_kept_out_by_them():

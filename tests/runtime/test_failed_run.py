@@ -75,7 +75,7 @@ def test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not(tmp_path, name, why
     assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
 
 
-def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replays(tmp_path, monkeypatch):
+def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replays(tmp_path, monkeypatch, capsys):
     """Client 2's first four answers come out wrong; the run is cut while it is kept out, and goes on the same."""
     from raafl.runtime import executors as pool
 
@@ -91,8 +91,11 @@ def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replay
     monkeypatch.setattr(pool.Inline, "result", wrong)
     fields = {"clients": 2, "devices": unequal((2e6, 1e6)), "max_updates": 70}
     broken = [4]
-    whole = finish(experiment(tmp_path / "whole", fed_async(), **fields))
+    whole = finish(experiment(tmp_path / "whole", fed_async(), progress="plain", **fields))
     assert whole.summary["updates_refused"] == {"bad-scores": 4} and whole.summary["clients_kept_out"] == {"2": 2}
+    said = capsys.readouterr().out
+    assert "client 2 is suspended for 10.0 s: its last 3 updates were refused (bad-scores)" in said
+    assert "client 2 is suspended for 20.0 s: its last 4 updates were refused (bad-scores)" in said
     assert whole.summary["participation"]["2"] > 0
     broken = [4]
     # one checkpoint after the other is being written while the run goes on: what is saved must not change under the writer

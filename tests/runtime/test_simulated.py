@@ -97,10 +97,11 @@ def test_a_target_ends_the_run_when_it_is_met_and_says_when(tmp_path):
     run = finish(experiment(tmp_path / "r", fed_avg(), target=["accuracy=0.3", "loss=2.2"], max_updates=400))
     assert run.summary["finished"] == "target"
     rows = run.rows("metrics.csv")
-    assert run.summary["time_to"] == {
+    met = {
         "accuracy=0.3": next(float(row["time_s"]) for row in rows if float(row["accuracy"]) >= 0.3),
         "loss=2.2": next(float(row["time_s"]) for row in rows if float(row["loss"]) <= 2.2),
     }
+    assert run.summary["time_to"] == pytest.approx(met, rel=1e-11)  # rows have twelve digits
     assert run.summary["time_s"] == max(run.summary["time_to"].values())
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 
@@ -259,3 +260,18 @@ def test_a_live_view_that_is_abandoned_gives_the_cursor_back(tmp_path):
         progress.abandon()
         assert (tmp_path / "screen").read_bytes().endswith(b"\x1b[?25h\n")
         progress.stop()
+
+
+def test_a_log_has_time_stamps_and_no_line_twice():
+    """Nothing before the run has begun; then a line when something has changed, and one a minute."""
+    file, clock = io.StringIO(), Clock()
+    progress = Progress("plain", file, clock)
+    progress.stamped = True
+    progress.start("title")
+    for second in range(1, 200):
+        clock.now = 100 + second
+        here = {"num_there": 2, "num_clients": 2, "num_working": 2 if second >= 50 else 0}
+        progress.update(state(3 if second >= 90 else 0, time_s=float(second), **here, **PACE))
+    lines = file.getvalue().splitlines()
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  .*", line) and len(line) <= 100 for line in lines)
+    assert [float(line[21:].split()[0]) for line in lines[1:]] == [50.0, 90.0, 150.0]

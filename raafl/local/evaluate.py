@@ -14,6 +14,7 @@ from raafl.local.buffers import Buffers
 from raafl.local.draws import generators, same_generators
 from raafl.local.metrics import begin, end, step
 from raafl.local.noted import Noting, Unshared, add
+from raafl.local.plain_attributes import PlainAttributes
 from raafl.local.record import Recorder
 from raafl.local.stacked.attributes import Attributes
 from raafl.module_hooks import overrides
@@ -52,6 +53,7 @@ class Evaluator:
         self.num_batches = 0
         self._recorder = Recorder()
         self._recorder.attach(self.module)
+        self._attributes = PlainAttributes(self.module)
         if not overrides(self.module, "validation_step"):
             raise BadInput(
                 f"{type(self.module).__name__} has no validation_step: define one that logs or returns its metrics, so "
@@ -60,8 +62,9 @@ class Evaluator:
 
     @torch.no_grad()
     def fill(self, values: FlatTensors) -> None:
-        """Give the module these values, and the buffers that it was made with; until then its memory holds anything."""
+        """Give the module these values, and the buffers and flags that it was made with; until then its memory holds anything."""
         self._buffers.restore()
+        self._attributes.restore()
         self._present.copy_(values)
 
     def __call__(self, values: FlatTensors) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
+from raafl.local.plain_attributes import PlainAttributes
 from raafl.local.record import Recorder
 from raafl.module_hooks import overrides, transferred
 from raafl.submodel.nested_batch import to_device
@@ -115,18 +116,22 @@ def measure_part(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_batch: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Return a client's metrics on its test part, named ``test/...``, and ``test/num_samples``; buffers stay as they are.
+    """Return a client's metrics on its test part, named ``test/...``, and ``test/num_samples``; the model stays as it is.
+
+    A model may change its buffers, and some change their own weights for inference.
 
     ``on_batch`` are paths of batch norms without running statistics worth using; they take those of each batch. The
     rest is as for `measure`.
     """
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    trained = (p.detach() for p in module.parameters() if p.requires_grad)
+    before, attributes = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)], PlainAttributes(module)
     try:
         metrics = measure(module, recorder, _with_batch_statistics(module, batches, on_batch), device, context)
     finally:
         buffers.restore()
-        for buffer, old in before:
-            buffer.copy_(old)
+        attributes.restore()
+        for tensor, old in before:
+            tensor.copy_(old)
     return {**{TEST + name: value for name, value in metrics.items()}, TEST + "num_samples": float(data.num_samples)}
 
 

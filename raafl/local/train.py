@@ -112,11 +112,11 @@ class LocalTrainer(TaskSteps):
         ``classes`` were left of a masked loss; a ``loss`` of None is left out: every batch was skipped.
         """
         extra |= {CLASSES: classes} if classes else {}
-        self._check_base(built)
         built.buffers.gather()
         metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
         if data.test is not None and self.link is None and self.local.tests(assignment.extra):
             metrics |= self._test(built, data.test)
+        self._check_base(built)
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
                 for dtype, buffer in built.trained.buffers.items():

@@ -17,6 +17,7 @@ from raafl.errors import BadInput, place_of
 from raafl.local.record import Recorder
 from raafl.module_hooks import begin, transferred
 from raafl.optimizers import Schedule, configure
+from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.nested_batch import batch_tensors, to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
 
@@ -60,6 +61,7 @@ def try_training(
             with explained(module, "configure_optimizers"):
                 optimizer, schedules = configure(module)
                 trainer.begin(optimizer, schedules)
+            before = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module).items()}
             for given, index in _tries(batch, more):
                 with explained(module, "hooks before training_step", given):
                     batch = transferred(module, given, torch.device(device), to_device)
@@ -79,6 +81,7 @@ def try_training(
                 )
             with explained(module, "training_step, backward", batch):
                 loss.backward()  # type: ignore[no-untyped-call]
+            _check_shapes(module, before)
             return tried
     finally:
         module.zero_grad(set_to_none=True)
@@ -107,6 +110,16 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
     if trainer.asked & {"logger", "loggers"}:
         found.append(f"{name} uses self.logger: what goes to it within a task is dropped, use self.log for numbers")
     return found
+
+
+def _check_shapes(module: nn.Module, before: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `BadInput` where a buffer that is sent has another shape than ``before``: what is sent has one layout."""
+    for name, buffer in persistent_buffers(module).items():
+        if (shape := tuple(buffer.shape)) != before.get(name, shape):
+            raise BadInput(
+                f"{type(module).__name__}.training_step changes the shape of buffer '{name}' from {before[name]} to {shape}: "
+                "give it its size in __init__, or register it with persistent=False"
+            )
 
 
 def try_single_samples(

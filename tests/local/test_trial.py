@@ -217,3 +217,24 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
         type("Closed", (Net,), {"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters())})()
     )
     assert text.startswith("Closed.configure_optimizers gives LBFGS, whose step needs a closure")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_buffer_that_changes_its_shape_is_named(in_place):
+    class Growing(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1, 6))
+            self.register_buffer("mask", torch.zeros(0), persistent=False)
+
+        def training_step(self, batch, batch_idx):
+            self.mask = torch.ones(len(batch[0]))
+            if in_place:
+                self.seen.resize_(3, 6)
+            else:
+                self.seen = torch.cat([self.seen, batch[0]])
+            return super().training_step(batch, batch_idx)
+
+    assert failure(Growing()).startswith(
+        "Growing.training_step changes the shape of buffer 'seen' from (1, 6) to (3, 6): give it its size in __init__, or"
+    )

@@ -198,15 +198,24 @@ class _Proof:
         whole = self._masked(plan, 0.0, noise)
         if whole.loss is not None and not torch.isfinite(whole.loss).all():
             whole = self._masked(plan, TINY, noise)
+        if not all(torch.isfinite(x).all() for x in _tensors(whole)):
+            whole = self._masked(plan, 0.0, noise, buffers=False)
         return self._compared(equal, small, whole)
 
-    def _masked(self, plan: CopyPlan, instead: float, noise: float) -> _Step:
-        """Do a step of the whole model with ``instead`` in the place of what is dropped."""
+    def _masked(self, plan: CopyPlan, instead: float, noise: float, *, buffers: bool = True) -> _Step:
+        """Do a step of the whole model with ``instead`` in the place of what is dropped.
+
+        Without ``buffers`` those are left as they are: they may place or scale a unit's inputs, as the knots of a spline do,
+        by whose distances is divided, and a unit is gone with its parameters.
+        """
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, True)  # a number cannot be added to a buffer of booleans
         tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
         with torch.no_grad():
             for name, is_kept in kept.items():
+                if not buffers and name not in self.submodels.parameter_names:
+                    tensors[name].copy_(self.values[name])
+                    continue
                 value = tensors[name].copy_(is_kept * self.values[name])
                 if instead and is_merged(value.dtype):
                     value.masked_fill_(is_kept == 0, instead)

@@ -104,6 +104,22 @@ def embedded(forward, **more):
     return Pattern(forward, **{"b": nn.Linear(8, 3), **more}), batch
 
 
+class Splines(nn.Module):
+    """A learnable curve from each input to each output, of hats over a buffer of knots, by whose distances is divided."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.register_buffer("knots", torch.linspace(-3.0, 3.0, 7).repeat(inputs, 1))
+        self.curve = nn.Parameter(torch.randn(outputs, inputs, 5))
+
+    def forward(self, x):
+        at = x[..., None]
+        first, second, third = self.knots[:, :-2], self.knots[:, 1:-1], self.knots[:, 2:]
+        up = (at - first) / (second - first) * ((at >= first) & (at < second))
+        down = (third - at) / (third - second) * ((at >= second) & (at < third))
+        return (up + down).flatten(1) @ self.curve.flatten(1).T
+
+
 def averaged(own, x):
     return own["b"](torch.tanh(own["a"](x)).mean(1))
 
@@ -135,6 +151,7 @@ PATTERNS = {
         lambda: rows(recurrent, a=nn.utils.weight_norm(nn.LSTM(6, 8, batch_first=True), "weight_hh_l0")),
         [8],
     ),
+    "splines over knots": (lambda: rows(plain, a=Splines(6, 8), b=Splines(8, 3)), [8]),
     "pruned": (partial(rows, plain, of=partial(prune.random_unstructured, name="weight", amount=0.5)), [8]),
     "a mask of booleans": (lambda: rows(masked, c=mask()), [8]),
     "a sparse table": (lambda: embedded(averaged, a=nn.Embedding(5, 8, sparse=True)), [8]),

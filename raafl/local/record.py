@@ -25,16 +25,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
+        self._how: dict[str, str] = {}  # by name, what becomes of several values
         self._metrics: dict[str, Any] = {}
         self.latest = Latest()
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
         """Take over ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
-        for part in module.modules():
-            if part is module or callable(getattr(type(part), "log_dict", None)):
-                part.log = self.log  # type: ignore[assignment]
-                part.log_dict = self.log_dict  # type: ignore[assignment]
+        attach_log(module, self.log, self.log_dict)
 
     def log(
         self,
@@ -61,7 +59,7 @@ class Recorder:
             self._metrics[name] = value
             return
         total, count = self._sums.get(name, (None, 0.0))
-        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        how = self._how[name] = getattr(reduce_fx, "__name__", str(reduce_fx))
         if how == "mean":
             self._sums[name] = (value * weight if total is None else total + value * weight, count + weight)
         elif how in _REDUCE:
@@ -105,15 +103,36 @@ class Recorder:
         self.clear()
         self._sums.update(sums)
 
+    def partial(self) -> tuple[list[tuple[str, str]], Tensor]:
+        """Return the names of all numbers logged, with what becomes of several, and their sums and weights, `(2, names)`."""
+        sums = [(_number(name, self._sums[name][0]), self._sums[name][1]) for name in self._how]
+        return list(self._how.items()), torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
+
+    def combine(self, parts: Tensor) -> None:
+        """Go on from what several recorders have summed up, `(recorders, 2, names)`, as each one's `partial` gives it."""
+        for place, (name, how) in enumerate(self._how.items()):
+            totals, counts = parts[:, :, place].unbind(1)
+            total = _REDUCE_ALL.get(how, torch.sum)(totals).item()
+            self._sums[name] = total, counts.sum().item() if how == "mean" else 1.0
+
     def clear(self) -> None:
         """Start again: forget what was logged, and reset the metrics."""
         for metric in self._metrics.values():
             if hasattr(metric, "reset"):
                 metric.reset()
         self._sums.clear()
+        self._how.clear()
         self._metrics.clear()
         self.weight = 1.0
         self.latest.clear()
+
+
+def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
+    """Set ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
+    for part in module.modules():
+        if part is module or callable(getattr(type(part), "log_dict", None)):
+            part.log = log  # type: ignore[assignment]
+            part.log_dict = log_dict  # type: ignore[assignment]
 
 
 def widened(value: Tensor) -> Tensor:
@@ -141,6 +160,9 @@ _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
     "min": lambda one, other: torch.minimum(torch.as_tensor(one), torch.as_tensor(other)),
     "max": lambda one, other: torch.maximum(torch.as_tensor(one), torch.as_tensor(other)),
 }
+
+
+_REDUCE_ALL: dict[str, Callable[[Tensor], Tensor]] = {"min": torch.amin, "max": torch.amax}
 
 
 def _computed(name: str, metric: Any) -> float:

@@ -7,6 +7,7 @@ process whose loss is a mean over the samples of its batch. What talks between t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
+from raafl.local.record import Recorder
 from raafl.local.sparse_gradients import make_dense_
 from raafl.submodel import FlatTensors
 from raafl.submodel.flat import reals, sum_of_bits, wide_dtype
@@ -104,8 +106,8 @@ class ClientProcesses:
         self._begin_sum(tensor)()
 
     @torch.no_grad()
-    def finish(self, module: nn.Module, loss: float) -> float:
-        """Return the mean loss of all processes, once the task is done.
+    def finish(self, module: nn.Module, loss: float, recorder: Recorder) -> float:
+        """Return the mean loss of all processes, once the task is done; ``recorder`` gets what all of them have logged.
 
         Raises:
             BadInput: they have come to different parameters.
@@ -119,7 +121,21 @@ class ClientProcesses:
         self._total(mean)
         if len(set(digests.tolist())) > 1:
             raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
+        self._combine(recorder)
         return float(mean) / self.size
+
+    def _combine(self, recorder: Recorder) -> None:
+        """Let the recorder have the numbers of all processes, where all have logged under the same names; Metrics are its own."""
+        names, sums = recorder.partial()
+        agreed = torch.zeros(self.size, dtype=torch.int64)
+        agreed[self.rank] = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
+        self._total(agreed)
+        if not names or len(set(agreed.tolist())) > 1:
+            return
+        parts = torch.zeros(self.size, *sums.shape, dtype=torch.float64)
+        parts[self.rank] = sums
+        self._total(parts)
+        recorder.combine(parts)
 
 
 class Buckets:

@@ -100,7 +100,7 @@ class LocalTrainer(TaskSteps):
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
             num_steps, loss, extra = self._steps(built, assignment, received, data)
-        loss = loss if crew is None else crew.finish(built.module, loss or 0.0)
+        loss = loss if crew is None else crew.finish(built.module, loss or 0.0, built.recorder)
         return self.ended(built, assignment, received, data, num_steps, loss, extra, classes)
 
     def ended(

@@ -128,6 +128,27 @@ def test_a_task_is_that_of_one_process(net, spec, options, size):
     assert [update.metrics["loss"] for update in updates] == pytest.approx([expected.metrics["loss"]] * size, rel=1e-5)
 
 
+class Logging(Net):
+    """Numbers of the rows of each process: a mean, a sum and extremes."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.log("label", y.double().mean())
+        self.log("rows", float(len(y)), reduce_fx="sum")
+        self.log("least", x.min(), reduce_fx="min")
+        self.log_dict({"most": x.max()}, reduce_fx="max")
+        return super().training_step(batch, index)
+
+
+def test_what_is_logged_is_of_the_rows_of_all_processes():
+    """Of 22 rows in batches of 5, 5, 5, 5 and 2, of which two processes have 13 and 9."""
+    task = assignment(epochs=1)
+    expected, (leader, _) = alone(lambda: Bench.of(Logging), task), together(2, lambda: Bench.of(Logging), task)
+    wanted = {name: value for name, value in expected.metrics.items() if name != "loss"}
+    assert {name: leader.metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+    assert wanted["rows"] == 22
+
+
 def test_shares_are_disjoint_and_weighed_by_their_rows():
     bench = Bench.of(Net)
     whole = [batch for batch, _ in bench.data.batches(torch.Generator().manual_seed(1), num_epochs=1)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.local.record import Recorder, widened
+from raafl.local.record import Recorder, attach_log, widened
 from raafl.local.stacked.stacks import Unstackable
 
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}  # -0.0 + x is x, also of a zero
@@ -30,9 +30,8 @@ class Logged:
         self._said: list[tuple[str, Any, float, str]] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Take over ``module.log`` and ``module.log_dict``."""
-        module.log = self.log  # type: ignore[assignment]
-        module.log_dict = self.log_dict  # type: ignore[assignment]
+        """Take over ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
+        attach_log(module, self.log, self.log_dict)
 
     def log(
         self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",

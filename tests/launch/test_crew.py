@@ -87,6 +87,15 @@ class Twice(Local):
         return Parts(task)
 
 
+class Sparse(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 6, sparse=True)
+
+    def forward(self, x):
+        return super().forward(x + self.table(torch.zeros(len(x), dtype=torch.int64)))
+
+
 class Partly(Net):
     """Uses one of its layers in some batches only: in the others it has no gradient, and momentum must not move it."""
 
@@ -106,8 +115,9 @@ class Partly(Net):
         (Adam, FULL, {"accumulate_grad_batches": 2}),
         (Partly, FULL, {}),
         (Net, FULL, {"local": Twice()}),
+        (Sparse, FULL, {}),
     ],
-    ids=["plain", "prox", "masked", "accumulate", "partly", "twice"],
+    ids=["plain", "prox", "masked", "accumulate", "partly", "twice", "sparse"],
 )
 def test_a_task_is_that_of_one_process(net, spec, options, size):
     """Batches of 5, 5, 5, 5 and 2 rows: no two shares are alike, and of three processes one has nothing of the last."""
@@ -224,15 +234,6 @@ class OwnWay(Local):
         return Own(task)
 
 
-class Sparse(Net):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 6, sparse=True)
-
-    def forward(self, x):
-        return super().forward(x + self.table(torch.zeros(len(x), dtype=torch.int64)))
-
-
 class Marked(Net):
     """Writes to a parameter what its rows say."""
 
@@ -246,7 +247,6 @@ class Marked(Net):
     "net, options, complaint",
     [
         (Net, {"local": OwnWay()}, "makes no step with the gradients of the module"),
-        (Sparse, {}, "has sparse gradients"),
         (Marked, {}, "comes to other values in each process"),
     ],
 )

@@ -2,8 +2,8 @@
 
 A compressor says from a layout alone in which layout the compressed tensors travel, so both ends know every length before
 anything is sent. It works on tensors and knows nothing of clients or directions; residuals of what top_k leaves out are kept
-by `raafl.compression.streams`. Only floating-point tensors are compressed, and of those only the ones named by
-``only``; all others travel as they are.
+by `raafl.compression.streams`. Only floating-point tensors are compressed, complex ones as pairs of reals, and of those only
+the ones named by ``only``; all others travel as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raafl.compression.options import NAMES, Compress
 from raafl.errors import BadInput, Unsound, nearest
-from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
+from raafl.submodel.flat import FlatTensors, Layout, TensorEntry, is_merged, reals
 
 ROW = 32
 """Elements that a row of a tensor must have to get an int8 scale of its own."""
@@ -44,7 +44,7 @@ class Compressor(ABC):
 
     def takes(self, entry: TensorEntry) -> bool:
         """Check whether a tensor is compressed."""
-        return entry.dtype.is_floating_point and entry.numel > 0 and (self.only is None or entry.name in self.only)
+        return is_merged(entry.dtype) and entry.numel > 0 and (self.only is None or entry.name in self.only)
 
     def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
         """Return the tensors of ``layout`` that are compressed."""
@@ -63,7 +63,7 @@ class Compressor(ABC):
         taken, others = _split(self, values.layout)
         for entry in others:
             out[entry.name].copy_(values.view(entry))
-        self._encode(taken, values, out, seed)
+        self._encode(_as_reals(taken), values, out, seed)
 
     def decode(self, wire: FlatTensors, out: FlatTensors, *, finite: bool = True) -> None:
         """Decompress ``wire``, in ``layout(out.layout)``, into ``out``, in place; ``finite`` refuses what is not.
@@ -76,7 +76,7 @@ class Compressor(ABC):
         taken, others = _split(self, out.layout)
         for entry in others:
             out.view(entry).copy_(wire[entry.name])
-        self._decode(taken, wire, out)
+        self._decode(_as_reals(taken), wire, out)
 
     @abstractmethod
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -98,7 +98,16 @@ def _split(compressor: Compressor, layout: Layout) -> tuple[tuple[TensorEntry, .
 @lru_cache(maxsize=1024)
 def _wire(compressor: Compressor, layout: Layout) -> Layout:
     taken, others = _split(compressor, layout)
-    return Layout.pack([*compressor._packed(taken), *((e.name, e.shape, e.dtype) for e in others)])
+    return Layout.pack([*compressor._packed(_as_reals(taken)), *((e.name, e.shape, e.dtype) for e in others)])
+
+
+def _as_reals(taken: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Return entries with the shape and dtype of pairs of reals for complex tensors; `_reals_of` gives their values."""
+    return [replace(e, shape=(*e.shape, 2), dtype=e.dtype.to_real()) if e.dtype.is_complex else e for e in taken]
+
+
+def _reals_of(values: FlatTensors, entry: TensorEntry) -> Tensor:
+    return reals(values[entry.name])
 
 
 @dataclass(frozen=True)
@@ -114,11 +123,11 @@ class BFloat16(Compressor):
 
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         for entry in taken:
-            out[entry.name].copy_(values.view(entry))
+            out[entry.name].copy_(_reals_of(values, entry))
 
     def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
         for entry in taken:
-            out.view(entry).copy_(wire[entry.name])
+            _reals_of(out, entry).copy_(wire[entry.name])
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ class Int8(Compressor):
         # the CPU's wherever the tensors are: the same bits on every device
         generator = torch.Generator().manual_seed(seed)
         for entry in taken:
-            rows = values.view(entry).reshape(num_rows(entry.shape), -1)
+            rows = _reals_of(values, entry).reshape(num_rows(entry.shape), -1)
             rows = rows.float() if entry.dtype.itemsize < 4 else rows
             scales = (rows.abs().amax(dim=1) / 127).float()
             out[_scales(entry)].copy_(scales)
@@ -159,7 +168,7 @@ class Int8(Compressor):
             if bool((scales < 0).any()):
                 raise Unsound("bad-scale", f"a scale of '{entry.name}' is below 0")
             levels = wire[entry.name].reshape(len(scales), -1).to(torch.promote_types(entry.dtype, torch.float32))
-            out.view(entry).copy_((levels * scales.unsqueeze(1)).view(entry.shape))
+            _reals_of(out, entry).copy_((levels * scales.unsqueeze(1)).view(entry.shape))
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
@@ -199,7 +208,7 @@ class TopK(Compressor):
 
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         for dtype, entries in _by_dtype(taken).items():
-            flat = torch.cat([values.view(entry).reshape(-1) for entry in entries])
+            flat = torch.cat([_reals_of(values, entry).reshape(-1) for entry in entries])
             count = self.count(flat.numel())
             # NaN counts as the largest, so that it travels and is found at the other end
             chosen = flat.abs().topk(count, sorted=False).indices.sort().values
@@ -214,7 +223,7 @@ class TopK(Compressor):
             flat = torch.zeros(numel, dtype=dtype, device=chosen.device)
             flat[chosen] = wire[f"{dtype} elements"]
             for entry, part in zip(entries, torch.split(flat, [entry.numel for entry in entries]), strict=True):
-                out.view(entry).copy_(part.view(entry.shape))
+                _reals_of(out, entry).copy_(part.view(entry.shape))
 
 
 def _by_dtype(entries: Sequence[TensorEntry]) -> dict[torch.dtype, list[TensorEntry]]:
@@ -235,7 +244,7 @@ class Bits(Compressor):
 
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
         for entry in taken:
-            flat, wire = values.view(entry).reshape(-1), out[entry.name]
+            flat, wire = _reals_of(values, entry).reshape(-1), out[entry.name]
             ones = flat == 1
             if not bool((ones | (flat == 0)).all()):
                 raise BadInput(f"tensor '{entry.name}' has other elements than 0 and 1: send it as it is, not as bits")
@@ -249,7 +258,7 @@ class Bits(Compressor):
             bits = ((packed.unsqueeze(1) >> _places(packed)) & 1).view(-1)
             if bool(bits[entry.numel :].any()):
                 raise Unsound("bad-bits", f"'{entry.name}' has more than {entry.numel}")
-            out.view(entry).copy_(bits[: entry.numel].view(entry.shape))
+            _reals_of(out, entry).copy_(bits[: entry.numel].view(entry.shape))
 
 
 def _places(like: Tensor) -> Tensor:

@@ -104,6 +104,16 @@ def test_what_is_not_named_or_not_floating_travels_as_it_is(name):
             assert torch.equal(out[other], tensor) and out[other].dtype == tensor.dtype
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "top_k"])
+def test_complex_numbers_travel_as_the_pairs_of_reals_that_they_are(name):
+    pairs = torch.randn(4, 40, 2, generator=torch.Generator().manual_seed(3))
+    wave, plain = flat(wave=torch.view_as_complex(pairs), bias=pairs[0, 0]), flat(wave=pairs, bias=pairs[0, 0])
+    one, other = sent(EVERY[name], wave, seed=5), sent(EVERY[name], plain, seed=5)
+    assert one.fingerprint() == other.fingerprint() and one.layout == other.layout
+    out = returned(EVERY[name], one, wave.layout)["wave"]
+    assert torch.equal(torch.view_as_real(out), returned(EVERY[name], other, plain.layout)["wave"])
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_nothing_to_compress(name):
     values = flat(count=torch.tensor(7))

@@ -100,6 +100,22 @@ def test_fifty_clients_in_fp16_keep_every_bit_too(tmp_path, name):
     assert all(torch.equal(value, after[parameter]) for parameter, value in before.items())
 
 
+class Large(Half):
+    """A parameter of 5000, whose sixteenfold float16 cannot hold."""
+
+    def __init__(self):
+        super().__init__(FP16)
+        self.large = nn.Parameter(torch.full((3,), 5000.0, dtype=FP16))
+
+    def forward(self, x):
+        return super().forward(x) + 0 * self.large.float().sum()
+
+
+def test_large_weights_in_fp16_are_merged(tmp_path):
+    before, after = run(tmp_path, "fed_avg", Large)
+    assert torch.equal(before["large"], after["large"])
+
+
 @pytest.mark.parametrize(
     "algorithm", [fed_buff(buffer_size=5), scaffold(buffer_size=5), fed_opt()], ids=lambda a: a.name
 )

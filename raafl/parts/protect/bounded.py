@@ -121,8 +121,9 @@ class Bounded(Wrapped):
         bundles = {name: bundle.clone() for name, bundle in update.bundles.items()}
         tried = replace(update, tensors=update.tensors.clone(), bundles=bundles)
         for flat in (tried.tensors, *bundles.values()) if is_large else ():
-            for buffer in flat.buffers.values():
-                buffer.mul_(HEADROOM)
+            for dtype, buffer in flat.buffers.items():
+                if dtype != torch.float16:  # sums of it are taken in float32, where they have the room
+                    buffer.mul_(HEADROOM)
         try:
             with state.clients.recording(saved["clients"]):
                 super().receive(state, tried, spec, staleness)

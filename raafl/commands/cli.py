@@ -50,7 +50,7 @@ usage: raafl COMMAND [options]
   watch        show a run that goes on, or has ended, from its folder:
                  raafl watch RUN [--once [--json]] [--progress live|plain|verbose]
   report       write one HTML page about a run, or about several compared:
-                 raafl report RUN [RUN ...] --output PAGE.html
+                 raafl report RUN [RUN ...] [--output PAGE.html] [--figure CURVES.svg]
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
                  raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
   axes         list what of a model shrinks, how much that leaves, and what stays whole and why:

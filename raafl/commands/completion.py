@@ -20,7 +20,7 @@ _OWN = {
     "join": ("--address", "--client", "--secret_file", "--encrypt", "--share_of_data", "--trust_config"),
     "key": ("--client", "--secret_file", "--output"),
     "replay": ("--until", "--workers", "--client_data", "--trust_config", "--json"),
-    "report": ("--output", "--labels", "--trust_config"),
+    "report": ("--output", "--figure", "--labels", "--trust_config"),
     "plan": ("--algorithms", "--updates", "--measure", "--address", "--device", "--answer", "--profiles"),
     "axes": ("--rate",),
     "algorithms": ("--json",),

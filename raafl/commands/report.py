@@ -1,4 +1,4 @@
-"""`raafl report RUN [RUN ...] --output PAGE.html`: from run folders to the page."""
+"""`raafl report RUN [RUN ...] --output PAGE.html`: from run folders to the page, or to a static figure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from raafl.report.curves import curves
 from raafl.report.figure import fitting
 from raafl.report.groups import Group, algorithm_of, grouped, names_of
 from raafl.report.page import escaped, folded, page, shown, table_html
+from raafl.report.static import check_figure, draw
 from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
 from raafl.runfolder.reading import RecordedRun, read
 from raafl.runfolder.rows import atomic_file
+from raafl.units import size
 
 if TYPE_CHECKING:
     from raafl.data.federated import FederatedData
@@ -31,7 +33,7 @@ _MAX_CONFIG = 100_000
 
 
 def report(argv: Sequence[str]) -> str:
-    """Write the page that the command line asks for; return a line that says where it is.
+    """Write the page, or the figure, that the command line asks for; return a line for each that says where it is.
 
     Raises:
         BadInput: a path is no run folder, an option is unknown, plotly is missing, or the page cannot be written.
@@ -41,7 +43,10 @@ def report(argv: Sequence[str]) -> str:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), metavar="PAGE.html", help="default: report.html"
+        "--output", type=Path, metavar="PAGE.html", help="default: report.html, unless --figure is given"
+    )
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw the learning curves as a static figure: .svg or .pdf"
     )
     parser.add_argument(
         "--labels", action="store_true", help="read the data that the configs name, to show each client's classes"
@@ -53,18 +58,32 @@ def report(argv: Sequence[str]) -> str:
     )
     if not argv:
         raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
-    options = options_of(parser, argv, "RUN [RUN ...], --output, --labels and --trust_config")
-    output: Path = options.output
-    if output.is_dir():
-        raise BadInput(f"output is '{output}', which is a folder: name a file, such as {output / 'report.html'}")
-    folders = list({folder.resolve(): folder for folder in options.runs}.values())
-    text = build([read(folder) for folder in folders], labels=options.labels, trusted=options.trust_config)
+    options = options_of(parser, argv, "RUN [RUN ...], --output, --figure, --labels and --trust_config")
+    figure: Path | None = options.figure
+    page: Path | None = options.output or (Path("report.html") if figure is None else None)
+    for name, path in (("output", page), ("figure", figure)):
+        if path is not None and path.is_dir():
+            raise BadInput(f"{name} is '{path}', which is a folder: name a file, such as {path / 'report.html'}")
+    if figure is not None:
+        check_figure(figure)
+    runs = [read(folder) for folder in {folder.resolve(): folder for folder in options.runs}.values()]
+    lines = []
+    if page is not None:
+        text = build(runs, labels=options.labels, trusted=options.trust_config)
+        lines.append(_written("output", page, text.encode(), len(runs)))
+    if figure is not None:
+        lines.append(_written("figure", figure, draw(grouped(runs), figure.suffix.lower()), len(runs)))
+    return "\n".join(lines)
+
+
+def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
+    """Write a file whole, and say what it is; ``name`` is the option that names it."""
     try:
-        with atomic_file(output) as file:
-            file.write(text.encode())
+        with atomic_file(path) as file:
+            file.write(data)
     except OSError as error:
-        raise BadInput(f"output is '{output}', which cannot be written: {error.strerror or error}") from None
-    return f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {len(text.encode()) / 1e6:.1f} MB"
+        raise BadInput(f"{name} is '{path}', which cannot be written: {error.strerror or error}") from None
+    return f"{path}: {num_runs} run{'s' * (num_runs != 1)}, {size(len(data))}"
 
 
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
@@ -105,10 +124,9 @@ def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
 
 
 def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
-    parts = []
+    parts: list[str] = []
     noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in overview.notes_of(run)]
-    if noted:
-        parts.append(f'<div class="notes"><ul>{"".join(noted[:60])}</ul></div>')
+    notes = f'<div class="notes"><ul>{"".join(noted[:60])}</ul></div>' if noted else ""
     if len(runs) == 1:
         parts.append(_cards(groups, runs[0]))
     colours = {run.name: group.colour for group in groups for run in group.runs} if len(groups) > 1 else {}
@@ -122,7 +140,7 @@ def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
     else:
         shown_table = table_html(fitting(table), colours)
         parts.append(folded("All figures", shown_table) if len(runs) == 1 else shown_table)
-    return f'<section id="overview">{"".join(parts)}{outcomes}</section>'
+    return f'<section id="overview">{"".join(parts)}{notes}{outcomes}</section>'
 
 
 def _cards(groups: Sequence[Group], run: RecordedRun) -> str:

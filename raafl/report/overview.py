@@ -79,8 +79,8 @@ def runs_table(groups: Sequence[Group]) -> Table:
         for run in group.runs:
             found = figures(run)
             columns = list(found)
-            rows.append([run.name, *found.values(), *rounded(final(run, metrics))])
-    return Table(["run", *columns, *metrics], rows)
+            rows.append([run.name, *rounded(final(run, metrics)), *found.values()])
+    return Table(["run", *metrics, *columns], rows)
 
 
 def groups_table(groups: Sequence[Group]) -> Table | None:

@@ -16,7 +16,7 @@ from raafl.api.handed import digest
 from raafl.api.modules import ModuleSpec, called
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, marked
-from raafl.config.options import Waits
+from raafl.config.options import Rounds, Waits
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.config.trainer_flags import unknown
 from raafl.core.algorithm import Algorithm, Training
@@ -53,6 +53,7 @@ class Settings(TypedDict, total=False):
     deterministic: bool
     tf32: bool | None
     guard: Guard | Mapping[str, Any]
+    rounds: Rounds | Mapping[str, Any]
     privacy: Privacy | Mapping[str, Any]
     compress: Compress | Mapping[str, Any]
     max_updates: int | None

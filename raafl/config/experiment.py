@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
 from raafl.config.loggers import entries, specs
-from raafl.config.options import MODES, About, Target, Waits, about
+from raafl.config.options import MODES, About, Rounds, Target, Waits, about
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
@@ -93,6 +93,8 @@ class Experiment:
         "how local steps run (accelerator, precision, clipping)", told=True))
     guard: Guard = field(default_factory=Guard, metadata=about(
         "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median"))
+    rounds: Rounds = field(default_factory=Rounds, metadata=about(
+        "when a round closes without its last clients"))
     privacy: Privacy = field(default_factory=Privacy, metadata=about(
         "client-level differential privacy of the global model"))
     compress: Compress = field(default_factory=Compress, metadata=about(
@@ -303,7 +305,20 @@ class Experiment:
         from raafl.parts.protect.privacy import private
         from raafl.parts.protect.robust import guarded
 
-        return private(guarded(self.algorithm, self.guard), self.privacy, self.clients, key)
+        return private(guarded(self._closing(), self.guard), self.privacy, self.clients, key)
+
+    def _closing(self) -> Algorithm:
+        """Return the algorithm with its rounds closed as `rounds` asks."""
+        from raafl.parts.trigger import AllReported
+
+        if not self.rounds.is_on:
+            return self.algorithm
+        if not isinstance(self.algorithm.trigger, AllReported):
+            raise BadInput(
+                f"rounds is {self.rounds}, but {self.algorithm.name} waits for no round of all clients (its trigger is "
+                f"'{self.algorithm.trigger}'): leave rounds out"
+            )
+        return replace(self.algorithm, trigger=AllReported(self.rounds.close_at, self.rounds.deadline))
 
     def compression_plan(self, submodels: Submodels) -> CompressionPlan | None:
         """Plan the compression of what travels of ``submodels``, alike on server and clients; None = there is none."""

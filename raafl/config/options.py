@@ -101,6 +101,26 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """When a round closes without its last clients, of a method that works in rounds; they are waited for unless it is asked for.
+
+    What comes after its round was closed is refused (refused:late) and counts for its client as every refusal does.
+
+    Attributes:
+        close_at: share of the round's tasks whose updates close it, rounded up; 1 = all.
+        deadline: multiple of the median time from the start of the round to an update, above 1; null = none.
+    """
+
+    close_at: float = 1.0
+    deadline: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is asked of rounds."""
+        return self != Rounds()
+
+
+@dataclass(frozen=True, slots=True)
 class Waits:
     """Deadlines, in seconds.
 

@@ -32,6 +32,9 @@ from raafl.errors import said
 ERROR = "error"
 """Reason for which a client is lost, and its update refused, whose words raised an exception."""
 
+LATE = "late"
+"""Reason for which an update is refused that comes after its round was closed."""
+
 LOSSES = frozenset(
     {
         "disconnected", ERROR, "failed", "gpu", "kept-out", "other", "replaced", RESTART, "stopped", "timeout", "unavailable",
@@ -64,6 +67,7 @@ class Admission:
 
     def _joined(self, event: Joined, now: float) -> None:
         if self.roster.find(event.client.id) is not None:
+            self._count_unanswered(event.client.id, now)
             self._drop(event.client.id, "replaced")
         self.absent.discard(event.client.id)
         if self.standing.keeps_out(event.client.id, now):
@@ -125,6 +129,18 @@ class Admission:
                 f"the last {most} updates of every client were refused, those of client {client.id} as {problem}"
             )
 
+    def _count_unanswered(self, client: int, now: float, *, always: bool = False) -> None:
+        """Count a task that its client leaves without an answer as a refusal: ``always``, or if its round was closed without it.
+
+        So who takes tasks and never answers, whether it waits for the timeout or joins again before, is soon asked for nothing.
+        """
+        number = self.roster.busy.get(client)
+        if number is None or not (always or number in self.roster.late):
+            return
+        until = self.standing.refuse(client, now)
+        if until is not None:
+            self._actions += [SetTimer(-client, until), KeepOut(client, until, "not answered")]
+
     def _fail_if_hopeless(self, why: str) -> None:
         if self._is_hopeless():
             self._actions.append(Fail(f"failed: {why}"))
@@ -142,6 +158,8 @@ class Admission:
         if client is not None and event.incarnation not in (None, client.incarnation):
             return
         if client is not None:
+            if event.reason != RESTART:
+                self._count_unanswered(event.client, now, always=event.counts)
             kind = event.reason.partition(":")[
                 0
             ]  # the rest may be the client's own words: each would be an outcome of its own

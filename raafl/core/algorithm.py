@@ -202,7 +202,8 @@ class Waiting:
 
     Attributes:
         arrived_s: arrival times of the updates waiting, in order.
-        num_active: tasks still out (or drawn and not yet started) that may still report.
+        num_active: tasks still out (or drawn and not yet started) that may still report; where late ones are refused, without
+            those of earlier rounds.
         num_clients: clients present.
         opened_s: when work last started for this merge.
         now_s: the time.
@@ -227,6 +228,11 @@ class Trigger(Part, ABC):
 
     restart: ClassVar[Restart] = "arrival"
     folds_rest: ClassVar[bool] = False
+
+    @property
+    def refuses_late(self) -> bool:
+        """Whether a round closes without the tasks that are still out; their updates are refused, and nobody waits for them."""
+        return False
 
     @abstractmethod
     def due(self, waiting: Waiting) -> bool:

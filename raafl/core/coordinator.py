@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from raafl.core.admission import ERROR, Admission
+from raafl.core.admission import ERROR, LATE, Admission
 from raafl.core.algorithm import Algorithm, Fleet, OwnTests, Training, Waiting
 from raafl.core.payload import Wire
 from raafl.core.roster import Roster
@@ -138,6 +138,8 @@ class Coordinator(Admission):
             return "wrong-client"
         if update.refusal is not None:
             return update.refusal
+        if assignment.id in self.roster.late:
+            return LATE
         if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
             return "no-samples"
         expected = self.payload.layout(assignment.spec, "trained")
@@ -216,6 +218,8 @@ class Coordinator(Admission):
         self.merged += len(self.waiting)
         self.waiting.clear()
         self.arrived_s.clear()
+        if self.algorithm.trigger.refuses_late:
+            self.roster.late = set(self.roster.active)
 
     def _after_merge(self) -> None:
         limits, version = self.limits, self.state.version
@@ -314,6 +318,7 @@ class Coordinator(Admission):
             self._settle(assignment, assignment.client, "unused", 0, None)
         self.waiting.clear()
         self.roster.active.clear()
+        self.roster.late.clear()
         self._evaluate()
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]

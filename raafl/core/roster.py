@@ -18,6 +18,7 @@ class Roster:
         kept_out: who is there and may not take part yet, by id.
         said_bytes: memory that each client has said it has, where a task has shown that it is less.
         active: assignments that are out, by id.
+        late: those of them that a round was closed without, where their updates are refused.
         idle: who could be drawn.
         drawn: who has been drawn to start as soon as concurrency allows, in order.
         busy: what each client works on, by assignment id.
@@ -31,6 +32,7 @@ class Roster:
         self.kept_out: dict[int, ClientInfo] = {}
         self.said_bytes: dict[int, float] = {}
         self.active: dict[int, Assignment] = {}
+        self.late: set[int] = set()
         self.last_id = 0
         self.idle = IdlePool()
         self.drawn: OrderedDict[int, None] = OrderedDict()  # of a large fleet, whom anybody may leave
@@ -42,7 +44,12 @@ class Roster:
     @property
     def num_out(self) -> int:
         """Tasks that may still report: those out, and those drawn to start."""
-        return len(self.active) + len(self.drawn)
+        return self.num_at_work + len(self.drawn)
+
+    @property
+    def num_at_work(self) -> int:
+        """Tasks that are out, but for late ones: who never answers takes nobody's place."""
+        return len(self.active) - len(self.late)
 
     @property
     def middle(self) -> int:
@@ -58,7 +65,8 @@ class Roster:
     @property
     def out(self) -> list[ClientInfo]:
         """Clients at work, then those drawn to start."""
-        return [self.clients[client] for client in (*self.busy, *self.drawn)]
+        at_work = [client for client, number in self.busy.items() if number not in self.late]
+        return [self.clients[client] for client in (*at_work, *self.drawn)]
 
     def join(self, client: ClientInfo) -> None:
         """Add an idle client."""
@@ -89,14 +97,13 @@ class Roster:
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
         """Let ``sample`` choose among the idle; return whether it chose anybody."""
-        num_busy = len(self.busy) + len(self.drawn)
-        chosen = sample.draw(self.idle, num_busy, rng, rolling=rolling)
+        chosen = sample.draw(self.idle, self.num_out, rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
         """Remove and return the next client drawn, if one more may work."""
-        if not self.drawn or (concurrency is not None and len(self.active) >= concurrency):
+        if not self.drawn or (concurrency is not None and self.num_at_work >= concurrency):
             return None
         return self.clients[self.drawn.popitem(last=False)[0]]
 
@@ -115,6 +122,7 @@ class Roster:
     def release(self, assignment: Assignment, *, back: bool) -> None:
         """Take an assignment off the books; ``back`` makes its client idle at once."""
         del self.active[assignment.id]
+        self.late.discard(assignment.id)
         self.busy.pop(assignment.client, None)
         if back:
             self.idle.add(assignment.client)

@@ -129,6 +129,8 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
         roster.said_bytes[number] = math.inf if num_bytes is None else num_bytes
     assignments = [assignment_from_json(item) for item in data["active"]]
     roster.active.update({assignment.id: assignment for assignment in assignments})
+    if coordinator.algorithm.trigger.refuses_late:
+        roster.late = {assignment.id for assignment in assignments if assignment.version < state.version}
     for client_id in data["idle"]:
         roster.idle.add(client_id)
     roster.drawn.update(dict.fromkeys(data["drawn"]))

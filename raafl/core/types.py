@@ -158,12 +158,20 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A client is gone, with whatever it was working on; ``failure`` is what it said of the user's code, if that is why."""
+    """A client is gone, with whatever it was working on.
+
+    Attributes:
+        client: who; incarnation: in which of its lives.
+        reason: why, in words; the first is one of `raafl.core.admission.LOSSES`.
+        failure: what it said of the user's code, if that is why.
+        counts: it let a task's time go by without an answer, which counts as a refused update does.
+    """
 
     client: int
     reason: str
     incarnation: int | None = None
     failure: TaskFailed | None = None
+    counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +363,10 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 "refusal": update.refusal, "fingerprint": update.fingerprint,
             }  # fmt: skip
         case Lost(client, reason, incarnation):
-            return {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation}
+            row = {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation}
+            return (
+                row | {"counts": True} if event.counts else row
+            )  # absent in journals from before there was such a thing
         case Timer(id):
             return {"event": "timer", "id": id}
         case Stop(reason):
@@ -373,7 +384,7 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
         case "joined":
             return Joined(client_from_json(data))
         case "lost":
-            return Lost(data["client"], data["reason"], data["incarnation"])
+            return Lost(data["client"], data["reason"], data["incarnation"], counts=data.get("counts") is True)
         case "timer":
             return Timer(data["id"])
         case "stop":

@@ -58,16 +58,55 @@ class Buffered(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class AllReported(Trigger):
-    """Synchronous: merge when every task handed out has reported or was lost; then everyone starts again."""
+    """Synchronous: merge when every task handed out has reported or was lost; then everyone starts again.
 
+    With ``close_at`` below 1 or a ``deadline`` a round closes without the last ones: what they send is refused as late, as where
+    more clients are drawn than are needed (Bonawitz et al. 2019), and later rounds do not wait for them.
+
+    Attributes:
+        close_at: share of the round's tasks that closes it, rounded up to a whole task; 1 = all.
+        deadline: multiple of the median time that closes it: the time from the round's start until half of its tasks have reported;
+            None = none.
+    """
+
+    close_at: float = 1.0
+    deadline: float | None = None
     restart: ClassVar[Restart] = "merge"
 
+    def __post_init__(self) -> None:
+        fraction("rounds.close_at", self.close_at)
+        if self.deadline is not None and not 1 < self.deadline < math.inf:
+            raise BadInput(
+                f"rounds.deadline is {self.deadline}: give a number above 1, a multiple of the median time, or null"
+            )
+
+    @property
+    def refuses_late(self) -> bool:
+        """Whether a round may close without some of its tasks."""
+        return self.close_at < 1 or self.deadline is not None
+
     def due(self, waiting: Waiting) -> bool:
-        """Check whether nothing is out any more."""
-        return waiting.num_active == 0
+        """Check whether nothing is out any more, enough have reported, or the deadline has passed."""
+        if waiting.num_active == 0:
+            return True
+        at = self.wake_at(waiting)
+        return at is not None and waiting.now_s >= at
+
+    def wake_at(self, waiting: Waiting) -> float | None:
+        """Return when the round closes whoever is out, or None while that is not known."""
+        arrived_s = waiting.arrived_s
+        total = len(arrived_s) + waiting.num_active
+        enough, half = math.ceil(self.close_at * total - 1e-9), -(-total // 2)
+        if len(arrived_s) >= enough:
+            return arrived_s[enough - 1]
+        if self.deadline is None or len(arrived_s) < half:
+            return None
+        median_s = arrived_s[half - 1] - waiting.opened_s  # those that are out take longer, so this is what it will be
+        return waiting.opened_s + self.deadline * median_s if median_s > 0 else None
 
     def __str__(self) -> str:
-        return "all"
+        share = "all" if self.close_at == 1 else f"{self.close_at:.0%} reported"
+        return share if self.deadline is None else f"{share}, or {self.deadline:g} times the median time"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ class JournalRow(TypedDict, total=False):
     Its fields by `event`, beside `time_s`, on the run's clock:
 
     - run, the first: runtime, conditions, start, title, goals, guard (what it refuses by default);
-    - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason;
+    - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason, counts (true
+      where it left a task unanswered until the timeout);
     - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
     - timer: id; stop: reason;
     - gap, where rows could not be written: rows, last_id (of the assignments until then);
@@ -57,6 +58,7 @@ class JournalRow(TypedDict, total=False):
     own_data: bool
     profile: Any
     reason: str
+    counts: bool
     id: int
     task: int
     version: int

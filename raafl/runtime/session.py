@@ -146,6 +146,7 @@ class Session(threading.Thread):
         """Serve the client; every end becomes a `Lost` event, but for a client that was told to stop before."""
         pair: Pair | None = None
         failure: TaskFailed | None = None
+        counts = False
         try:
             pair = self._pair = self._connect()
             self._say_if_stopping()
@@ -161,7 +162,7 @@ class Session(threading.Thread):
             failure, reason = failed, f"failed: {failed.where}: {failed.error}"
             self._part(failed, reason)
         except PeerTimeout as error:
-            reason = f"timeout: {error}"
+            reason, counts = f"timeout: {error}", self._out is not None
         except (PeerLost, Refused, OSError, RuntimeError) as error:
             reason = f"disconnected: {error}"
         except Exception as error:  # whatever it is, the run must hear that nothing more will come
@@ -170,7 +171,7 @@ class Session(threading.Thread):
             if pair is not None:
                 pair.close()
         if self._stopping is None and failure is None:
-            self._inbox.put(Lost(self.client, reason, self.incarnation))
+            self._inbox.put(Lost(self.client, reason, self.incarnation, counts=counts))
 
     def _part(self, failure: TaskFailed, reason: str) -> None:
         """Report a failure, and let the client go once the run has taken it in."""

@@ -233,7 +233,7 @@ def test_what_the_fields_say_of_themselves():
         "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict", "batch_clients",
     }  # fmt: skip
     assert set(ABOUT) - set(marked("again")) == {"output", "resume", "logger"}
-    assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "privacy", "compress", "waits"]
+    assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "rounds", "privacy", "compress", "waits"]
     assert all(kind().__class__ is kind for kind in SECTIONS.values())
 
 

@@ -99,7 +99,7 @@ def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, -signal.SIGKILL, 0, 0]
     assert run.summary["finished"] == SEEN
     (row,) = [row for row in run.rows() if row["outcome"].startswith("lost")]
-    assert (row["client"], row["incarnation"]) == ("2", "0") and "connection" in row["outcome"]
+    assert (row["client"], row["incarnation"], row["outcome"]) == ("2", "0", "lost:disconnected")
     assert {row["incarnation"] for row in run.rows() if row["client"] == "2"} == {"0", "1"}
     assert run.summary["participation"]["2"] > 0
     assert run.summary["loggers"]["CSVLogger"]["logged"] == len(run.rows("metrics.csv"))

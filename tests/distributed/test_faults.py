@@ -78,7 +78,7 @@ def test_a_client_killed_in_a_task_is_lost_alone_and_at_once(tmp_path, algorithm
     assert run.summary["finished"] == "max_updates"
     assert run.summary["updates_merged"] >= 30
     (reason,) = run.summary["updates_lost_by_reason"]
-    assert reason.startswith("disconnected: connection-")
+    assert reason == "disconnected"
     assert [(row["client"], row["task"]) for row in lost_rows(run)] == [("2", "0")]
     assert run.summary["participation"]["2"] == 0
     assert min(run.summary["participation"]["1"], run.summary["participation"]["3"]) > 0

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from raafl.core.algorithm import Waiting
@@ -62,3 +64,36 @@ def test_what_has_to_arrive_before_so_many_are_merged():
     assert EachArrival().needed(5, 0) == 5
     assert [Buffered(4).needed(num, waiting) for num, waiting in [(8, 0), (7, 0), (5, 3), (1, 3)]] == [8, 8, 5, 1]
     assert AllReported().needed(5, 2) is None
+
+
+def test_all_without_close_at_and_deadline_is_as_it_always_was():
+    for arrived, active in (([], 1), ([1.0], 1), ([1.0, 2.0], 8), ([1.0], 0)):
+        seen = waiting(arrived, active, now=1e9)
+        assert AllReported(1.0, None).due(seen) is (active == 0) and AllReported().wake_at(waiting([1.0], 1)) is None
+    assert not AllReported().refuses_late and AllReported(0.9).refuses_late and AllReported(deadline=2).refuses_late
+
+
+@pytest.mark.parametrize(("close_at", "needed"), [(1.0, 10), (0.91, 10), (0.9, 9), (0.7, 7), (0.05, 1)])
+def test_a_round_closes_at_its_share_of_ten_tasks_rounded_up(close_at, needed):
+    for num in range(1, 11):
+        arrived = [float(i) for i in range(num)]
+        assert AllReported(close_at).due(waiting(arrived, 10 - num, now=arrived[-1])) is (num >= needed)
+
+
+def test_a_round_closes_at_a_multiple_of_the_median_time_of_its_tasks():
+    trigger = AllReported(deadline=4.0)
+    assert trigger.wake_at(waiting([3.0], 3, opened=2.0)) is None  # of four, the second says what the median is
+    assert trigger.wake_at(waiting([3.0, 5.0], 2, opened=2.0)) == 2.0 + 4.0 * 3.0
+    assert trigger.wake_at(waiting([3.0, 5.0, 13.0], 1, opened=2.0)) == 2.0 + 4.0 * 3.0
+    assert not trigger.due(waiting([3.0, 5.0], 2, now=13.9, opened=2.0))
+    assert trigger.due(waiting([3.0, 5.0], 2, now=14.0, opened=2.0))
+    assert trigger.wake_at(waiting([2.0], 1, opened=2.0)) is None  # who answers at once says nothing of the others
+
+
+@pytest.mark.parametrize(("fields", "named"), [
+    ({"close_at": 0.0}, "rounds.close_at is 0.0: give"), ({"close_at": 1.5}, "rounds.close_at is 1.5: give"),
+    ({"deadline": 1.0}, "rounds.deadline is 1.0: give"), ({"deadline": math.inf}, "rounds.deadline is inf: give"),
+])  # fmt: skip
+def test_a_round_that_could_close_before_its_median_is_refused(fields, named):
+    with pytest.raises(BadInput, match=named):
+        AllReported(**fields)

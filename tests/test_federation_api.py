@@ -14,7 +14,7 @@ from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 import raafl
 from raafl.api.handed import digest
@@ -186,6 +186,27 @@ def test_batch_size_and_collate_fn_of_a_loader_are_kept(tmp_path):
     # after its first batch by itself, which is tried
     assert set(seen) == {1, 2, 7}
     assert seen.count(7) == 2 * 2 + 2 * 4 + 1
+
+
+def test_loaders_count_with_their_samplers_batch_size_and_drop_last(tmp_path):
+    """A batch norm that a last batch of one sample would end: 17 samples for each client, in batches of 8."""
+    g = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.randn(60, 3, generator=g), torch.arange(60) % 2)
+    train, test = list(range(34)), list(range(40, 60))
+    loaders = (
+        DataLoader(rows, 8, sampler=SubsetRandomSampler(train), drop_last=True),
+        DataLoader(rows, 8, sampler=SubsetRandomSampler(test)),
+    )
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    fed = federation(tmp_path / "run", num_epochs=1, num_steps=None, clients=2, devices=None, max_updates=2)
+    result = fed.simulate(net, loaders, loss=F.cross_entropy)
+    assert [(row["num_samples"], row["num_steps"]) for row in result.clients[:2]] == [("17", "2")] * 2
+    module, (x, y) = result.module.eval(), (tensor[test] for tensor in rows.tensors)
+    with torch.no_grad():
+        assert result.final["loss"] == pytest.approx(F.cross_entropy(module(x), y).item(), rel=1e-5)
+    refused = federation(tmp_path / "two", num_epochs=1, num_steps=None, clients=2, devices=None, max_updates=2)
+    with pytest.raises(BadInput, match="has a batch of one sample, its 17 samples in batches of 8: set drop_last=True"):
+        refused.simulate(net, (Subset(rows, train), None), loss=F.cross_entropy, batch_size=8)
 
 
 def test_several_inputs_and_mappings_reach_a_plain_module(tmp_path):

@@ -41,9 +41,9 @@ class Stream(IterableDataset):
         ),
         (
             small_mlp,
-            (DataLoader([1]), None),
+            ([1], DataLoader([1])),
             {},
-            r"train is a DataLoader: give its data set \(a Subset, where it has a sampler\), and batch_size= and collate_fn=",
+            r"test is a DataLoader: give its data set \(a Subset, where it has a sampler\), and batch_size= and collate_fn=",
         ),
         (small_mlp, digits(), {"devices": "auto"}, "devices is auto: it says what the clients can do"),
         (
@@ -60,6 +60,18 @@ class Stream(IterableDataset):
             "optimizer is 3: give a function that makes one of a list",
         ),
         (small_mlp, digits(), {"batch_size": 3}, "batch_size is given, but is not for Digits"),
+        (
+            small_mlp,
+            (DataLoader([1]), None),
+            {"batch_size": 3},
+            "batch_size is given, but is not for DataLoaders: set it",
+        ),
+        (
+            small_mlp,
+            (DataLoader([1]), [1]),
+            {},
+            "test is list, and train is a DataLoader: give a DataLoader of it, or None",
+        ),
         (small_mlp, digits(), {"devices": 3}, "their number is `clients`"),
     ],
 )

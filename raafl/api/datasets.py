@@ -63,12 +63,34 @@ class Datasets(LightningDataModule):
         return f"Datasets(train={train}, test={test}, batch_size={self.batch_size})"
 
 
+class Loaders(LightningDataModule):
+    """Two data loaders that were made by the user."""
+
+    def __init__(self, train: DataLoader[Any], test: DataLoader[Any] | None) -> None:
+        """Keep the loaders; ``test`` None = there is nothing to measure on."""
+        super().__init__()
+        self.train, self.test = train, test
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the training set's."""
+        return self.train
+
+    def test_dataloader(self) -> Any:
+        """Return the test set's; an empty list where there is none."""
+        return [] if self.test is None else self.test
+
+    def __repr__(self) -> str:
+        sets: list[Any] = [None if loader is None else loader.dataset for loader in (self.train, self.test)]
+        train, test = ("None" if one is None else f"{type(one).__name__} of {len(one)}" for one in sets)
+        return f"Loaders(train={train}, test={test}, batch_size={self.train.batch_size})"
+
+
 def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     """Return ``data`` as a data module.
 
     Args:
-        data: a LightningDataModule; a pair (train, test) of map-style data sets, of which the second may be None; a name of
-            texts, sst2, ag_news or fpb, on the Hugging Face hub, or of a local folder that `datasets` reads.
+        data: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, of which the second may be
+            None; a name of texts, sst2, ag_news or fpb, on the Hugging Face hub, or of a local folder that `datasets` reads.
         module: what is trained; where it is the name of a transformers model, texts go through its tokenizer.
         more: batch_size, collate_fn, for plain data sets; batch_size, max_length for texts.
 
@@ -78,6 +100,13 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     given = {name: value for name, value in more.items() if value is not None}
     if isinstance(data, (str, Path)):
         return named(str(data), module if isinstance(module, str) else None, **given)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], DataLoader):
+        _only(given, "DataLoaders: set it there")
+        if data[1] is not None and not isinstance(data[1], DataLoader):
+            raise BadInput(
+                f"test is {type(data[1]).__name__}, and train is a DataLoader: give a DataLoader of it, or None"
+            )
+        return Loaders(*data)
     if isinstance(data, (tuple, list)) and len(data) == 2:
         return Datasets(*data, **_only(given, "plain data sets", "batch_size", "collate_fn"))
     if isinstance(data, type):
@@ -86,8 +115,8 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
         _only(given, f"{type(data).__name__}, which has loaders of its own: set it there")
         return data  # type: ignore[no-any-return]
     raise BadInput(
-        f"data is {briefly(data)}: give a LightningDataModule, a pair (train, test) of data sets, (train, None) where there "
-        "is nothing to test on, or the name of a Hugging Face data set"
+        f"data is {briefly(data)}: give a LightningDataModule, a pair (train, test) of data sets or DataLoaders, (train, None) "
+        "where there is nothing to test on, or the name of a Hugging Face data set"
     )
 
 

@@ -140,7 +140,7 @@ def try_single_samples(
         try_training(module, data.example_batch(1), device, may_skip=True)
     except BadInput as failed:
         num, more = data.sizes[clients[0] - 1], f" ({len(clients) - 1} more clients too)" if len(clients) > 1 else ""
-        remedy = "set drop_last=True in train_dataloader, or another train.batch_size"
+        remedy = "set drop_last=True in the training DataLoader, or another train.batch_size"
         remedy = remedy if 1 < size < num else "give a larger train.batch_size" if num > 1 else "use fewer clients"
         raise BadInput(
             f"client {clients[0]}{more} has a batch of one sample, its {num} samples in batches of {size}: {remedy}. {failed}"

@@ -144,20 +144,21 @@ def test_in_a_notebook_ctrl_c_returns_what_there_is(monkeypatch):
         raafl.Federation(on_interrupt="ignore")
 
 
+NUM_VALIDATED = [0]
+
+
 class FailsToValidate(MLP):
     """Fails in the third evaluation."""
 
-    seen = 0
-
     def validation_step(self, batch, batch_idx):
-        type(self).seen += batch_idx == 0
-        if self.seen >= 3:
+        NUM_VALIDATED[0] += batch_idx == 0
+        if NUM_VALIDATED[0] >= 3:
             raise ZeroDivisionError("no share")
         return super().validation_step(batch, batch_idx)
 
 
 def test_an_evaluation_that_fails_ends_a_simulation_as_a_task_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(FailsToValidate, "seen", 0)
+    NUM_VALIDATED[0] = 0
     run = finish(experiment(tmp_path / "run", model=lambda: FailsToValidate(64, (8,), 10), eval_every=1))
     assert run.summary["finished"].startswith("failed: evaluation of version 2: ZeroDivisionError: no share (tests/")
     assert "in validation_step" in run.text("failure.txt")

@@ -20,6 +20,7 @@ from raafl.local.metrics import MAX_LOGGED
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.local.trial import explained, try_single_samples, try_training
 from raafl.loggers.loggers import Loggers
+from raafl.optimizers import configure
 from raafl.parts.select.submodels import Full
 from raafl.plan.axes import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
 from raafl.runfolder.journal import RunFolder, default_run_folder
@@ -154,16 +155,7 @@ class Run:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
         module, data = self.evaluator.module, self.parts.data
         self.watcher.begin(self, saved)
-        self.evaluator.fill(self.parts.coordinator.state.values)
-        size = self.parts.coordinator.fleet.batch_size
-        tried = try_training(
-            module, data.example_batch(2), self.parts.coordinator.state.values.device, lambda: data.example_batch(size)
-        )
-        self._logs, self._tried = tried.logged, tried.warnings
-        check_optimizer(
-            tried.optimizer, self.parts.experiment.algorithm.local, self.parts.experiment.fabric.gradient_clip_val
-        )
-        try_single_samples(module, data, self.parts.experiment.train, self.parts.coordinator.state.values.device)
+        self._try_step()
         with explained(module, "validation_step", next(data.test_batches())[0]):
             metrics = self.evaluator(self.parts.coordinator.state.values)
         if not metrics:
@@ -180,6 +172,27 @@ class Run:
                 )
         return metrics
 
+    def _try_step(self) -> None:
+        """Try a training step; find what it logs, and what it changes that starts anew with each task."""
+        module, data, values = self.evaluator.module, self.parts.data, self.parts.coordinator.state.values
+        experiment, size = self.parts.experiment, self.parts.coordinator.fleet.batch_size
+        local = experiment.algorithm.local
+        self.evaluator.fill(values)
+        tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
+        self._logs, self._tried = tried.logged, tried.warnings
+        changed = self.evaluator.restarted(values)
+        check_optimizer(tried.optimizer, local, experiment.fabric.gradient_clip_val)
+        try_single_samples(module, data, experiment.train, values.device)
+        self.evaluator.fill(values)
+        configure(module)
+        configured = self.evaluator.restarted(values)  # what configure_optimizers sets is set anew in each task
+        self._restarted = [name for name in changed if name not in configured]
+        if self._restarted and local.exchange(self.parts.submodels) is not None:
+            raise BadInput(
+                f"'{self._restarted[0]}' changes in training_step, which each side of a model in two halves runs on its own "
+                "module: keep no state in the module, or use a method that trains the whole model"
+            )
+
     def _said_before(self) -> list[str]:
         """Collect the notes of the start; raises `BadInput` for warnings where the run is strict."""
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
@@ -187,6 +200,7 @@ class Run:
         algorithm = self.parts.coordinator.algorithm
         left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
         notes += [Warn(line) for line in (*self._tried, *left_out)]
+        notes += [_restart_note(self._restarted)] if self._restarted else []
         refuted = self.parts.submodels.refuted
         notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
@@ -281,6 +295,11 @@ class Run:
         self.saver.close()
         self.loggers.close()
         self._interrupt.__exit__(None, None, None)
+
+
+def _restart_note(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"starts anew with each task, as the model is made: {shown}; a floating-point buffer is averaged and carries over"
 
 
 def simulate(

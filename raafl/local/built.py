@@ -13,6 +13,7 @@ from raafl.local.lightning_hooks import TaskHooks, Transfer
 from raafl.local.record import Recorder
 from raafl.optimizers import Schedule, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.module_state import ModuleState
 from raafl.trainer_stand_in import attach
 
 
@@ -23,6 +24,7 @@ class Built:
         trainer: the stand-in that its module has for a Trainer.
         hooks: the hooks of Lightning that its module overrides; None = none of them.
         transfer: moves batches to its device.
+        state: what its module keeps beside the values that it is sent.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
@@ -41,20 +43,22 @@ class Built:
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
+        self.state = ModuleState(self.module, submodels.form(spec))
         named, frozen = () if self.base is None else self.module.named_parameters(), submodels.form(spec).frozen
         self.frozen = [(name, p) for name, p in named if name in frozen]
 
     def load(self, values: FlatTensors) -> None:
-        """Take the values of another task."""
+        """Take the values of another task, with all else as it was made."""
+        self.state.restore()
         self.present.copy_(values)
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
 
     def reset(self, received: FlatTensors) -> None:
         """Load the values of a new task and forget the last one."""
+        self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
-        self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.module.train().zero_grad()
         self.begin_anew()
 

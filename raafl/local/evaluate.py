@@ -14,11 +14,10 @@ from raafl.local.buffers import Buffers
 from raafl.local.draws import generators, same_generators
 from raafl.local.metrics import begin, end, step
 from raafl.local.noted import Noting, Unshared, add
-from raafl.local.plain_attributes import PlainAttributes
 from raafl.local.record import Recorder
-from raafl.local.stacked.attributes import Attributes
 from raafl.module_hooks import overrides
 from raafl.submodel import FULL, FlatTensors, Submodels
+from raafl.submodel.module_state import ModuleState
 
 
 class Evaluator:
@@ -53,7 +52,7 @@ class Evaluator:
         self.num_batches = 0
         self._recorder = Recorder()
         self._recorder.attach(self.module)
-        self._attributes = PlainAttributes(self.module)
+        self._state = ModuleState(self.module, submodels)
         if not overrides(self.module, "validation_step"):
             raise BadInput(
                 f"{type(self.module).__name__} has no validation_step: define one that logs or returns its metrics, so "
@@ -62,10 +61,27 @@ class Evaluator:
 
     @torch.no_grad()
     def fill(self, values: FlatTensors) -> None:
-        """Give the module these values, and the buffers and flags that it was made with; until then its memory holds anything."""
+        """Give the module these values, and all else as it was made; until then its memory holds anything."""
+        self._state.restore()
         self._buffers.restore()
-        self._attributes.restore()
         self._present.copy_(values)
+
+    def restarted(self, values: FlatTensors) -> list[str]:
+        """Name what a step has changed since `fill` of ``values`` that starts anew with each task.
+
+        These are attributes, and buffers of whole numbers but batch norm's counts.
+
+        Raises:
+            BadInput: the step has changed state that cannot be restored.
+        """
+        self._state.check()
+        counts = [
+            name
+            for name, buffer in self.module.named_buffers()
+            if name in self._present and not (buffer.is_floating_point() or buffer.is_complex())
+            if not name.endswith("num_batches_tracked") and not torch.equal(buffer, values[name].to(buffer.device))
+        ]
+        return sorted([*self._state.changed(metrics=False), *counts])
 
     def __call__(self, values: FlatTensors) -> dict[str, float]:
         """Return the metrics that ``validation_step`` logs or returns, over all samples; see `raafl.local.metrics.measure`."""
@@ -97,23 +113,25 @@ class Evaluator:
 
     def end(self) -> dict[str, float]:
         """Return the metrics over all samples."""
-        return end(self.module, self._recorder)
+        metrics = end(self.module, self._recorder)
+        self._state.check()
+        return metrics
 
     def noted(self, start: int, stop: int) -> dict[str, Any]:
         """Measure on some batches with the values at hand, for another process; return what it is to `add`, as plain data.
 
         Raises:
-            Unshared: what a batch gives may depend on those before it; or `Unstackable`, for what the module keeps.
+            Unshared: what a batch gives may depend on those before it.
         """
         recorder, drawn = Noting(), generators()
         recorder.attach(self.module)
-        attributes = Attributes(self.module, but=_computes)
         begin(self.module, recorder)
         try:
             step(self.module, recorder, self._numbered(start, stop), self.device)
             if not same_generators(drawn, generators()):
                 raise Unshared("validation_step draws random numbers")
-            attributes.check()
+            if changed := self._state.changed(metrics=False):
+                raise Unshared(f"validation_step changes the attribute {changed[0]}")
             return recorder.taken()
         finally:
             recorder.clear()
@@ -121,7 +139,3 @@ class Evaluator:
     def _numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Sized]]:
         batches = self._batches(first=start) if start else self._batches()
         return enumerate(islice(batches, None if stop is None else stop - start), start)
-
-
-def _computes(part: Any) -> bool:
-    return callable(getattr(part, "compute", None))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
-from raafl.local.plain_attributes import PlainAttributes
 from raafl.local.record import Recorder
 from raafl.module_hooks import overrides, transferred
 from raafl.submodel.nested_batch import to_device
@@ -118,18 +117,18 @@ def measure_part(
 ) -> dict[str, float]:
     """Return a client's metrics on its test part, named ``test/...``, and ``test/num_samples``; the model stays as it is.
 
-    A model may change its buffers, and some change their own weights for inference.
+    A model may change its buffers, and some change their own weights for inference. What it keeps in attributes is restored
+    before the next task.
 
     ``on_batch`` are paths of batch norms without running statistics worth using; they take those of each batch. The
     rest is as for `measure`.
     """
     trained = (p.detach() for p in module.parameters() if p.requires_grad)
-    before, attributes = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)], PlainAttributes(module)
+    before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]
     try:
         metrics = measure(module, recorder, _with_batch_statistics(module, batches, on_batch), device, context)
     finally:
         buffers.restore()
-        attributes.restore()
         for tensor, old in before:
             tensor.copy_(old)
     return {**{TEST + name: value for name, value in metrics.items()}, TEST + "num_samples": float(data.num_samples)}

@@ -79,7 +79,7 @@ class LocalTrainer(TaskSteps):
         ``received`` has the layout ``payload.layout(spec, "sent")`` and is left as it is.
 
         Raises:
-            BadInput: training writes to a frozen parameter.
+            BadInput: training writes to a frozen parameter, or changes state that cannot be put back.
         """
         with current(self.fabric.device):
             return self._run(assignment, received, data)
@@ -117,6 +117,7 @@ class LocalTrainer(TaskSteps):
         if data.test is not None and self.link is None and self.local.tests(assignment.extra):
             metrics |= self._test(built, data.test)
         self._check_base(built)
+        built.state.check()
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
                 for dtype, buffer in built.trained.buffers.items():

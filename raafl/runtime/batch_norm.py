@@ -20,6 +20,7 @@ from raafl.local.trial import explained
 from raafl.module_hooks import begin, transferred
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
+from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import to_device
 from raafl.trainer_stand_in import stage
 
@@ -55,12 +56,15 @@ class StaticStatistics:
         self._rows = [batch for batch in batches if len(batch) == len(batches[0])]
         shrunk = submodels.shrink(FULL, device=device)
         self._module, self._present = shrunk.module, shrunk.present
+        Recorder().attach(self._module)  # what is logged goes nowhere
+        self._state = ModuleState(self._module, submodels)
 
     def fill_(self, values: FlatTensors) -> None:
         """Set the running statistics in ``values``, of the whole model, to those that its parameters have."""
         if not self.is_on:
             return
         with self._lock:
+            self._state.restore()
             self._present.copy_(values)
             seed_everything(self._seed, self._device)
             collect_statistics(self._module, enumerate(self._rows), self._run)
@@ -83,7 +87,6 @@ class StaticStatistics:
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
         index, rows = numbered
-        Recorder().attach(module)  # what is logged goes nowhere
         stage(module, "training")
         batch = transferred(module, self._data.fetch(rows), self._device, to_device)
         with explained(module, "training_step without gradients, to collect static batch norm,", batch):

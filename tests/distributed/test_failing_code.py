@@ -35,14 +35,15 @@ def until(num, awaited, client):
     return inbox
 
 
+NUM_STEPS = [0]
+
+
 class FailsAtClient2(MLP):
     """Fails in client 2's third step."""
 
-    steps = 0
-
     def training_step(self, batch, batch_idx):
-        type(self).steps += 1
-        if of_this_process.RANK == 2 and self.steps > 3:  # one is the trial before the run, or the measuring of costs
+        NUM_STEPS[0] += 1
+        if of_this_process.RANK == 2 and NUM_STEPS[0] > 3:  # one is the trial before the run, or the measuring of costs
             raise KeyError("no such\nfile\x1b[31m")
         return super().training_step(batch, batch_idx)
 
@@ -105,25 +106,26 @@ def test_a_rank_without_memory_is_refused_and_the_other_goes_on(tmp_path, algori
     assert run.summary["clients_kept_out"] == {"1": 1}
 
 
+NUM_VALIDATED = [0]
+
+
 class SlowAtFirst(MLP):
     """Takes longer for its first evaluation than clients wait to join."""
 
-    seen = 0
-
     def validation_step(self, batch, batch_idx):
-        type(self).seen += 1
-        if self.seen == 1:
+        NUM_VALIDATED[0] += 1
+        if NUM_VALIDATED[0] == 1:
             time.sleep(4.0)
         return super().validation_step(batch, batch_idx)
 
 
 def test_clients_wait_for_a_first_evaluation_longer_than_join_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(SlowAtFirst, "seen", 0)
+    NUM_VALIDATED[0] = 0
     made = experiment(tmp_path / "run", model=lambda: SlowAtFirst(64, (8,), 10), clients=2, waits=Waits(join_s=3.0))
     with ranks(made) as started:
         run = started.serve()
         assert started.exit_codes() == {1: 0, 2: 0}
-    assert run.summary["finished"] == "max_updates" and SlowAtFirst.seen > 1
+    assert run.summary["finished"] == "max_updates" and NUM_VALIDATED[0] > 1
 
 
 def test_code_that_fails_in_a_client_that_has_joined_ends_that_client_alone(tmp_path):

@@ -22,22 +22,22 @@ from raafl.watch.show import plain, sentence
 from raafl.watch.state import RunState
 from tests.federation import Finished, experiment, finish
 
+NUM_MEASURED = [0]
+
 
 class Lost(MLP):
     """Its measured loss is no number after the initial model."""
 
-    seen = 0
-
     def validation_step(self, batch, batch_idx):
         found = super().validation_step(batch, batch_idx)
-        type(self).seen += batch_idx == 0
-        if self.seen > 1:
+        NUM_MEASURED[0] += batch_idx == 0
+        if NUM_MEASURED[0] > 1:
             self.log("loss", float("nan"))
         return found
 
 
 def test_a_loss_that_is_no_number_any_more_is_a_warning_and_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(Lost, "seen", 0)
+    NUM_MEASURED[0] = 0
     shown = io.StringIO()
     made = experiment(tmp_path / "run", model=lambda: Lost(64, (8,), 10), progress="plain")
     with redirect_stdout(shown):
@@ -49,7 +49,7 @@ def test_a_loss_that_is_no_number_any_more_is_a_warning_and_shown(tmp_path, monk
 
 
 def test_with_strict_it_fails_and_can_be_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Lost, "seen", 0)
+    NUM_MEASURED[0] = 0
     run = finish(replace(experiment(tmp_path / "run", model=lambda: Lost(64, (8,), 10)), strict=True))
     assert run.summary["finished"].startswith("failed: training diverges: loss is nan at version 1")
     assert run.summary["versions"] == 1 and checkpoint.load(run.folder).raafl["finished"] is None

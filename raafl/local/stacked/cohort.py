@@ -16,7 +16,6 @@ from raafl.core.types import Update
 from raafl.local.built import Built
 from raafl.local.draws import generators, same_generators, seed_everything
 from raafl.local.options import FabricOptions
-from raafl.local.stacked.attributes import Attributes
 from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
@@ -128,6 +127,7 @@ class CohortTrainer:
         """
         trainer = self._trainer
         built, places = self._get(tasks[0].assignment.spec)
+        built.state.restore()
         trainer.announce(built, tasks[0].assignment, tasks[0].data)
         built.begin_anew()
         built.trainer.asked.clear()
@@ -136,7 +136,7 @@ class CohortTrainer:
         order = sorted(range(len(tasks)), key=lambda i: (-counts[i], -sizes[i]))
         members, counts = [tasks[i] for i in order], [counts[i] for i in order]
         classes = [member.data.classes() if trainer.local.masked else None for member in members]
-        attributes, versions = Attributes(built.module), [p._version for _, p in built.frozen]
+        versions = [p._version for _, p in built.frozen]
         with masked_together(built.module, classes) as masking:
             seed_everything(members[0].assignment.seed, trainer.fabric.device)
             before = generators()
@@ -144,9 +144,10 @@ class CohortTrainer:
             steps.run()
             if not same_generators(before, generators()):
                 raise Unstackable("training draws random numbers past torch's functions, such as numpy's")
-        attributes.check()
         if asked := built.trainer.asked_of_task:
             raise Unstackable(f"the training step reads self.trainer.{asked[0]}")
+        if changed := built.state.changed():
+            raise Unstackable(f"the training step changes the attribute {changed[0]}")
         if versions != [p._version for _, p in built.frozen]:
             raise Unstackable("the training step writes to a frozen parameter")
         return Trained(trainer, steps, masking.left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ _ATTACHED = ("_trainer", "_fabric")
 
 
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to; attach a new stand-in."""
+    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to; attach a new stand-in.
+
+    An attribute, or a member of a list, tuple or dictionary, that `copy.deepcopy` refuses is shared by both modules.
+    """
     sentinel = object()
     for part in module.modules():
         for attribute in _ATTACHED:
@@ -27,13 +30,37 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo |= {id(x): type(x)() for x in vars(part).values() if type(x) in (dict, OrderedDict, set) and not x}
         # what a hook computes anew before each forward, such as the weight of `nn.utils.weight_norm`, deepcopy refuses
         memo |= {id(x): x.detach() for x in vars(part).values() if isinstance(x, Tensor) and not x.is_leaf}
-    small = copy.deepcopy(module, memo)
+    small = _deep_copy(module, memo)
     for part in small.modules():
         for attribute in _ATTACHED:
             if part.__dict__.get(attribute) is sentinel:
                 part.__dict__[attribute] = None
     attach(small)
     return small
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deep-copy a module, with ``memo`` as for `copy.deepcopy`; what cannot be copied is shared by both modules."""
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:  # whatever the objects that a user's module holds may raise
+        own = {id(x): x for x in (*module.modules(), *module.parameters(), *module.buffers())} | memo
+        shared = {id(x): x for part in module.modules() for x in _uncopyable(vars(part), own)}
+        if not shared:
+            raise
+        return copy.deepcopy(module, {**shared, **memo})
+
+
+def _uncopyable(thing: Any, own: dict[int, Any]) -> Iterator[Any]:
+    """Yield what `copy.deepcopy` refuses in a container, or the thing itself; ``own`` are the module's, which it can copy."""
+    if id(thing) in own:
+        return
+    try:
+        copy.deepcopy(thing, dict(own))
+    except Exception:
+        members = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
+        inner = [x for member in members for x in _uncopyable(member, own)]
+        yield from inner or [thing]
 
 
 def remade(

@@ -25,6 +25,7 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
+from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
 from raafl.submodel.prove.noise import NOISE, Quiet
@@ -115,6 +116,7 @@ class _Proof:
         """Explain why the whole model cannot be compared with a smaller one."""
         try:
             self.whole = self._made(FULL, self.values)
+            self.state = ModuleState(self.whole, self.submodels)
             self.first = self._step(self.whole, self.noise[0])
         except Exception as error:
             return f"its training step does not run on drawn values: {line_of(error)}"
@@ -239,6 +241,8 @@ class _Proof:
         return module
 
     def _step(self, module: Any, noise: float) -> _Step:
+        if module is self.whole:  # the small ones are new
+            self.state.restore()
         module.zero_grad(set_to_none=True)
         done, mode = _Step(), Quiet(noise)
         seeded(5)  # both steps are to draw the same

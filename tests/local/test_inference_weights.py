@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from raafl.local.evaluate import Evaluator
-from raafl.local.plain_attributes import PlainAttributes
 from raafl.submodel import Submodels
 from tests.local.bench import Bench, Net, assignment, plain_loop, same, samples
 
@@ -56,14 +54,3 @@ def test_a_client_that_measures_it_sends_what_it_has_trained():
         update, tensors = bench.run(task)
         assert same(tensors, plain_loop(bench, task))
         assert "test/loss" in update.metrics
-
-
-def test_plain_attributes_are_put_back_and_others_left():
-    part = nn.Linear(2, 2)
-    part.count, part.name, part.listed = 3, None, [1]
-    attributes = PlainAttributes(nn.Sequential(part))
-    part.count, part.name, part.new = 4, "x", 5
-    part.listed.append(2)
-    part.eval()
-    attributes.restore()
-    assert (part.count, part.name, part.listed, part.new, part.training) == (3, None, [1, 2], 5, False)

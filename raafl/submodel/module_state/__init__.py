@@ -1,0 +1,5 @@
+"""What a module keeps in Python attributes: recorded, restored before each task and each evaluation, refused where it cannot be."""
+
+from raafl.submodel.module_state.state import ModuleState
+
+__all__ = ["ModuleState"]

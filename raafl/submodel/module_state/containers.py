@@ -1,0 +1,277 @@
+"""Record the contents of one container or object, compare them later, and put them back in place.
+
+In place, so that whatever else refers to the object (another attribute, a closure, a hook) goes on to refer to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from raafl.submodel.module_state.reach import INTERNAL, ClassData, Reached, attributes_of, slots_of
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_HOOKS = tuple(sorted(INTERNAL - {*_TENSORS}))
+
+
+class Record(ABC):
+    """The contents of an object when it was recorded.
+
+    Attributes:
+        name: of the attribute that led to it.
+        of_metric: it belongs to a metric.
+        of_class: an attribute of a class led to it.
+        can_restore: whether `restore` puts the contents back.
+    """
+
+    can_restore = True
+
+    def __init__(self, reached: Reached) -> None:
+        """Take the names."""
+        self.name, self.of_metric, self.of_class = reached.name, reached.of_metric, reached.of_class
+
+    @abstractmethod
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        raise NotImplementedError
+
+
+class AttributesRecord(Record):
+    """The attributes of an object, of a module's part all but its tensors, submodules and hooks."""
+
+    def __init__(self, reached: Reached, ignored: frozenset[str] = frozenset(), hooks: tuple[Any, ...] = ()) -> None:
+        super().__init__(reached)
+        self._now, self._ignored = attributes_of(reached.thing), ignored
+        self._saved = {name: value for name, value in self._now.items() if name not in ignored}
+        self._names, self._values = tuple(self._saved), tuple(self._saved.values())
+        self._size = len(self._now)
+
+    def is_same(self) -> bool:
+        """Check in a few microseconds that nothing has changed; False may be wrong."""
+        return len(self._now) == self._size and all(map(is_, map(self._now.get, self._names), self._values))
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        if self.is_same():
+            return []
+        missing = object()
+        names = [name for name, value in self._saved.items() if self._now.get(name, missing) is not value]
+        names += [name for name in self._now if name not in self._saved and name not in self._ignored]
+        return [f"{self.name}.{name}" if self.name else name for name in names]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        if self.is_same():
+            return
+        for name in [name for name in self._now if name not in self._saved and name not in self._ignored]:
+            del self._now[name]
+        self._now.update(self._saved)
+
+
+class HooksRecord(Record):
+    """The hooks of a module's part, which a step may add, and which are then gone."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        self._tables = [found for found in map(vars(reached.thing).get, _HOOKS) if found is not None]
+        self._lengths = list(map(len, self._tables))
+        self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
+
+    def changed(self) -> list[str]:
+        """Name nothing: a step may add a hook and take it away."""
+        return []
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        if list(map(len, self._tables)) == self._lengths:
+            return
+        for place, table in enumerate(self._tables):
+            table.clear()
+            table.update(self._saved.get(place, ()))
+
+
+class TensorsRecord(Record):
+    """Which parameters, buffers and submodules a module's part has."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        tables = (vars(reached.thing)[name] for name in _TENSORS)
+        self._tables = [(table, dict(table), tuple(table.values())) for table in tables]
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was; metrics that are made when they are needed are not."""
+        return [name for name, _, now in self._other() if not callable(getattr(now, "compute", None))]
+
+    def lost(self) -> list[str]:
+        """Name parameters, and submodules with parameters, that are other ones than before, or new."""
+        return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
+
+    def _other(self) -> list[tuple[str, Any, Any]]:
+        """List parameters and submodules that are other ones than before: name, before, now."""
+        return [
+            (f"{self.name}.{name}" if self.name else name, saved.get(name), table.get(name))
+            for table, saved, values in (self._tables[0], self._tables[2])
+            if not _are(table.values(), values)
+            for name in {**saved, **table}
+            if table.get(name) is not saved.get(name)
+        ]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        for table, saved, values in self._tables:
+            if not _are(table.values(), values):
+                table.clear()
+                table.update(saved)
+
+
+def _trains(thing: Any) -> bool:
+    """Check whether a parameter, a module or None has values to be learned."""
+    return isinstance(thing, nn.Parameter) or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters()))
+
+
+def _are(found: Collection[Any], values: tuple[Any, ...]) -> bool:
+    """Check whether these are the same objects in the same order."""
+    return len(found) == len(values) and all(map(is_, found, values))
+
+
+class ListRecord(Record):
+    """The elements of a list or deque."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        self._now, self._saved = reached.thing, tuple(reached.thing)
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        return [] if _are(self._now, self._saved) else [self.name]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        if self.changed():
+            kind: Any = list if isinstance(self._now, list) else deque
+            kind.clear(self._now)
+            kind.extend(self._now, self._saved)
+
+
+class DictRecord(Record):
+    """The items of a dictionary; one that all copies of a module share may gain some, as a cache does."""
+
+    def __init__(self, reached: Reached, *, shared: bool) -> None:
+        super().__init__(reached)
+        self._now, self._saved, self._may_grow = reached.thing, dict(dict.items(reached.thing)), shared
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        now, saved = self._now, self._saved
+        if len(now) != len(saved) and not (self._may_grow and len(now) > len(saved)):
+            return [self.name]
+        missing = object()
+        return [] if all(dict.get(now, key, missing) is value for key, value in saved.items()) else [self.name]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        if self.changed():
+            kind: Any = OrderedDict if isinstance(self._now, OrderedDict) else dict
+            kind.clear(self._now)
+            kind.update(self._now, self._saved)
+
+
+class SetRecord(Record):
+    """The elements of a set."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        self._now, self._saved = reached.thing, frozenset(reached.thing)
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        return [] if self._now == self._saved else [self.name]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        if self.changed():
+            self._now.clear()
+            self._now.update(self._saved)
+
+
+class SlotsRecord(Record):
+    """The values of an object's slots."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        self._thing, self._saved = reached.thing, slots_of(reached.thing)
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        now = slots_of(self._thing)
+        same = now.keys() == self._saved.keys() and all(now[name] is value for name, value in self._saved.items())
+        return [] if same else [self.name]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        for name in slots_of(self._thing).keys() - self._saved.keys():
+            object.__delattr__(self._thing, name)
+        for name, value in self._saved.items():
+            object.__setattr__(self._thing, name, value)
+
+
+class BytesRecord(Record):
+    """The bytes of a bytearray."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        self._now, self._saved = reached.thing, bytes(reached.thing)
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        return [] if self._now == self._saved else [self.name]
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        self._now[:] = self._saved
+
+
+class ClassRecord(Record):
+    """The plain values of a class, which nobody restores."""
+
+    can_restore = False
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__(reached)
+        self._now: ClassData = reached.thing
+        self._saved, self._size = self._now.values(), len(vars(self._now.kind))
+
+    def changed(self) -> list[str]:
+        """Name what is not as it was."""
+        found, missing = vars(self._now.kind), object()
+        same = len(found) == self._size and all(found.get(name) is value for name, value in self._saved.items())
+        if same:
+            return []
+        now = self._now.values()
+        names = [
+            name for name in {**self._saved, **now} if now.get(name, missing) is not self._saved.get(name, missing)
+        ]
+        return [f"{self.name}.{name}" for name in names]
+
+
+class FlagsRecord:
+    """Which parameters of a module need gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Record them."""
+        self._parameters = list(module.parameters())
+        self._saved = [parameter.requires_grad for parameter in self._parameters]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for parameter, flag in zip(self._parameters, self._saved, strict=True):
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)

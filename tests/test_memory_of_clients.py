@@ -38,7 +38,7 @@ def asked(tmp_path, monkeypatch, algorithm="fed_avg", room=ROOM, **fields):
 def test_a_client_that_declares_none_measures_it_and_says_so(tmp_path, monkeypatch):
     found, (note,) = asked(tmp_path, monkeypatch)
     assert found == USABLE
-    assert note.startswith("memory for a task: 833 MB of 1,000 MB left (control group); ")
+    assert note.startswith("memory for a task: 833 MB of 1 GB left (control group); ")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_simulated_clients_never_measure(tmp_path):
 
 def test_a_client_that_measured_too_little_is_told_where_the_number_comes_from(tmp_path, monkeypatch):
     with pytest.raises(
-        BadInput, match=r"^client 3: memory_bytes is 1, .*\nmemory for a task: 0 MB of 1 MB left \(control group\)"
+        BadInput, match=r"^client 3: memory_bytes is 1, .*\nmemory for a task: 1 B of 1 MB left \(control group\)"
     ):
         asked(tmp_path, monkeypatch, room=Room(1e6, "control group"))
 

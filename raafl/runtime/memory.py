@@ -20,6 +20,7 @@ from raafl.errors import BadInput
 from raafl.local import heap
 from raafl.runtime.setup import batch_size_of, own_tests
 from raafl.submodel import FULL, FlatTensors, Submodels
+from raafl.units import size
 
 _HOLES = 1.5
 """So many times what its tensors need has a process been seen to take that keeps what it frees (`benchmarks.submodels`)."""
@@ -45,7 +46,7 @@ def with_memory(
             found = math.floor(room.for_task_bytes)
             info = replace(info, profile=replace(info.profile, memory_bytes=float(found)))
             notes.append(
-                f"memory for a task: {found / 1e6:,.0f} MB of {room.num_bytes / 1e6:,.0f} MB left ({room.limit}); "
+                f"memory for a task: {size(found)} of {size(room.num_bytes)} left ({room.limit}); "
                 "devices with memory_bytes, or memory: BYTES, declare it, memory: none does without"
             )
     if info.profile.memory_bytes < math.inf:

@@ -20,6 +20,7 @@ from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.rows import say
 from raafl.submodel import FlatTensors
+from raafl.units import size
 
 
 class Saver(Hooks):
@@ -116,8 +117,8 @@ def check_space(folder: Path, num_bytes: int, keep: int) -> None:
     needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
     if free < needed:
         raise BadInput(
-            f"output is '{folder}', where {free / 1e6:.1f} MB are free: the run will write {needed / 1e6:.1f} MB or more "
-            f"({keep} + 1 checkpoints and the model, {num_bytes / 1e6:.1f} MB each): free some, name another folder, or lower "
+            f"output is '{folder}', where {size(free)} are free: the run will write {size(needed)} or more "
+            f"({keep} + 1 checkpoints and the model, {size(num_bytes)} each): free some, name another folder, or lower "
             "keep_checkpoints"
         )
 

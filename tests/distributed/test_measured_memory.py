@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raafl.units import size
 from tests import warm
 from tests.forked import command
 
@@ -42,5 +43,5 @@ def test_under_a_limit_each_client_has_what_it_leaves(tmp_path):
     found = joined(tmp_path / "run")
     assert len(found) == 2 and all(0.2 * GIB < number < limit for number in found)
     said = (tmp_path / "run" / "logs" / "client-1.log").read_text()
-    assert f"memory for a task: {found[0] / 1e6:,.0f} MB of" in said or f"{found[1] / 1e6:,.0f} MB of" in said
+    assert f"memory for a task: {size(found[0])} of" in said or f"{size(found[1])} of" in said
     assert "left (RLIMIT_DATA)" in said

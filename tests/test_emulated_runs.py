@@ -18,8 +18,8 @@ from raafl.compression.compressors import Compress
 from raafl.config.experiment import SubmodelOptions
 from raafl.core.algorithm import Training
 from raafl.local.train import FabricOptions
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from tests import remembered
 from tests.crashed import crash, simulated
 from tests.emulated_cuda import Emulated

@@ -92,7 +92,7 @@ class Experiment:
     fabric: FabricOptions = field(default_factory=FabricOptions, metadata=about(
         "how local steps run (accelerator, precision, clipping)", told=True))
     guard: Guard = field(default_factory=Guard, metadata=about(
-        "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median"))
+        "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median, centred clipping"))
     rounds: Rounds = field(default_factory=Rounds, metadata=about(
         "when a round closes without its last clients"))
     privacy: Privacy = field(default_factory=Privacy, metadata=about(
@@ -302,8 +302,8 @@ class Experiment:
         return self._protected(noise_key(self.privacy, self.seed) if self.privacy.is_on else b"")
 
     def _protected(self, key: bytes) -> Algorithm:
+        from raafl.parts.protect.guard import guarded
         from raafl.parts.protect.privacy import private
-        from raafl.parts.protect.robust import guarded
 
         return private(guarded(self._closing(), self.guard), self.privacy, self.clients, key)
 

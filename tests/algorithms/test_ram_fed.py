@@ -21,8 +21,8 @@ from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from raafl.parts.select import of_regions
 from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported, EachArrival

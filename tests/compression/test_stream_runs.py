@@ -20,8 +20,8 @@ from raafl.core.local import Local
 from raafl.core.types import ClientInfo, Joined, client_to_json
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
 from raafl.runtime.transport import Kind, Message

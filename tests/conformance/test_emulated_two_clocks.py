@@ -8,8 +8,8 @@ from raafl.algorithms import fed_async, fed_buff, fed_raa, split_fed
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.local.train import FabricOptions
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from tests import remembered
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment, finish

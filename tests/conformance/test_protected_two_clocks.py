@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_buff, fed_raa
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment
 

@@ -16,8 +16,8 @@ from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from raafl.runfolder import checkpoints
 from raafl.runtime.setup import make_model
 from raafl.submodel.flat import reals

@@ -21,8 +21,8 @@ from raafl.data import Digits
 from raafl.data.partition import Dirichlet, Partition
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
+from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.protect.robust import Guard
 from tests.crashed import crash, simulated
 from tests.federation import equal_replay, experiment, finish, unequal
 from tests.habits.source import ROOT
@@ -35,6 +35,7 @@ PROTECTIONS = {
     "fed_raa screened": (fed_raa(), GUARD, Privacy()),
     "fed_buff median": (fed_buff(buffer_size=5), replace(GUARD, combine="median"), Privacy()),
     "sync fed_raa trimmed": (fed_raa(trigger="all"), Guard(combine="trimmed_mean", trim=0.3), Privacy()),
+    "sync fed_raa centred": (fed_raa(trigger="all"), Guard(combine="centred_clip"), Privacy()),
     "fed_raa private": (fed_raa(), Guard(), Privacy(clip_norm=0.5, noise_multiplier=0.3)),
     "fed_buff private": (fed_buff(buffer_size=5), Guard(), Privacy(clip_norm=0.5)),
 }

@@ -8,7 +8,7 @@ from typing import Literal
 
 from raafl.errors import BadInput, one_of, positive
 
-Combine = Literal["mean", "trimmed_mean", "median"]
+Combine = Literal["mean", "trimmed_mean", "median", "centred_clip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,9 @@ class Guard:
         clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
         outlier: refuse an update whose norm is above this many times the median of those accepted; null = none is.
         warm_up: how many updates of a size are accepted before one is judged.
-        combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it.
+        combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it, or
+            centred_clip: a mean of updates that are clipped around the last one.
+        radius: of centred_clip: L2 distance from the last mean beyond which an update is clipped; null = the median distance.
         max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
             of the clients' samples; null = as it says. Others are held to the share that they were dealt.
         max_norm_ratio: refuse an update whose norm is above this many times the median of those accepted of the same layout, once
@@ -36,6 +38,7 @@ class Guard:
     max_weight: float | None = 10.0
     max_norm_ratio: float | None = 1e4
     own_data: bool = True
+    radius: float | None = None
 
     def __post_init__(self) -> None:
         positive("guard.clip_norm", self.clip_norm, optional=True)
@@ -43,6 +46,7 @@ class Guard:
             raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
         positive("guard.warm_up", self.warm_up)
         one_of("guard.combine", self.combine, Combine)
+        positive("guard.radius", self.radius, optional=True)
         if self.max_weight is not None and not self.max_weight >= 1:
             raise BadInput(f"guard.max_weight is {self.max_weight}: give 1 or more, a multiple of the median, or null")
         if self.max_norm_ratio is not None and not self.max_norm_ratio > 1:

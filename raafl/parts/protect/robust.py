@@ -1,9 +1,9 @@
 """Merging when some updates are bad: clipped norms, refused outliers, trimmed means and medians. Options of any merge.
 
-`guarded` wraps an algorithm's own merge, which knows nothing of it. An update counts as the *difference* it would make:
-what a client sends where the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global values of that
-submodel as they are when it arrives. The second is what bounds a merge's effect on the model, is defined for every
-submodel, and needs no old versions; in a synchronous round, where the global values stand still, the two are the same.
+`raafl.parts.protect.guard` wraps an algorithm's own merge, which knows nothing of it. An update counts as the *difference*
+it would make: what a client sends where the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global
+values of that submodel as they are when it arrives. The second is what bounds a merge's effect on the model, is defined for
+every submodel, and needs no old versions; in a synchronous round, where the global values stand still, the two are the same.
 """
 
 from __future__ import annotations
@@ -18,44 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Merge
+from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, chunks
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.protect.options import Combine, Guard
-from raafl.parts.trigger import EachArrival
+from raafl.parts.protect.options import Combine
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.flat import is_merged
 
 WINDOW = 101
 """Accepted norms remembered for each size class; the oldest goes first."""
-
-
-def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
-    """Return ``algorithm`` with its merge protected as ``guard`` says.
-
-    Raises:
-        BadInput: a median or trimmed mean is asked for where every update is merged alone, or kept apart from others'.
-    """
-    merge = algorithm.merge
-    if guard.combine != "mean":
-        if merge.by_client:
-            raise BadInput(
-                f"guard.combine is '{guard.combine}', but {algorithm.name} remembers each client's own update: choose another "
-                "algorithm, such as ra_fed, or use guard.clip_norm and guard.outlier"
-            )
-        if isinstance(algorithm.trigger, EachArrival) or getattr(algorithm.trigger, "size", 2) == 1:
-            raise BadInput(
-                f"guard.combine is '{guard.combine}', but {algorithm.name} merges each update alone: choose an algorithm that "
-                "merges several at a time, such as fed_buff or fed_avg, or use guard.clip_norm and guard.outlier"
-            )
-        merge = Located(merge, guard.combine, guard.trim)
-    if guard.clip_norm is not None or guard.outlier is not None:
-        merge = Screened(merge, guard.clip_norm, guard.outlier, guard.warm_up)
-    return algorithm if merge is algorithm.merge else replace(algorithm, merge=merge)
 
 
 # ---- differences and their norms ----

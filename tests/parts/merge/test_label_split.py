@@ -22,7 +22,8 @@ from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
-from raafl.parts.protect.robust import Guard, guarded
+from raafl.parts.protect.guard import guarded
+from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, Submodels
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT

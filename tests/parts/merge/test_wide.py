@@ -12,7 +12,8 @@ from raafl.core.types import Update
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.pooled import Pooled
 from raafl.parts.merge.wide import WideMerge, widened
-from raafl.parts.protect.robust import Guard, guarded
+from raafl.parts.protect.guard import guarded
+from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.wide import WideSubmodels

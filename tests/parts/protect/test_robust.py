@@ -16,7 +16,9 @@ from raafl.errors import BadInput
 from raafl.parts.merge import mean as merges
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.protect.robust import WINDOW, Guard, Located, Screened, comparators, guarded, locate, norm_of
+from raafl.parts.protect.guard import guarded
+from raafl.parts.protect.options import Guard
+from raafl.parts.protect.robust import WINDOW, Located, Screened, comparators, locate, norm_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, filled, join, line_state, values_of
 
@@ -323,7 +325,7 @@ def test_a_restored_coordinator_goes_on_with_the_same_norms_and_stored_updates(c
     [
         (lambda: Guard(clip_norm=0.0), "guard.clip_norm is 0.0: give a number above 0"),
         (lambda: Guard(outlier=1.0), "guard.outlier is 1.0: give a number above 1"),
-        (lambda: Guard(combine="mode"), "guard.combine is 'mode': did you mean"),
+        (lambda: Guard(combine="medain"), "guard.combine is 'medain': did you mean 'median'"),
         (lambda: Guard(trim=0.5), "guard.trim is 0.5: give a number from 0 to below 0.5"),
         (lambda: Guard(warm_up=0), "guard.warm_up is 0"),
         (lambda: guarded(fed_async(), Guard(combine="median")), "fed_async merges each update alone: choose"),

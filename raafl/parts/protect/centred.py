@@ -1,0 +1,125 @@
+"""Centred clipping: a mean of updates, each of which is pulled to where the last mean was (Karimireddy et al. 2021)."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.parts.merge.label_split import joint_notes
+from raafl.parts.merge.mean import chunks, zeros_like
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.protect.robust import feed, locate, norm_of
+from raafl.submodel import FlatTensors, Spec
+from raafl.submodel.flat import is_merged
+
+MEMORY = "centred"
+"""Key in `GlobalState.memory`: the "stored" updates, and the "centre" of the last merge."""
+
+Stored = tuple[Spec, int, FlatTensors]
+"""Submodel, staleness, and a copy of an update's tensors."""
+
+
+@dataclass(frozen=True)
+class Centred(Wrapped):
+    """Centred clipping: ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)``, starting from the last merge's v.
+
+    Karimireddy et al. 2021, equation 3, with one iteration. d_i is an update's difference as in `raafl.parts.protect.robust`,
+    K the number of updates that cover an element. At the first merge v is the coordinate-wise median. Without a radius tau is
+    the median distance of the merge; distances are over parameters, and those of submodels are compared by their root mean
+    square, so that a small one is not always near. Unweighted. v takes the place of every update in the inner merge
+    (`feed`); of elements that no update covers it stays for the next merge. Deterministic. Memory: K updates, and three of the
+    model's size.
+
+    The paper's clients send momentum, which makes honest updates alike over time. Here they send what a task changes:
+    clients whose data differ much are as far from each other as from an attacker, and no distance tells them apart.
+
+    Attributes:
+        radius: tau, an L2 norm; None = the median distance.
+    """
+
+    radius: float | None
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and what the joint update leaves out."""
+        return super().notes(state, num_clients) + joint_notes(self.inner)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Store a copy."""
+        memory = state.memory.setdefault(MEMORY, {})
+        memory.setdefault("stored", []).append((spec, staleness, update.tensors.clone()))
+
+    def keep(self, state: GlobalState) -> None:
+        """Do nothing: copies are stored."""
+
+    def apply(self, state: GlobalState) -> None:
+        """Move the centre, and let the inner merge fold it in."""
+        memory = state.memory[MEMORY]
+        stored: list[Stored] = memory.pop("stored")
+        if "centre" not in memory:
+            memory["centre"] = self._median(state, stored)
+        self._move(state, memory["centre"], stored)
+        values = {spec: self._moved(state, memory["centre"], spec) for spec in dict.fromkeys(s for s, *_ in stored)}
+        feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
+
+    def _median(self, state: GlobalState, stored: list[Stored]) -> FlatTensors:
+        """Return the coordinate-wise median of the differences; 0 where there are none."""
+        centre = zeros_like(state.values)
+        for spec, values in locate(state, [(spec, tensors) for spec, _, tensors in stored], "median", 0.0).items():
+            change = values.clone()
+            self._subtract(state, spec, change)
+            state.submodels.plan(spec).scatter_(centre, change)
+        return centre
+
+    def _subtract(self, state: GlobalState, spec: Spec, tensors: FlatTensors) -> None:
+        """Make a difference of values, in place; of deltas they are it."""
+        if self.sends == "values":
+            _sub_(tensors, state.submodels.plan(spec).gather(state.values))
+
+    def _move(self, state: GlobalState, centre: FlatTensors, stored: list[Stored]) -> None:
+        """Move ``centre`` by the mean of what the updates, in whose storage this works, are away from it, clipped."""
+        distances = []
+        for spec, _, tensors in stored:
+            self._subtract(state, spec, tensors)
+            _sub_(tensors, state.submodels.plan(spec).gather(centre))
+            scale = 1.0 if self.radius is not None else _num_parameters(state, tensors) ** -0.5
+            distances.append(norm_of(tensors, state.submodels) * scale)
+        radius = statistics.median(distances) if self.radius is None else self.radius
+        total, count = zeros_like(centre), zeros_like(centre)
+        for (spec, _, tensors), distance in zip(stored, distances, strict=True):
+            plan = state.submodels.plan(spec)
+            plan.add_(total, tensors, min(1.0, radius / distance) if distance else 1.0)
+            plan.cover_(count)
+        for dtype in filter(is_merged, centre.buffers):
+            for old, step, on in chunks(*(flat.buffers[dtype] for flat in (centre, total, count))):
+                old.add_(step.div_(on.clamp_min(1)))
+
+    def _moved(self, state: GlobalState, centre: FlatTensors, spec: Spec) -> FlatTensors:
+        """Return what a client of ``spec`` sends whose difference is ``centre``."""
+        plan = state.submodels.plan(spec)
+        found = plan.gather(centre)
+        if self.sends == "values":
+            for dtype, buffer in plan.gather(state.values).buffers.items():
+                found.buffers[dtype].add_(buffer)
+        return found
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return under "guard" how updates were combined."""
+        inner = super().report(state)
+        return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
+
+    def __str__(self) -> str:
+        radius = "the median distance" if self.radius is None else f"{self.radius:g}"
+        return f"centred clipping at {radius}, then {self.inner}"
+
+
+def _sub_(tensors: FlatTensors, others: FlatTensors) -> None:
+    for dtype, buffer in tensors.buffers.items():
+        buffer.sub_(others.buffers[dtype])
+
+
+def _num_parameters(state: GlobalState, tensors: FlatTensors) -> int:
+    names = state.submodels.parameter_names
+    return max(sum(entry.numel for entry in tensors.layout.entries if entry.name in names), 1)

@@ -68,6 +68,7 @@ def test_the_result_has_the_final_model_and_the_tables(tmp_path):
     assert accuracy == pytest.approx(result.final["accuracy"])
     assert result.metrics[-1]["accuracy"] == result.final["accuracy"]
     assert len(result.clients) == 8
+    assert result.module._trainer is None
     assert json.loads((result.folder / "summary.json").read_text()) == json.loads(json.dumps(result.summary))
     assert not result.module.training
 

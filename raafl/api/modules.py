@@ -164,7 +164,7 @@ class ModuleSpec:
 
             made: Any = HFSequenceClassifier(self.given, num_classes(data))
         else:
-            made = self._copy() if self.is_made else self.given()
+            made = copy_structure(self.given, {}) if self.is_made else self.given()
         if not isinstance(made, nn.Module):
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
         made = uncompiled(made)
@@ -176,14 +176,6 @@ class ModuleSpec:
         if self.optimizer is not None:
             with_methods(made, configure_optimizers=_with(self.optimizer))
         return made  # type: ignore[no-any-return]
-
-    def _copy(self) -> Any:
-        try:
-            return copy_structure(self.given, {})
-        except (RuntimeError, TypeError) as error:
-            raise BadInput(
-                f"module {type(self.given).__name__} cannot be copied ({error}): hand over a function that makes it"
-            ) from error
 
     def _plain(self, net: nn.Module, data: LightningDataModule) -> Plain:
         if getattr(type(net).forward, "__name__", "") == "_forward_unimplemented":

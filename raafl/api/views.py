@@ -98,6 +98,9 @@ def current(run: Run, *, anew: bool) -> nn.Module:
     """Return a copy of a run's module with the global values; ``anew`` collects its static statistics, if it has any."""
     parts = run.parts
     module = copy_structure(parts.module, {})
+    for part in module.modules():
+        if "_trainer" in vars(part):  # of a LightningModule, which is the user's from now on
+            part.__dict__["_trainer"] = None
     with run.statistics.filled(parts.coordinator.state.values, anew=anew):
         parts.submodels.load_(module, parts.coordinator.state.values)
     return module

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from raafl.core.algorithm import Algorithm
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
@@ -75,11 +77,11 @@ class WideMerge(Wrapped):
 
     def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Pass on the objection of the inner merge."""
-        return self.inner.problem(self._wide(state), _widened(update), spec, staleness)
+        return self.inner.problem(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass a wide copy of the update on."""
-        self.inner.receive(self._wide(state), _widened(update), spec, staleness)
+        self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
     def keep(self, state: GlobalState) -> None:
         """Let the inner merge keep what it received."""
@@ -100,6 +102,22 @@ class WideMerge(Wrapped):
         return self.inner.report(self._wide(state))
 
 
-def _widened(update: Update) -> Update:
-    bundles = {name: bundle.widen() for name, bundle in update.bundles.items()}
-    return replace(update, tensors=update.tensors.widen(), bundles=bundles)
+def _widened(state: GlobalState, update: Update) -> Update:
+    """Return the update in wide tensors, which are lent as its own are: the next update overwrites them."""
+    bundles = {name: bundle.widen(_room(state, name, bundle)) for name, bundle in update.bundles.items()}
+    return replace(update, tensors=update.tensors.widen(_room(state, "", update.tensors)), bundles=bundles)
+
+
+def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:
+    """Return storage for a wide copy of ``flat``, reused where it is large enough: new pages cost more than the copy.
+
+    None where ``flat`` is wide already.
+    """
+    wide = flat.layout.wide
+    if wide is flat.layout:
+        return None
+    room = state.scratch.setdefault(f"wide update {name}", {})
+    for dtype, numel in wide.numel.items():
+        if dtype not in room or len(room[dtype]) < numel or room[dtype].device != flat.device:
+            room[dtype] = torch.empty(numel, dtype=dtype, device=flat.device)
+    return FlatTensors(wide, {dtype: room[dtype][:numel] for dtype, numel in wide.numel.items()})

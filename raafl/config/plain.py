@@ -74,17 +74,20 @@ def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
 def _without_parts(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` without the options of model, data, algorithm and partition, and their values."""
     kept: list[str] = []
-    items = iter(argv)
-    for item in items:
+    items = list(argv)
+    while items:
+        item = items.pop(0)
         if name_of(item).removeprefix("--").partition(".")[0] not in MADE:
             kept.append(item)
-        elif "=" not in item:
-            next(items, None)
+        elif "=" not in item and items and not items[0].startswith("--"):
+            items.pop(0)
     return kept
 
 
 def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
     experiment = Experiment(**{field.name: namespace[field.name] for field in fields(Experiment)})
+    if not whole:  # the run's folder is the server's, who may have made it by now
+        experiment.output = experiment.resume = None
     try:
         return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
     except TypeError:  # a value of another type, which the full reading names

@@ -82,8 +82,9 @@ def test_a_right_command_line_passes_whatever_it_says_of_the_parts(tmp_path):
     check_plain(
         "simulate", ["--config", QUICKSTART, "--model.lr", "x", "--algorithm=nothing", "--strict", "--trust_config"]
     )
+    check_plain("simulate", ["--config", QUICKSTART, "--algorithm", "--seed", "3"])  # no name: for the full reading
     client = tmp_path / "client.yaml"
-    client.write_text("waits: {alone_s: 5.0}\n")
+    client.write_text(f"waits: {{alone_s: 5.0}}\noutput: {tmp_path}\n")  # the server's folder, which is there by now
     check_plain("join", ["--config", str(client)], whole=False)  # when the run ends, the server says
     check_plain("simulate", ["--resume", str(tmp_path), "--max_updates", "5"])
 

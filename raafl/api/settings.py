@@ -44,6 +44,11 @@ class Settings(TypedDict, total=False):
     num_epochs: int | None
     num_steps: int | None
     batch_size: int | None
+    lr_schedule: Literal["constant", "linear", "cosine"]
+    lr_versions: int | None
+    lr_time_s: float | None
+    lr_warmup: float
+    lr_final: float
     submodels: SubmodelOptions | Mapping[str, Any]
     fabric: FabricOptions | Mapping[str, Any]
     accelerator: str
@@ -63,6 +68,7 @@ class Settings(TypedDict, total=False):
     checkpoint_every: int | None
     checkpoint_s: float | str | None
     keep_checkpoints: int
+    keep_best: str | None
     emulate: bool
     server_device: str
     transport: str

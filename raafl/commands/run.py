@@ -29,6 +29,7 @@ from raafl.runfolder.schema import CLIENT, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime import resume
 from raafl.runtime.batch_norm import Filled, StaticStatistics
+from raafl.runtime.best import BestCheckpoint
 from raafl.runtime.conditions import conditions
 from raafl.runtime.divergence import Divergence
 from raafl.runtime.export import save_copy, save_model
@@ -90,7 +91,8 @@ class Run:
         )  # fmt: skip
         self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=partial(fault_in, data))
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
-        self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.loggers)
+        self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
+        self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.best, self.loggers)
         self._config_yaml = config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
@@ -170,6 +172,10 @@ class Run:
                 raise BadInput(
                     f"target is '{target}', but validation_step gives no '{target.metric}': use one of {', '.join(known)}"
                 )
+        if (best := self.parts.experiment.keep_best) is not None and best not in metrics:
+            raise BadInput(
+                f"keep_best is '{best}', but validation_step gives no '{best}': use one of {', '.join(metrics)}, or null"
+            )
         return metrics
 
     def _try_step(self) -> None:
@@ -275,6 +281,7 @@ class Run:
             summary["model"] = save_model(
                 self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
             )
+            summary["best"] = self.best.best
             saved = summary["model"] is not None
             summary["model_copy"] = (
                 None if saved else save_copy(self.folder, self.parts.module, coordinator.state, self.progress)

@@ -116,6 +116,9 @@ class Experiment:
         "any case", "SECONDS", group="shown", may_change=True))
     keep_checkpoints: int = field(default=3, metadata=about(
         "how many checkpoints to keep", "N", group="shown", may_change=True, least=1))
+    keep_best: str | None = field(default=None, metadata=about(
+        "a metric, such as accuracy, whose best checkpoint is kept beside the last, as checkpoints/best.ckpt; null = none",
+        "METRIC", group="shown", may_change=True))
     emulate: bool = field(default=True, metadata=about(
         "in a wall-clock run, make each rank take as long as its device would", group="computed"))
     server_device: str = field(default="cpu", metadata=about(
@@ -171,7 +174,7 @@ class Experiment:
         """Yield what is wrong with plain values: model, data, algorithm and partition are not looked at, nor is torch imported."""
         least = {name: one.least for name, one in ABOUT.items() if one.least is not None}
         counts = {name: getattr(self, name) for name in least}
-        counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training)}
+        counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training) if f.type == "int | None"}
         counts["fabric.accumulate_grad_batches"] = self.fabric.accumulate_grad_batches
         for name, count in counts.items():
             if isinstance(count, str):

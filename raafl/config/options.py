@@ -58,6 +58,11 @@ def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About
     return {"about": About(text, metavar, **more)}
 
 
+def lower_is_better(metric: str) -> bool:
+    """Check by its name whether less of a metric is better: of a loss, a perplexity or an error."""
+    return metric.endswith(_LOWER_IS_BETTER)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A metric value at which the run may end, e.g. accuracy=0.93; for a loss, perplexity or error, from above."""
@@ -86,7 +91,7 @@ class Target:
     @property
     def at_most(self) -> bool:
         """Whether less is better."""
-        return self.metric.endswith(_LOWER_IS_BETTER)
+        return lower_is_better(self.metric)
 
     def met(self, metrics: Mapping[str, float]) -> bool:
         """Check whether ``metrics`` reach the target."""

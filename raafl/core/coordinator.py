@@ -294,7 +294,7 @@ class Coordinator(Admission):
             id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
             spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
             seed=derive_seed(self.seed, client.id, task), assigned_s=now,
-            pace_s=pace_s, extra=work.extra,
+            pace_s=pace_s, extra=work.extra, lr_scale=self.fleet.training.lr_scale(self.state.version, now),
         )  # fmt: skip
         self.roster.start(assignment)
         self._actions.append(Assign(assignment))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import Event, Settled
+from raafl.submodel import FlatTensors
 
 
 class Hooks:
@@ -17,6 +19,12 @@ class Hooks:
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of ``version`` as they are to be recorded, of those that were measured."""
         return metrics
+
+    def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
+        """The global model of ``version`` has been measured: these are its metrics and, until this returns, its values.
+
+        Called in the thread that has measured, one call at a time.
+        """
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """The global model of ``version`` has been measured, and its metrics recorded."""
@@ -74,6 +82,11 @@ class Several(Hooks):
         for hooks in self._hooks:
             metrics = hooks.on_measured(version, now, metrics)
         return metrics
+
+    def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
+        """Pass it on."""
+        for hooks in self._hooks:
+            hooks.on_values(version, metrics, values)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Pass it on."""

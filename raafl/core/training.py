@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
+
+from raafl.errors import BadInput
+
+LrShape = Literal["constant", "linear", "cosine"]
+_WARMUP_FROM = 0.1
+"""Factor at the beginning of a warm-up: with 0 the first tasks would train nothing."""
 
 
 class Amount(Protocol):
@@ -26,11 +33,63 @@ class Training:
         num_epochs: local epochs E over the client's data.
         num_steps: local steps T instead of epochs.
         batch_size: None = the datamodule's.
+        lr_schedule: how the learning rate of tasks changes over the run: a task's optimizer has its own rate times the
+            schedule's factor when the task is handed out. A scheduler of the module starts anew in each task.
+        lr_versions: versions over which it goes from 1 to ``lr_final``; or
+        lr_time_s: seconds of the run's clock over which it does.
+        lr_warmup: share of these in which the factor rises linearly from 0.1 to 1 before.
+        lr_final: factor at the end and from then on.
     """
 
     num_epochs: int | None = 1
     num_steps: int | None = None
     batch_size: int | None = None
+    lr_schedule: LrShape = "constant"
+    lr_versions: int | None = None
+    lr_time_s: float | None = None
+    lr_warmup: float = 0.0
+    lr_final: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the schedule.
+
+        Raises:
+            BadInput: a field is out of range, or the schedule has no length or two.
+        """
+        if self.lr_schedule not in get_args(LrShape):
+            raise BadInput(f"train.lr_schedule is '{self.lr_schedule}': give {', '.join(get_args(LrShape))}")
+        for name, most in (("lr_warmup", 1.0), ("lr_final", math.inf)):
+            value = getattr(self, name)
+            if not 0 <= value < most:
+                raise BadInput(f"train.{name} is {value}: give a number from 0" + (" to below 1" if most == 1 else ""))
+        given = [name for name in ("lr_versions", "lr_time_s") if getattr(self, name) is not None]
+        if self.lr_schedule == "constant":
+            if given:
+                raise BadInput(
+                    f"train.{given[0]} is given with a constant lr_schedule: give linear or cosine, or leave it out"
+                )
+        elif len(given) != 1:
+            raise BadInput(
+                f"train.lr_schedule is {self.lr_schedule}, with {len(given)} lengths: give lr_versions or lr_time_s, one of them"
+            )
+        if self.lr_time_s is not None and not 0 < self.lr_time_s < math.inf:
+            raise BadInput(f"train.lr_time_s is {self.lr_time_s}: give seconds above 0")
+
+    def lr_scale(self, version: int, now_s: float) -> float:
+        """Return the factor of the learning rate of a task that is handed out now; 1 without a schedule.
+
+        Args:
+            version: of the global model.
+            now_s: seconds on the run's clock.
+        """
+        if self.lr_schedule == "constant":
+            return 1.0
+        done = version / self.lr_versions if self.lr_versions is not None else now_s / (self.lr_time_s or 1.0)
+        if done < self.lr_warmup:
+            return _WARMUP_FROM + (1 - _WARMUP_FROM) * done / self.lr_warmup
+        share = min((done - self.lr_warmup) / (1 - self.lr_warmup), 1.0)
+        left = (1 + math.cos(math.pi * share)) / 2 if self.lr_schedule == "cosine" else 1 - share
+        return self.lr_final + (1 - self.lr_final) * left
 
     def samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
         """Count the samples that ``work`` processes on a client with ``num_samples``."""

@@ -88,6 +88,7 @@ class Assignment:
         version: global version tau the submodel is cut from.
         seed: decides data order, dropout and every other draw of the task.
         pace_s: in a wall-clock run, the least time the task may take (an emulated slow device); 0 = as fast as it goes.
+        lr_scale: factor of the optimizer's learning rate, by the run's schedule.
         extra: for the local part, see `Work.extra`.
     """
 
@@ -104,6 +105,7 @@ class Assignment:
     assigned_s: float
     pace_s: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    lr_scale: float = 1.0
 
 
 @dataclass(slots=True)
@@ -392,14 +394,15 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     raise ValueError(f"{data['event']} is not an event that can be read back")
 
 
-_ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name != "extra")
+_ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", "lr_scale"))
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
-    """Return the assignment as plain data, for the wire and the journal; an empty ``extra`` is left out."""
+    """Return the assignment as plain data, for the wire and the journal; an empty ``extra`` and a scale of 1 are left out."""
     data = {name: getattr(assignment, name) for name in _ASSIGNED}
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
-    return data | {"spec": assignment.spec.to_json()} | extra
+    scale = {"lr_scale": assignment.lr_scale} if assignment.lr_scale != 1.0 else {}
+    return data | {"spec": assignment.spec.to_json()} | extra | scale
 
 
 def assignment_from_json(data: dict[str, Any]) -> Assignment:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from raafl.core.local import Local
 from raafl.core.payload import Bundles, Payload
@@ -53,14 +55,16 @@ class Built:
         self.present.copy_(values)
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
 
-    def reset(self, received: FlatTensors) -> None:
-        """Load the values of a new task and forget the last one."""
+    def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
+        """Load the values of a new task and forget the last one; its learning rates are the module's times ``lr_scale``."""
         self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
         self.module.train().zero_grad()
         self.begin_anew()
+        if lr_scale != 1.0:
+            scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)
 
     def begin_anew(self) -> None:
         """Have the optimiser, and the schedulers, as they were before the first step."""
@@ -86,3 +90,22 @@ class Built:
             self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         self._depends_on_task = bool(self.trainer.asked_of_task)
         self.trainer.begin(self.optimizer, self.schedulers)
+
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Options of a parameter group that are learning rates, schedulers' own included."""
+
+
+def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
+    """Multiply the learning rates of an optimizer by a factor, and those from which its fresh schedulers start, in place.
+
+    A scheduler computes a rate from the one before or from its ``base_lrs``; both are scaled, so every later rate is.
+    """
+    for group in optimizer.param_groups:
+        group.update({name: group[name] * factor for name in _RATES if name in group})
+    inside = [
+        inner for scheduler in schedulers for inner in getattr(scheduler, "_schedulers", ())
+    ]  # of a sequence or chain
+    for scheduler in (*schedulers, *inside):
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]

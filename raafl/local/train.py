@@ -90,7 +90,7 @@ class LocalTrainer(TaskSteps):
         built = self.built(assignment.spec)
         received, built.down = self.payload.split(received, assignment.spec, "sent")
         self.announce(built, assignment, data)
-        built.reset(received)
+        built.reset(received, assignment.lr_scale)
         # before seeding: reading a client's classes may draw from what its data set's transforms draw from
         masking = masked(built.module, data.classes() if self.local.masked else None)
         seed_everything(assignment.seed if crew is None else crew.seed(assignment.seed), self.fabric.device)

@@ -52,6 +52,7 @@ def save(
     module: nn.Module | None = None,
     raafl: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
+    name: str | None = None,
 ) -> Path:
     """Write `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
 
@@ -62,6 +63,7 @@ def save(
         module: The LightningModule, for its `hparams`. One that is not plain data is left out with a warning.
         raafl: Plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
         keep_last: How many checkpoints to keep, this one included, from 1; None keeps all.
+        name: The file's name instead, such as best.ckpt, which no run is resumed from.
 
     Raises:
         OSError, RuntimeError: It cannot be written; what was there stays as it was.
@@ -83,7 +85,7 @@ def save(
     }
     folder = Path(run_folder) / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"version-{version:06d}.ckpt"
+    path = folder / (name or f"version-{version:06d}.ckpt")
     with atomic_file(path) as file:
         torch.save(content, file)
     if keep_last is not None:

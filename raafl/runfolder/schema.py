@@ -182,7 +182,7 @@ class Summary(TypedDict, total=False):
 
     `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` says how clients were
     trained as one batch; `model` and `traceback` are files in the folder; `model_copy` is where a model is that could not be
-    saved there; `unwritten` counts rows that each file lacks.
+    saved there; `best` is version, metric and value of `checkpoints/best.ckpt`; `unwritten` counts rows that each file lacks.
     """
 
     algorithm: str
@@ -218,6 +218,7 @@ class Summary(TypedDict, total=False):
     kept_whole: Any
     model: Any
     model_copy: str | None
+    best: dict[str, Any] | None
     loggers: dict[str, dict[str, Any]]
     traceback: str | None
     unwritten: dict[str, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -110,6 +110,11 @@ class Filled(Several):
         """Pass on to ``hooks``."""
         super().__init__(*hooks)
         self._filler = statistics
+
+    def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
+        """Pass it on with the statistics that were collected to measure these values."""
+        with self._filler.filled(values, anew=False):
+            super().on_values(version, metrics, values)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Pass it on, with the final model's own statistics; until then with the last model's that was measured."""

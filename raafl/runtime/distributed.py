@@ -78,7 +78,7 @@ class Server(Driver):
         self._patience_s, self._alone_since = patience_s, 0.0
         self.inbox, self.waits = inbox, waits or Waits()
         self.sessions: dict[int, Session] = {}
-        self._evaluator = SnapshotEvaluator(evaluator) if evaluator is not None else None
+        self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
         self._snapshots = Snapshots(coordinator)
         # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
         # session has ended; only then are they given back, to be overwritten.

@@ -233,6 +233,7 @@ class Simulation(Driver):
         except CodeFailed as failed:
             self.error = failed
             return
+        self.hooks.on_values(version, measured, self.coordinator.state.values)
         if self._measured(version, now, measured) and self.coordinator.finished is None:
             self._push(now, ARRIVED, Stop("target"))
 

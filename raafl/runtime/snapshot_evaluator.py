@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from raafl.errors import CodeFailed
 from raafl.local.evaluate import Evaluator
@@ -17,9 +18,11 @@ class SnapshotEvaluator(threading.Thread):
         failure: why it has ended, if the user's code has failed.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
+        """Measure with ``evaluator``; ``on_values`` is called with each version, its metrics and its values, in this thread."""
         super().__init__(name="evaluator", daemon=True)
         self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
+        self._on_values = on_values
         self._next: tuple[int, float, FlatTensors] | None = None
         self._spare: FlatTensors | None = None
         self._done: list[tuple[int, float, dict[str, float]]] = []
@@ -65,6 +68,7 @@ class SnapshotEvaluator(threading.Thread):
             try:
                 with measuring(version):
                     metrics = self._evaluator(snapshot)
+                self._on_values(version, metrics, snapshot)
             except CodeFailed as failed:
                 with self._changed:
                     self.failure = failed

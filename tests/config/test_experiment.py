@@ -230,7 +230,7 @@ def test_what_the_fields_say_of_themselves():
     assert set(marked("told")) == both | {"devices", "memory", "fabric", "waits"}
     assert set(marked("may_change")) == {
         "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits", "transport",
-        "checkpoint_every", "checkpoint_s", "keep_checkpoints", "strict", "batch_clients",
+        "checkpoint_every", "checkpoint_s", "keep_checkpoints", "keep_best", "strict", "batch_clients",
     }  # fmt: skip
     assert set(ABOUT) - set(marked("again")) == {"output", "resume", "logger"}
     assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "rounds", "privacy", "compress", "waits"]

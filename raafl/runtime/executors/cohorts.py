@@ -79,6 +79,11 @@ class _Standing:
             self.task_s, self.cohort_s, self.size = loop_s / size, seconds, size
 
 
+def _kind(assignment: Assignment) -> Like:
+    """Key a task as `kind_of` does; the loop trains one whose learning rate a schedule has changed: each may have its own."""
+    return kind_of(assignment) if assignment.lr_scale == 1.0 else _ALONE
+
+
 class Cohorts(Executor):
     """Trains what waits together. What it may not, or does not gain by, it trains as `Inline` does."""
 
@@ -108,13 +113,13 @@ class Cohorts(Executor):
 
     def most(self, assignment: Assignment) -> int:
         """Return the cap, or one where such tasks are left to the loop."""
-        standing = self._standing.get(kind_of(assignment))
+        standing = self._standing.get(_kind(assignment))
         is_left = self._refusal is not None or (standing is not None and standing.reason is not None)
         return 1 if is_left else max(self._cap(assignment.spec), 1)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Keep the task until its result, or one of the same kind that is due before, is asked for."""
-        kind = self._kinds[assignment.id] = kind_of(assignment)
+        kind = self._kinds[assignment.id] = _kind(assignment)
         self._waiting[kind][assignment.id] = Member(assignment, snapshot, self._data(assignment.client))
         if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):
             heapq.heappush(self._order[kind], (needed_at, assignment.id))

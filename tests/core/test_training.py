@@ -1,0 +1,59 @@
+"""The learning rate's schedule over a run, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from raafl.core.training import Training
+from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
+from raafl.errors import BadInput
+from raafl.submodel import FULL
+
+
+def test_without_a_schedule_the_factor_is_one():
+    assert Training().lr_scale(10**6, 1e9) == 1.0
+
+
+@pytest.mark.parametrize(("version", "factor"), [(0, 1.0), (25, 0.775), (50, 0.55), (100, 0.1), (1000, 0.1)])
+def test_a_linear_schedule_by_versions(version, factor):
+    train = Training(lr_schedule="linear", lr_versions=100, lr_final=0.1)
+    assert train.lr_scale(version, 0.0) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "factor"),
+    [(0.0, 0.1), (5.0, 0.55), (10.0, 1.0), (55.0, 0.5), (10.0 + 90.0 / 3, 0.75), (100.0, 0.0), (1e9, 0.0)],
+)  # after the warm-up's 10 s, a cosine over 90 s: cos(pi / 3) = 1/2
+def test_a_cosine_schedule_by_time_after_a_warm_up(now_s, factor):
+    train = Training(lr_schedule="cosine", lr_time_s=100.0, lr_warmup=0.1)
+    assert train.lr_scale(0, now_s) == pytest.approx(factor, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"lr_schedule": "step"}, "train.lr_schedule is 'step': give constant, linear, cosine"),
+        ({"lr_schedule": "cosine"}, "train.lr_schedule is cosine, with 0 lengths"),
+        (
+            {"lr_schedule": "linear", "lr_versions": 5, "lr_time_s": 3.0},
+            "with 2 lengths: give lr_versions or lr_time_s",
+        ),
+        ({"lr_versions": 5}, "train.lr_versions is given with a constant lr_schedule"),
+        ({"lr_warmup": 1.0}, "train.lr_warmup is 1.0: give a number from 0 to below 1"),
+        ({"lr_final": math.inf}, "train.lr_final is inf"),
+        ({"lr_schedule": "linear", "lr_time_s": math.nan}, "train.lr_time_s is nan: give seconds above 0"),
+    ],
+)
+def test_a_schedule_out_of_range_is_named(fields, says):
+    with pytest.raises(BadInput) as refused:
+        Training(**fields)
+    assert says in str(refused.value)
+
+
+def test_a_task_says_its_factor_where_it_has_one():
+    task = Assignment(1, 1, 0, 0, 0, FULL, 0, 1, None, 5, 0.0, lr_scale=0.25)
+    assert assignment_from_json(assignment_to_json(task)) == task
+    plain = Assignment(1, 1, 0, 0, 0, FULL, 0, 1, None, 5, 0.0)
+    assert "lr_scale" not in assignment_to_json(plain) and assignment_from_json(assignment_to_json(plain)) == plain

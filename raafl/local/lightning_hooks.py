@@ -68,8 +68,10 @@ class Transfer:
         self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
 
     def __call__(self, batch: Any, device: torch.device) -> Any:
-        """Return the batch on ``device``."""
-        return transferred(self._module, batch, device, to_device) if self.is_own else to_device(batch, device)
+        """Return the batch on ``device``; one with ``is_transferred`` has come through the hooks elsewhere."""
+        if not self.is_own or getattr(batch, "is_transferred", False):
+            return to_device(batch, device)
+        return transferred(self._module, batch, device, to_device)
 
 
 class TaskHooks:

@@ -33,9 +33,7 @@ def prepare(module: Any) -> Any:
             its tensors cannot be copied and sent (`check_tensors`).
     """
     module = uncompiled(module)
-    for part in module.modules():
-        for name, child in part._modules.items():
-            part._modules[name] = uncompiled(child)
+    _uncompile_parts(module)
     kind = type(module).__name__
     if not overrides(module, "training_step"):
         raise BadInput(f"{kind} has no training_step: define one that returns the loss")
@@ -55,6 +53,7 @@ def prepare(module: Any) -> Any:
         if overrides(module, hook):
             with explained(module, hook):
                 getattr(module, hook)(*args)
+    _uncompile_parts(module)  # some compile in `setup`
     check_tensors(module)
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
@@ -70,6 +69,12 @@ def prepare(module: Any) -> Any:
             path, _, own = name.rpartition(".")
             module.get_submodule(path)._buffers[own] = buffer.contiguous()
     return module
+
+
+def _uncompile_parts(module: Any) -> None:
+    for part in module.modules():
+        for name, child in part._modules.items():
+            part._modules[name] = uncompiled(child)
 
 
 def uncompiled(module: Any) -> Any:

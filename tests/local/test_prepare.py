@@ -92,3 +92,42 @@ def test_what_was_compiled_is_taken_off():
     compiled = torch.compile(module, backend="eager")
     assert prepare(compiled) is module
     assert list(dict(module.named_parameters())) == ["net.0.weight", "net.0.bias"]
+
+
+def test_steps_without_an_index_are_given_one():
+    class Short(Bare):
+        def training_step(self, batch):
+            return batch
+
+        def validation_step(self, batch):
+            return {"seen": batch}
+
+    class Starred(Bare):
+        def training_step(self, *args):
+            return args
+
+    short = prepare(Short())
+    assert (short.training_step(3, 0), short.validation_step(4, 1)) == (3, {"seen": 4})
+    assert given_class(short) is Short
+    assert prepare(Starred()).training_step(3, 7) == (3, 7)
+
+
+def test_a_part_that_setup_compiles_is_unwrapped_too():
+    class Compiles(Bare):
+        def setup(self, stage):
+            self.net = torch.compile(nn.Linear(2, 3))
+
+    assert type(prepare(Compiles()).net) is nn.Linear
+
+
+def test_hooks_of_a_test_are_called_where_the_test_step_measures():
+    class Tested(Bare):
+        def test_step(self, batch, batch_idx):
+            return {"loss": 1.0}
+
+        def on_test_epoch_end(self):
+            calls.append("end")
+
+    calls = []
+    prepare(Tested()).on_validation_epoch_end()
+    assert calls == ["end"]

@@ -11,11 +11,12 @@ import torch
 from raafl.core.local import Hook, Local, Task
 from raafl.core.types import Assignment
 from raafl.errors import fraction, positive
+from raafl.module_hooks import OPTIMIZER_HOOKS
 from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
 from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.aside import settle
+from raafl.submodel.aside import loss_of, settle
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger
 from raafl.submodel.nested_batch import batch_tensors, meta_batch
@@ -39,6 +40,7 @@ class MaskedAndDistilled(Local):
     down: ClassVar[tuple[str, ...]] = (SCORES,)
     up: ClassVar[tuple[str, ...]] = (SCORES,)
     uses_gradients: ClassVar[bool] = True  # scores have an optimiser of their own
+    leaves_out: ClassVar[frozenset[str]] = frozenset(OPTIMIZER_HOOKS)  # for the same reason
 
     distils: bool = True
     weight: float = 0.2
@@ -128,7 +130,8 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     task = Task(
         Assignment(0, 0, 0, 0, 0, spec, 0, None, None, 0, 0.0, extra=extra), submodels, module,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0), FlatTensors.empty(Layout(())), 1, torch.Generator(),
-        loss=module.training_step, backward=lambda loss: torch.autograd.backward(loss) if loss.requires_grad else None,
+        loss=lambda batch, index: loss_of(module, batch),
+        backward=lambda loss: torch.autograd.backward(loss) if loss.requires_grad else None,
         update=lambda: None,
     )  # fmt: skip
     task.down = {

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Fleet, Hook, Local, Merge, Task
+from raafl.core.local import SkippedBatch
 from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
 from raafl.errors import positive
+from raafl.module_hooks import STEP_HOOKS
 from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.merge.wrapped import WrappedSelect
@@ -135,7 +137,13 @@ class Steps(Hook):
         """
         seed = step_seed(self.task.assignment.seed, len(self.scalars))
         self._move(seed, self.epsilon)
-        plus = float(self.task.loss(batch, index))
+        try:
+            plus = float(self.task.loss(batch, index))
+        except SkippedBatch:  # a step by 0, which the server makes again as any other
+            self._move(seed, -2 * self.epsilon)
+            self._move(seed, self.epsilon)
+            self.scalars.append(0.0)
+            raise
         self._move(seed, -2 * self.epsilon)
         minus = float(self.task.loss(batch, index))
         scalar = torch.tensor((plus - minus) / (2 * self.epsilon), dtype=torch.float32).item()
@@ -174,6 +182,7 @@ class ZerothOrder(Local):
     """
 
     up_as: ClassVar[UpAs | None] = "scalars"
+    leaves_out: ClassVar[frozenset[str]] = frozenset(STEP_HOOKS)
 
     lr: float = 5e-3
     epsilon: float = 1e-3

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raafl.parts.local.elsewhere import patched, quiet
 from raafl.submodel import Submodels
+from raafl.submodel.aside import loss_of
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cut.copying import copy_structure
@@ -121,7 +122,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
         with torch.enable_grad(), patched(quiet(self.module)), self, FusedKernels():
-            self.module.training_step(self.batch, 0)
+            loss_of(self.module, self.batch)
         return self
 
     def _enter(self, path: str) -> None:

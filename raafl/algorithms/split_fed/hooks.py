@@ -7,10 +7,10 @@ gradient comes down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,11 +20,23 @@ from raafl.algorithms.split_fed.cut import Outline, Shapes, shapes_of
 from raafl.algorithms.split_fed.half import Half, activation_in, replaced, run_to_cut
 from raafl.core.algorithm import Hook, Task
 from raafl.core.exchange import server_seed
+from raafl.core.local import SkippedBatch
 from raafl.errors import BadInput
 from raafl.submodel import Layout
 from raafl.submodel.flat import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@contextmanager
+def _no_skips() -> Iterator[None]:
+    """Refuse a training step that returns None: the other side waits for its half of the batch."""
+    try:
+        yield
+    except SkippedBatch:
+        raise BadInput(
+            "training_step returns None, to skip a batch, but a model in two halves cannot: return a loss"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,8 @@ class Received:
         batch: with what was sent of it, and blanks elsewhere.
     """
 
+    is_transferred: ClassVar[bool] = True  # by the client's hooks around the batch's way to the device
+
     outline: Outline
     activation: Tensor
     batch: Any
@@ -44,7 +58,7 @@ class Received:
     def loss(self, task: Task, index: int) -> Tensor:
         """Return the loss of the server's half; a backward pass ends at the activation."""
         # a copy: layers above may work in place, which a leaf does not let them
-        with replaced(task.module, self.outline, self.activation.clone()):
+        with _no_skips(), replaced(task.module, self.outline, self.activation.clone()):
             return task.loss(self.batch, index)
 
     @property
@@ -79,7 +93,8 @@ class LowerHook(Hook):
         flat, cut = tree_flatten(batch)[0], self._half.cut
         if not all(isinstance(item, Tensor) for item in flat):
             raise BadInput("a batch holds other things than tensors: a model in two halves needs batches of tensors")
-        self._sent = activation_in(run_to_cut(self.task.module, cut.path, lambda: self.task.loss(batch, index)))
+        with _no_skips():
+            self._sent = activation_in(run_to_cut(self.task.module, cut.path, lambda: self.task.loss(batch, index)))
         return self._rest(
             index, self._sent.detach().contiguous(), shapes_of(flat), [flat[place] for place in cut.leaves]
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.utils._pytree import tree_flatten
 
@@ -16,6 +16,7 @@ from raafl.algorithms.split_fed.questions import KEY, Halves, halves
 from raafl.core.algorithm import Fleet, Hook, Local, Select, Task, Training
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, positive
+from raafl.module_hooks import TASK_HOOKS
 from raafl.submodel import FULL, Cost, Spec, Submodels
 
 
@@ -28,6 +29,10 @@ class Split(Local):
         share: or what is nearest to this share of the parameters.
         cut: or all up to this module, by its path.
     """
+
+    leaves_out: ClassVar[frozenset[str]] = frozenset(
+        TASK_HOOKS
+    )  # each would be called for either half, or for one alone
 
     client_layers: int | None = 2
     share: float | None = None

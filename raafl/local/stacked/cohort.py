@@ -45,6 +45,8 @@ def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: s
 
 def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why tasks with this optimiser cannot be trained together, or None."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "its optimizer has hooks around its step"
     return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
 
 

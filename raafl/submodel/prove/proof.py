@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import combinations, count
 from typing import TYPE_CHECKING, Any
 
@@ -326,15 +325,6 @@ def _settle(module: nn.Module) -> None:
             part.lower = part.upper = (part.lower + part.upper) / 2
         elif type(part).__name__ in ("StochasticDepth", "DropPath"):
             part.eval()
-    if hasattr(type(module), "fabric"):
-        module._fabric = _fabric()  # as on a client
-
-
-@cache
-def _fabric() -> Any:
-    from lightning.fabric import Fabric
-
-    return Fabric(accelerator="cpu", devices=1)
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:

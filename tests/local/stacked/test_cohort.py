@@ -176,6 +176,47 @@ class Cycled(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
 
+class Hooked(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+
+class Transferred(Net):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+class Attached(Net):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) / (1 + self.global_step)
+
+
+class Estimating(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
+
+
+class Monitored(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
+
+
+class Skipping(Net):
+    def training_step(self, batch, index):
+        return None if index == 1 else super().training_step(batch, index)
+
+
+class Seldom(Scheduled):
+    """A scheduler that steps every second batch of an epoch."""
+
+    def configure_optimizers(self):
+        optimizer = Net.configure_optimizers(self)
+        falls = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step", "frequency": 2}}
+
+
 class Rprop(Adam):
     kind = staticmethod(lambda parameters, lr, weight_decay: torch.optim.Rprop(parameters, lr))
 
@@ -242,8 +283,9 @@ def test_clients_of_unequal_sizes_are_trained_as_alone(make):
 
 
 def test_a_rate_that_falls_with_each_epoch_of_clients_of_one_length():
-    bench = Bench.of(Scheduled)
-    check(bench, members(bench, epochs=3, sizes=(22, 21, 22)))
+    for make in (Scheduled, Seldom):
+        bench = Bench.of(make)
+        check(bench, members(bench, epochs=3, sizes=(22, 21, 22)))
 
 
 @pytest.mark.parametrize("most", [1e-3, 0.7, 1e3])
@@ -308,6 +350,12 @@ REFUSED = {
     Replacing: "puts another tensor in the place of mean",
     Scheduled: "a learning rate scheduler steps with epochs, and clients' are of different lengths",
     Rprop: "its optimizer is Rprop",
+    Hooked: "the module overrides on_train_batch_end",
+    Transferred: "the module overrides hooks that transfer a batch",
+    Attached: "the training step reads self.trainer.global_step",
+    Estimating: "configure_optimizers reads self.trainer.estimated_stepping_batches",
+    Monitored: "a learning rate scheduler goes by a metric",
+    Skipping: "a loss that is no tensor",
 }
 
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
+from raafl.local.prepare import prepare
 from raafl.runtime.cut import proven_submodels
-from raafl.submodel import CopyPlan, Submodels
+from raafl.submodel import FULL, CopyPlan, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
 from tests.federation import experiment
 from tests.submodel.zoo import ZOO
@@ -331,3 +332,35 @@ def test_a_module_whose_output_an_axis_crosses_is_not_refuted_for_it():
 
     submodels = Submodels(Coder(), BATCH)
     assert [axis.size for axis in submodels.axes.values()] == [8, 5] and refuted(submodels, Coder(), BATCH) == {}
+
+
+class Attached(LightningModule):
+    """Reads its trainer and its optimizer, and changes batches on their way."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_train_epoch_start(self):
+        self.scale = 0.5
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [2 * batch[0], batch[1]] if self.trainer.training else batch
+
+    def training_step(self, batch):
+        lr = self.optimizers().param_groups[0]["lr"]
+        return self.scale * lr * (self.trainer.global_step + 1) * F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
+
+
+def test_a_step_that_reads_its_trainer_is_followed_and_proven():
+    module = prepare(Attached())
+    submodels = Submodels(module, BATCH)
+    assert [axis.size for axis in submodels.axes.values()] == [5]
+    assert refuted(submodels, module, BATCH) == {}
+    assert not submodels.cost(FULL, 4).guessed

@@ -131,6 +131,16 @@ def test_metrics_columns_start_with_version_and_times_whatever_the_row_order(fol
     ]
 
 
+def test_a_folder_of_an_earlier_version_gets_the_column_of_what_was_logged(folder):
+    folder.client({"client": 1, "task": 0, "outcome": "merged"})
+    folder.close()
+    with RunFolder.reopen(folder.path) as again:
+        again.client({"client": 2, "task": 0, "outcome": "merged", "logged": {"train/acc": 0.5, "worst": float("nan")}})
+    header, first, second = rows(folder.path / "clients.csv")
+    assert header == [*CLIENT_COLUMNS, "logged"]
+    assert (first[0], first[-1]) == ("1", "") and json.loads(second[-1]) == {"train/acc": 0.5, "worst": None}
+
+
 def test_a_client_row_is_written_by_column_and_a_strange_column_refused(folder):
     folder.client({"outcome": "merged", "client": 3, "spec": {"hidden": [0, 5]}, "loss": 0.125})
     with pytest.raises(ValueError, match=r"clients\.csv has no column losss, when; it has client, task"):

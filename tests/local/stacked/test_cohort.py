@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -66,10 +67,22 @@ class Odd(Net):
         return self.scale * super().forward(x)
 
 
+class Part(LightningModule):
+    """Logs by itself."""
+
+    def forward(self, x):
+        self.log("inside", x.mean())
+        return x
+
+
 class Logging(Net):
+    def __init__(self):
+        super().__init__()
+        self.part = Part()
+
     def training_step(self, batch, index):
         x, y = batch
-        logits = self(x)
+        logits = self.part(self(x))
         loss = F.cross_entropy(logits, y)
         self.log("hits", (logits.argmax(1) == y).float().mean(), batch_size=len(y))
         self.log_dict({"largest": logits.max(), "index": float(index)}, reduce_fx="max")

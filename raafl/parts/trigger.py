@@ -146,7 +146,7 @@ class MinRatio(Trigger):
 
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
     """Make the trigger called "all" (rounds) or "each" (arrival); raise `BadInput` for another, and for late updates in rounds."""
-    triggers = {"all": AllReported, "each": EachArrival}
+    triggers: dict[str, type[Trigger]] = {"all": AllReported, "each": EachArrival}
     one_of("trigger", name, triggers)
     if name == "all" and staleness != "constant":
         raise BadInput(f"staleness is '{staleness}', but in a round nothing is late: leave it out, or use trigger each")

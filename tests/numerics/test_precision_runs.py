@@ -29,16 +29,16 @@ MEDIAN, TRIMMED = Guard(combine="median"), Guard(combine="trimmed_mean", trim=0.
 
 
 class Half(LightningModule):
-    """A normed hidden layer of 12 units between 64 inputs and 10 classes; only digits come and go in float32."""
+    """A hidden layer of 12 units, which submodels cut, between 64 normed inputs and 10 classes; digits are float32."""
 
     def __init__(self, dtype: torch.dtype = BF16, lr: float = 0.0):
         super().__init__()
         self.lr = lr
-        self.a, self.norm, self.b = nn.Linear(64, 12), nn.LayerNorm(12), nn.Linear(12, 10)
+        self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 12), nn.Linear(12, 10)
         self.to(dtype)
 
     def forward(self, x):
-        return self.b(torch.relu(self.norm(self.a(x.flatten(1).to(self.a.weight.dtype))))).float()
+        return self.b(torch.relu(self.a(self.norm(x.flatten(1).to(self.a.weight.dtype))))).float()
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self(batch[0]), batch[1])
@@ -92,6 +92,14 @@ def test_a_half_precision_model_that_learns_nothing_keeps_every_bit(tmp_path, na
     for parameter, value in before.items():
         if not parameter.endswith(("_step", "_bits")):  # q_vit's, which begin at what the first batch gives
             assert torch.equal(value, after[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", ["fed_prox", "hetero_fl"])
+def test_half_precision_clients_trained_as_one_batch_give_the_same_bits(tmp_path, name):
+    alone, batched = (
+        finish(experiment(tmp_path / str(num), name, model=learning, batch_clients=num)).digest for num in (1, 4)
+    )
+    assert alone == batched
 
 
 @pytest.mark.parametrize("name", ["fed_avg", "fed_buff", "hetero_fl"])

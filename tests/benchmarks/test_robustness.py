@@ -3,7 +3,6 @@ from __future__ import annotations
 import torch
 
 from benchmarks import robustness
-from raafl.local.train import LocalTrainer
 from tests.tools import filled, line_state
 
 
@@ -16,14 +15,9 @@ def test_attacks_by_hand():
     assert own.buffers[torch.float32].unique().tolist() == [-250.0]
 
 
-def test_a_row_for_each_partition_attack_and_guard(monkeypatch):
-    monkeypatch.setattr(robustness, "PARTITIONS", {"iid": robustness.Iid()})
-    train = LocalTrainer.run
-    rows = robustness.rows(seeds=1, rounds=1, guards=("none", "centred_clip"))
-    assert LocalTrainer.run is train
-    assert [(row["attack"], row["guard"]) for row in rows] == [
-        (attack, guard) for attack in robustness.ATTACKS for guard in ("none", "centred_clip")
-    ]
-    assert all(0 <= row["least"] <= row["accuracy"] <= row["most"] <= 1 for row in rows)
-    honest, opposite = (row["accuracy"] for row in rows if row["guard"] == "none" and "large" not in row["attack"])
-    assert honest > opposite
+def test_a_round_of_which_three_of_eight_send_the_opposite():
+    """Five honest updates d on average and three of -d: a quarter of the way, where shares are alike."""
+    rows = [robustness.row("iid", attack, "none", seeds=1, rounds=2) for attack in ("honest", "opposite, 3 of 8")]
+    assert [(row["guard"], row["seeds"]) for row in rows] == [("none", 1)] * 2
+    assert all(0 <= row["least"] == row["accuracy"] == row["most"] <= 1 for row in rows)
+    assert rows[0]["accuracy"] > rows[1]["accuracy"]

@@ -18,7 +18,7 @@ from raafl.data import Digits
 from raafl.local.data_faults import first_not_finite
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.divergence import Divergence
-from raafl.watch.show import plain, sentence
+from raafl.watch.show import evaluation, plain
 from raafl.watch.state import RunState
 from tests.federation import Finished, experiment, finish
 
@@ -90,7 +90,7 @@ def test_a_view_shows_metrics_that_are_no_numbers():
     state.metrics({"version": 0, "time_s": 0.0, "loss": 1.0})
     state.metrics({"version": 1, "time_s": 1.0, "loss": "nan", "accuracy": math.inf, "utilisation": 1.0})
     snapshot = state.snapshot()
-    assert "loss nan  accuracy inf" in sentence(snapshot)
+    assert "loss nan  accuracy inf" in evaluation(snapshot)
     assert plain(snapshot)["metrics"] == {"loss": None, "accuracy": None}
 
 

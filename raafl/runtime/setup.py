@@ -17,6 +17,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, said
+from raafl.local.draws import generators, same_generators
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
 from raafl.local.train import LocalTrainer
@@ -25,6 +26,8 @@ from raafl.parts.merge.wide import widened
 from raafl.parts.protect.bounded import bounded
 from raafl.runtime.cut import proven_submodels, submodels_of
 from raafl.submodel import Submodels, skeleton
+from raafl.submodel.aside import seeded
+from raafl.submodel.module_state import has_values_beside
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -53,7 +56,9 @@ def load_data(experiment: Experiment) -> FederatedData:
 
 def make_model(experiment: Experiment) -> LightningModule:
     """Return the model with the initial weights that the seed decides, as the algorithm's local part trains it."""
-    torch.manual_seed(derive_seed(experiment.seed, "model"))
+    seed = derive_seed(experiment.seed, "model")
+    seeded(seed)
+    torch.manual_seed(seed)  # GPUs too
     return _prepared(experiment)
 
 
@@ -184,8 +189,11 @@ def client_parts(
     experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
 ) -> tuple[Submodels, LocalTrainer]:
     """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen."""
+    drawn = generators()
     with skeleton():
         module = _prepared(experiment)
+    if not same_generators(drawn, generators()) and has_values_beside(module):
+        module = make_model(experiment)  # a skeleton draws other numbers for them than the server's model has
     submodels = submodels_of(experiment.submodels, module, data.example_batch(2))
     if submodels.frozen:
         # of several forms of the base, a process that trains one client's tasks holds the one that these need

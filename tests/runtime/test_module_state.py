@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from lightning import LightningModule
@@ -10,8 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raafl
+from model_zoo import MLP
 from raafl.data import Iid
 from raafl.errors import BadInput
+from raafl.runtime.setup import client_parts, load_data, make_model
+from tests.federation import experiment
 
 
 class Annealed(LightningModule):
@@ -99,3 +103,21 @@ def test_state_that_all_copies_share_is_refused_before_training(tmp_path, data):
     with pytest.raises(BadInput, match=r"'Shared.seen' of the class changes in a step"):
         federation(tmp_path).simulate(Shared(), (data, data), batch_size=8)
     assert not (tmp_path / "run").exists()
+
+
+class Drawn(MLP):
+    """Draws what it keeps beside its parameters: an attribute of torch's, one of numpy's, and a buffer that does not travel."""
+
+    def __init__(self):
+        super().__init__(64, (8,), 10)
+        self.noise, self.order = torch.randn(3), np.random.permutation(5)
+        self.register_buffer("mask", torch.rand(3), persistent=False)
+
+
+def test_a_client_that_makes_the_model_itself_draws_what_the_server_has(tmp_path):
+    made = experiment(tmp_path / "run", model=Drawn)
+    server, (submodels, _) = make_model(made), client_parts(made, load_data(made), made.fabric)
+    client = submodels.module
+    assert torch.equal(client.noise, server.noise) and torch.equal(client.mask, server.mask)
+    assert list(client.order) == list(server.order)
+    assert all(parameter.is_meta for parameter in client.parameters())

@@ -113,6 +113,12 @@ class ModuleState:
                 )
 
 
+def has_values_beside(module: nn.Module) -> bool:
+    """Check whether a module keeps tensors or arrays beside its parameters and persistent buffers."""
+    own = [*module.parameters(), *persistent_buffers(module).values()]
+    return any(isinstance(reached.thing, Tensor | np.ndarray) for reached in reach(module, own))
+
+
 def _refusal(name: str, *, of_class: bool) -> str:
     carries = "so it would carry over from client to client"
     if of_class:

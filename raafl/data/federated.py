@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from raafl.data.labels import Columns, classes_in, labels_of
-from raafl.data.loaders import overrides, read_loader, reading
+from raafl.data.loaders import check_transfer, overrides, read_loader, reading
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
 from raafl.errors import BadInput, at_least
 
@@ -225,6 +225,7 @@ class FederatedData:
         self.num_clients = num_clients
         self.datamodule = datamodule
         with reading(type(datamodule).__name__):
+            check_transfer(datamodule)
             datamodule.prepare_data()
             datamodule.setup("fit")
             loader = read_loader(datamodule.train_dataloader(), "train_dataloader")

@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from raafl.data.tensors import Collate
 from raafl.errors import BadInput, briefly, said
+from raafl.module_hooks import BATCH_HOOKS
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -149,6 +150,16 @@ def check_dataset(what: str, dataset: Any) -> None:
         raise BadInput(f"{what} is {kind}: give a data set with __len__ and __getitem__")
     if len(dataset) == 0:
         raise BadInput(f"{what} is {kind} without any samples: give one that has some, or look at how it is read")
+
+
+def check_transfer(module: Any) -> None:
+    """Refuse a data module's hooks around a batch's way to the device: clients read rows without the data module."""
+    found = [name for name in BATCH_HOOKS if overrides(module, name)]
+    if found:
+        raise BadInput(
+            f"{type(module).__name__}.{found[0]} would not be called, since clients take their batches from the data set: "
+            "define it in the LightningModule"
+        )
 
 
 def overrides(module: LightningDataModule, name: str) -> bool:

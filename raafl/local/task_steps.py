@@ -214,6 +214,7 @@ class _Loop:
         if not self._epoch_began:
             self._begin_epoch()
         is_last = self.index + 1 == self.per_epoch
+        self._built.trainer.set(is_last_batch=is_last)
         if not self._skips_epoch:
             batch = self._built.transfer(batch, self._steps.fabric.device)
             self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1

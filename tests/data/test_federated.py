@@ -225,3 +225,14 @@ def test_by_column_reads_attributes_and_hugging_face_columns():
     assert sorted(by_class.indices(i).tolist() for i in (1, 2)) == [[0, 2], [1]]
     (batch,) = values(FederatedData(Module(rows), Iid(), 1, 0).client(1).batches(generator(), 5, num_epochs=1))
     assert sorted(batch["x"].tolist()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_transfer_hooks_of_a_data_module_are_refused_by_name():
+    class Moves(Module):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    with pytest.raises(
+        BadInput, match=r"^Moves\.on_after_batch_transfer would not be called.* in the LightningModule$"
+    ):
+        FederatedData(Moves(tensors()), Iid(), 2, 0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+from raafl.devices.checks import RATES
 from raafl.devices.profiles import Profile
 from raafl.errors import TaskFailed
 from raafl.submodel.flat import FlatTensors
@@ -21,15 +22,11 @@ OUT_OF_MEMORY = "out-of-memory"
 """Why an update is refused, `Update.refusal`, of a client whose memory was too small for the task."""
 
 
-HUGE_NORM = "huge-norm"
-"""Why an update is refused whose norm is far above those accepted before."""
-
-OVERFLOW = "overflow"
-"""Why a finite update is refused whose merge would leave numbers that are not finite."""
+HUGE_NORM, OVERFLOW = "huge-norm", "overflow"
+"""Why an update is refused: its norm is far above those accepted before; its merge would leave numbers that are not finite."""
 
 DIVERGED = frozenset({"non-finite", HUGE_NORM, OVERFLOW})
 """Refusals that a client may owe to the global model that it was sent."""
-
 
 NUM_TESTED = "test/num_samples"
 """In `Update.metrics`: on how many samples the client has measured what it trained."""
@@ -113,7 +110,6 @@ class Update:
     """A client's answer. The tensors are only lent: they may be overwritten once `Coordinator.handle` has returned.
 
     Attributes:
-        assignment: id of the assignment answered.
         tensors: trained values, or trained minus received ones, as the algorithm's merge asks (`Merge.sends`); until the
             coordinator has looked at it, with the bundles behind them (`raafl.core.payload`).
         num_samples: training samples processed per epoch, |D_n|; the weight of the update in a mean.
@@ -160,13 +156,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A client is gone, with whatever it was working on.
+    """A client is gone, with whatever it was working on; ``failure`` is what it said of the user's code, if that is why.
 
-    Attributes:
-        client: who; incarnation: in which of its lives.
-        reason: why, in words; the first is one of `raafl.core.admission.LOSSES`.
-        failure: what it said of the user's code, if that is why.
-        counts: it let a task's time go by without an answer, which counts as a refused update does.
+    ``counts``: it let a task's time go by without an answer, which counts as a refused update does.
     """
 
     client: int
@@ -343,14 +335,12 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     """Return the client that `client_to_json` described, ignoring anything beside it."""
-    rates = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
-    profile: dict[str, Any] = {
-        name: math.inf if value is None and name in rates else value for name, value in data["profile"].items()
-    }
+    profile = {n: math.inf if value is None and n in RATES else value for n, value in data["profile"].items()}
     if (windows := profile.get("availability")) and windows[-1][1] is None:
         profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
-    own_data = data.get("own_data", False) is True
-    return ClientInfo(data["client"], data["num_samples"], Profile(**profile), data["incarnation"], own_data)
+    return ClientInfo(
+        data["client"], data["num_samples"], Profile(**profile), data["incarnation"], data.get("own_data") is True
+    )
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -365,10 +355,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 "refusal": update.refusal, "fingerprint": update.fingerprint,
             }  # fmt: skip
         case Lost(client, reason, incarnation):
-            row = {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation}
-            return (
-                row | {"counts": True} if event.counts else row
-            )  # absent in journals from before there was such a thing
+            counts = {"counts": True} if event.counts else {}  # absent in older journals
+            return {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation, **counts}
         case Timer(id):
             return {"event": "timer", "id": id}
         case Stop(reason):

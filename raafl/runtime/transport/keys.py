@@ -7,8 +7,10 @@ when that run is resumed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from raafl.errors import BadInput
@@ -43,14 +45,12 @@ def write_new(path: str, text: str) -> None:
 
 def check_run(secret: Secret, folder: Path | None) -> None:
     """Raise `BadInput` if the secret was made for another run than the one in ``folder``; None = a new run."""
-    note = _note(secret)
-    if note is None or not note.is_file():
-        return
-    owner = Path(note.read_text(encoding="utf-8").strip())
-    if folder is None or owner.resolve() != folder.resolve():
+    owner = _owner(secret)
+    if owner is not None and (folder is None or owner.resolve() != folder.resolve()):
         raise BadInput(
-            f"secret_file is '{secret.path}', which is the secret of the run in '{owner}', and its clients' keys are good for "
-            "that run alone: make one for this run with `raafl key --output FILE`, or go on with that run with --resume"
+            f"secret_file is '{secret.path or 'RAAFL_SECRET'}', which is the secret of the run in '{owner}', and its clients' "
+            "keys are good for that run alone: make one for this run with `raafl key --output FILE`, or go on with that run "
+            "with --resume"
         )
 
 
@@ -61,6 +61,9 @@ def bind(secret: Secret, folder: Path) -> None:
         BadInput: it is another's, or nothing can be written beside it.
     """
     check_run(secret, folder)
+    if not secret.key.startswith(RUN_SECRET.encode()):
+        return
+    _remember(secret, folder)
     note = _note(secret)
     if note is None or note.is_file():
         return
@@ -76,3 +79,27 @@ def bind(secret: Secret, folder: Path) -> None:
 def _note(secret: Secret) -> Path | None:
     is_of_run = secret.path is not None and secret.key.startswith(RUN_SECRET.encode())
     return Path(f"{secret.path}{_NOTE}") if is_of_run else None
+
+
+def _owner(secret: Secret) -> Path | None:
+    """Return the run that a secret was served with, by the note beside its file, or by this user's own note of its digest."""
+    if not secret.key.startswith(RUN_SECRET.encode()):
+        return None
+    for note in (_note(secret), _own_note(secret)):
+        with suppress(OSError, RuntimeError):
+            if note is not None and note.is_file():
+                return Path(note.read_text(encoding="utf-8").strip())
+    return None
+
+
+def _remember(secret: Secret, folder: Path) -> None:
+    """Note the run in the user's state folder, too: a copy of the file has no note beside it, a variable none at all."""
+    with suppress(OSError, RuntimeError):  # read-only, or a user without a home
+        note = _own_note(secret)
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note.write_text(f"{folder.absolute()}\n", encoding="utf-8")
+
+
+def _own_note(secret: Secret) -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "raafl" / "secrets" / hashlib.sha256(b"raafl run\0" + secret.key).hexdigest()[:32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 
 import pytest
@@ -72,3 +73,18 @@ def test_a_secret_that_somebody_made_otherwise_is_bound_to_nothing(tmp_path):
         bind(secret, tmp_path / "first")
         bind(secret, tmp_path / "second")
     assert sorted(os.listdir()) == ["own"]
+
+
+def test_a_copy_of_a_secret_or_a_variable_serves_no_second_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    main(["key", "--output", "raafl.secret"])
+    bind(load_secret("raafl.secret"), tmp_path / "first")
+    shutil.copy("raafl.secret", "copy.secret")
+    monkeypatch.setenv("RAAFL_SECRET", (tmp_path / "raafl.secret").read_text())
+    for secret, name in ((load_secret("copy.secret"), "copy.secret"), (load_secret(), "RAAFL_SECRET")):
+        check_run(secret, tmp_path / "first")  # resumed
+        with pytest.raises(BadInput, match=f"secret_file is '{name}', which is the secret of the run in"):
+            bind(secret, tmp_path / "second")
+    assert not (tmp_path / "copy.secret.run").exists()
+    (note,) = (tmp_path / "state" / "raafl" / "secrets").iterdir()
+    assert (tmp_path / "raafl.secret").read_text().strip() not in note.read_text() and len(note.name) == 32

@@ -335,7 +335,8 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     """Return the client that `client_to_json` described, ignoring anything beside it."""
-    profile = {n: math.inf if value is None and n in RATES else value for n, value in data["profile"].items()}
+    told: Any = data["profile"]
+    profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
     if (windows := profile.get("availability")) and windows[-1][1] is None:
         profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
     return ClientInfo(

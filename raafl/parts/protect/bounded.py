@@ -250,7 +250,8 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
         if not mine.is_floating_point() or not mine.numel():
             continue
         if before is None:
-            squares += map(_square, torch.split(mine.flatten(), PIECE))
+            flat = mine.flatten()
+            squares += map(_square, torch.split(flat, PIECE) if flat.numel() > PIECE else (flat,))
         else:
             squares += (_square(one - other) for one, other in chunks(mine, reals(before[dtype][where])))
     return math.sqrt(math.fsum(squares))

@@ -10,7 +10,7 @@ JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
-BENCHMARKS = $(filter-out common workloads pictures drawing architecture peers gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(filter-out common workloads pictures drawing architecture reference peers gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .PHONY: help setup demo test test-long chaos lint format bench gpu pictures docs clean
 

@@ -1,0 +1,162 @@
+"""Write the pages that are made from the code: docs/configuration.md and docs/parts.md.
+
+python -m benchmarks.reference [--check]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_CONFIGURATION = """# Configuration
+
+With this page you can look up every field of a config, which is every option of the command line too: `--train.num_steps 5` is
+`train: {num_steps: 5}`. `raafl simulate --help` prints the same, `--print_config` a config whole. The page is written by
+`python -m benchmarks.reference`.
+
+```yaml
+model: {class_path: model_zoo.MLP, init_args: {in_features: 64, hidden: [32], num_classes: 10}}
+data: {class_path: raafl.data.Digits}
+algorithm: {class_path: raafl.fed_avg}
+clients: 4
+train: {num_steps: 5, num_epochs: null}
+max_updates: 8
+```
+
+`model`, `data`, `algorithm` and `partition` name a class or a factory with its arguments: raafl's own or yours, by its path.
+The records below (`train`, `waits`, ...) are tables of plain values.
+The last column says who must have a field alike: *shared* fields are compared when a client joins, *told* ones are sent to a client
+without a config, *resume* ones may change when a run is resumed.
+"""
+_PARTS = """# Parts
+
+With this page you can find an answer to each of the [five questions](concepts.md#five-answers) that a method of your own can take
+as it is. `raafl algorithms NAME` shows which parts a method has; [adding one](add-an-algorithm.md) shows how they are put together.
+The page is written by `python -m benchmarks.reference`.
+"""
+_QUESTIONS = {
+    "Sample": ("sample: which clients work?", ("raafl.core.sample",)),
+    "Select": ("select: on which submodel, and how much?", ("raafl.parts.select",)),
+    "Local": ("local: what does the client do with it?", ("raafl.core.local", "raafl.parts.local")),
+    "Trigger": ("trigger: when are updates folded in?", ("raafl.parts.trigger",)),
+    "Merge": ("merge: how are they folded in?", ("raafl.parts.merge", "raafl.parts.protect")),
+}
+
+
+def configuration() -> str:
+    """Return the reference of all fields of a config."""
+    from raafl.config.experiment import ABOUT, SECTIONS, Experiment
+    from raafl.config.options import GROUPS
+
+    fields = {field.name: field for field in dataclasses.fields(Experiment)}
+    text = [_CONFIGURATION]
+    for group, heading in GROUPS.items():
+        rows = [
+            f"| `{name}` | {_default(fields[name])} | {_cell(about.help)} | {_who(about)} |"
+            for name, about in ABOUT.items()
+            if about.group == group and name not in SECTIONS
+        ]
+        text += [f"## {(heading or 'other fields').capitalize()}", "", "| field | default | what it is | |"]
+        text += ["| --- | --- | --- | --- |", *rows, ""]
+    for name, record in SECTIONS.items():
+        described = _attributes(record)
+        rows = [
+            f"| `{name}.{one.name}` | {_default(one)} | {_cell(described.get(one.name, ''))} |"
+            for one in dataclasses.fields(record)
+        ]
+        who = _who(ABOUT[name])
+        text += [f"## {name}", "", _sentence(ABOUT[name].help) + (f" ({who})" if who else ""), ""]
+        text += ["| field | default | what it is |", "| --- | --- | --- |", *rows, ""]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def parts() -> str:
+    """Return the catalogue of parts by question."""
+    from raafl.algorithms import ALGORITHMS
+
+    made = {name: factory() for name, factory in ALGORITHMS.items()}
+    text = [_PARTS]
+    for question, (heading, packages) in _QUESTIONS.items():
+        text += [f"## {heading[0].upper() + heading[1:]}", "", "| part | what it does | fields | methods |"]
+        text += ["| --- | --- | --- | --- |"]
+        for cls in sorted(_classes(question, packages), key=lambda cls: (cls.__module__, cls.__name__)):
+            names = [name for name, algorithm in made.items() if type(getattr(algorithm, question.lower())) is cls]
+            fields = [one.name for one in dataclasses.fields(cls) if one.init] if dataclasses.is_dataclass(cls) else []
+            first = _cell((inspect.getdoc(cls) or "").split("\n\n")[0])
+            shown = ", ".join(f"`{field}`" for field in fields)
+            text.append(f"| `{cls.__module__}.{cls.__name__}` | {first} | {shown} | {', '.join(names)} |")
+        text.append("")
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _classes(question: str, packages: tuple[str, ...]) -> Iterator[type]:
+    """Yield the public parts that answer a question, those that are abstract left out."""
+    from raafl.core import algorithm, local, sample
+
+    base: Any = getattr({"Sample": sample, "Local": local}.get(question, algorithm), question)
+    for package in packages:
+        module = importlib.import_module(package)
+        homes = [module]
+        for info in pkgutil.iter_modules(getattr(module, "__path__", [])):
+            homes.append(importlib.import_module(f"{package}.{info.name}"))
+        for home in homes:
+            for name, cls in vars(home).items():
+                is_part = isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == home.__name__
+                if is_part and not name.startswith("_") and not inspect.isabstract(cls):
+                    yield cls
+
+
+def _attributes(record: type) -> dict[str, str]:
+    from docstring_parser import parse_from_object
+
+    found = parse_from_object(record)
+    return {one.arg_name: one.description or "" for one in found.params}
+
+
+def _default(field: Any) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+        word = (
+            {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
+        )
+        return f"`{word}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{type(field.default_factory()).__name__}`"
+    return "must be given"
+
+
+def _who(about: Any) -> str:
+    words = (("shared", about.shared), ("told", about.told), ("resume", about.may_change))
+    return ", ".join(word for word, holds in words if holds)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{' '.join(text[1:].split())}."
+
+
+PAGES = {"configuration.md": configuration, "parts.md": parts}
+
+
+def main(argv: list[str]) -> int:
+    """Write the pages; with ``--check`` only say which are not as the code is, and return 1."""
+    stale = [name for name, page in PAGES.items() if not (DOCS / name).is_file() or (DOCS / name).read_text() != page()]
+    for name in stale:
+        if argv != ["--check"]:
+            (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
+        print(("stale: " if argv == ["--check"] else "written: ") + f"docs/{name}")
+    return 1 if stale and argv == ["--check"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

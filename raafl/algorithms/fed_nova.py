@@ -101,7 +101,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Return how far a gradient of 1 would have gone: tau_i at a learning rate of 0, where nothing moves."""
+        """Return tau_i, the way of a gradient of 1; at a learning rate of 0, where nothing moves, the number of steps."""
         return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 

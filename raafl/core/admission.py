@@ -1,4 +1,4 @@
-"""Who may take part: clients that join, are refused, suspended, turned away or lost. The part of the loop that judges clients."""
+"""Judge clients for the loop: admit them, refuse their updates, suspend them, turn them away, or count them as lost."""
 
 from __future__ import annotations
 

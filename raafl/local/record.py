@@ -142,7 +142,7 @@ def widened(value: Tensor) -> Tensor:
 
 
 def logged_value(name: str, value: Any) -> Tensor | float:
-    """Return what was logged as ``name`` in the form in which it is added up.
+    """Convert a value that was logged as ``name`` to the form in which it is added up.
 
     Raises:
         BadInput: it is no number.

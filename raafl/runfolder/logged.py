@@ -26,7 +26,7 @@ Sums = dict[str, list[float]]
 
 
 def logged_values(update: Update) -> dict[str, float]:
-    """Return what `training_step` has logged in a task, by name, in the order of the names."""
+    """Return the values that `training_step` has logged in a task, by name, in the order of the names."""
     found = (
         (foreign(name, MAX_NAME), value) for name, value in update.metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE

@@ -91,7 +91,7 @@ def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
 
 
 def _made_here(packet: Any, args: Any) -> Callable[..., Any] | None:
-    """Return what makes an operation's result where the meta device refuses it, or leaves something of it out."""
+    """Return raafl's own maker of a result that the meta device refuses or leaves incomplete; None = torch makes it."""
     if packet is _RECURRENT and args[0].is_meta:
         return _recurrent
     if packet is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16):

@@ -113,7 +113,7 @@ def _more(num: int) -> list[str]:
 
 
 def _rates(state: ProgressState) -> list[tuple[int, str]]:
-    """Return how fast the run goes, each figure behind its rank: the higher, the sooner it is left out."""
+    """Return the run's rates, each behind its rank: the higher the rank, the sooner the figure is left out."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
     rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]

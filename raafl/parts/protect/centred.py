@@ -97,7 +97,7 @@ class Centred(Wrapped):
                 old.add_(step.div_(on.clamp_min(1)))
 
     def _moved(self, state: GlobalState, centre: FlatTensors, spec: Spec) -> FlatTensors:
-        """Return what a client of ``spec`` sends whose difference is ``centre``."""
+        """Return the update of a client of ``spec`` whose difference is ``centre``."""
         plan = state.submodels.plan(spec)
         found = plan.gather(centre)
         if self.sends == "values":

@@ -87,7 +87,7 @@ def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) ->
 
 
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: Any) -> int:
-    """Return what a layer of oneDNN's LSTM takes: both weights in blocks, gates of all positions and three more, copies in order.
+    """Count the bytes that a layer of oneDNN's LSTM takes: both weights in blocks, gates of all positions and three more, copies in order.
 
     Copied is a gradient of the outputs whose values do not lie in order, such as that of a batch that comes first.
     """

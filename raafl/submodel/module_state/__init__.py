@@ -1,4 +1,4 @@
-"""What a module keeps in Python attributes: recorded, restored before each task and each evaluation, refused where it cannot be."""
+"""Record a module's Python attributes, restore them before each task and evaluation, refuse those that cannot be restored."""
 
 from raafl.submodel.module_state.state import ModuleState, has_values_beside
 

@@ -128,7 +128,7 @@ def _plain(state: Any) -> Any:
 
 
 def progress_of(thing: Any) -> Any:
-    """Return how far an iterator, a queue or a file that is read has come; None = it is none of these, or does not show it."""
+    """Return the position of an iterator, a queue or a file that is read; None = it is none of these, or does not show it."""
     if isinstance(thing, types.GeneratorType):
         frame = thing.gi_frame
         return ("ended",) if frame is None else (frame.f_lasti, list(map(id, frame.f_locals.values())))

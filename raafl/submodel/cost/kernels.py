@@ -87,9 +87,10 @@ def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) ->
 
 
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: Any) -> int:
-    """Count the bytes that a layer of oneDNN's LSTM takes: both weights in blocks, gates of all positions and three more, copies in order.
+    """Count the bytes that a layer of oneDNN's LSTM takes beside operands and results.
 
-    Copied is a gradient of the outputs whose values do not lie in order, such as that of a batch that comes first.
+    These are both weights in blocks, the gates of all positions and of three more, and a copy of a gradient of the outputs
+    whose values do not lie in order, such as that of a batch that comes first.
     """
     gates = x.itemsize * (x.shape[0] + 3) * x.shape[1] * of_hidden.shape[0]
     strewn = [one for one in args if isinstance(one, Tensor) and not one.is_contiguous()]

@@ -86,16 +86,7 @@ class TaskHooks:
         """Call those of ``module`` that are in ``overridden``."""
         self._module: Any = module
         self.overridden = overridden
-        self.keeps_gradients = bool(
-            overridden
-            & {
-                "on_before_zero_grad",
-                "optimizer_zero_grad",
-                "optimizer_step",
-                "on_train_batch_end",
-                "on_train_epoch_end",
-            }
-        )
+        self.keeps_gradients = not overridden.isdisjoint(_SEE_GRADIENTS)
         self._wrapped: tuple[Optimizer, Any] | None = None
 
     @classmethod

@@ -255,19 +255,22 @@ class _Loop:
     def _compute(self, batch: Any, is_due: bool) -> Tensor | None:
         """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
         steps, crew, hooks, module = self._steps, self._steps.crew, self._built.hooks, self._built.module
+        accumulate = steps.options.accumulate_grad_batches
+        is_first = self.index % accumulate == 0
         try:
             loss = self.hook.loss(batch, self.num_batches)
         except SkippedBatch:
             if crew is not None:
                 raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
+            if hooks is not None and is_first:  # as Lightning: the rest of the window must not add to the last step's
+                hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             return None
         loss = loss if crew is None else crew.weighed(loss)
         self._total = self._total + widened(loss)
         self._num_losses += 1
-        accumulate = steps.options.accumulate_grad_batches
         loss = loss / accumulate if accumulate > 1 else loss
         if hooks is not None:
-            if self.index % accumulate == 0:
+            if is_first:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             hooks.call("on_before_backward", loss)
         with crew.summing(module) if crew is not None and is_due else nullcontext():

@@ -188,6 +188,19 @@ def test_a_step_that_returns_none_skips_its_batch(interval, options):
     assert update.num_samples == NUM_SAMPLES
 
 
+def test_a_window_whose_first_batch_is_skipped_does_not_add_to_the_gradients_of_the_last_step():
+    class SkipsFirst(SpyAll):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+    options = {"accumulate_grad_batches": 2}
+    bench, task = Bench.of(SkipsFirst, **options), assignment(epochs=1)
+    tensors, ours = trained(bench, task)
+    theirs = by_trainer(bench, task, **options)
+    assert ours.seen == theirs.seen
+    assert same(tensors, theirs.state_dict())
+
+
 def test_a_task_of_skipped_batches_alone_has_no_loss_and_no_step():
     bench = Bench.of(type("Never", (Net,), {"training_step": lambda self, batch, index: None}))
     update, tensors = bench.run(assignment(epochs=1))

@@ -94,12 +94,14 @@ class Built:
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Options of a parameter group that are learning rates, schedulers' own included."""
+_BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
+"""Attributes of torch's schedulers that are learning rates: a number, or a list with one for each group."""
 
 
 def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
     """Multiply the learning rates of an optimizer by a factor, and those from which its fresh schedulers start, in place.
 
-    A scheduler computes a rate from the one before or from its ``base_lrs``; both are scaled, so every later rate is.
+    A scheduler computes a rate from the one before and from its own `_BOUNDS`; all are scaled, so every later rate is.
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})
@@ -107,5 +109,7 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
         inner for scheduler in schedulers for inner in getattr(scheduler, "_schedulers", ())
     ]  # of a sequence or chain
     for scheduler in (*schedulers, *inside):
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+        for name in filter(vars(scheduler).__contains__, _BOUNDS):
+            rates = getattr(scheduler, name)
+            scaled = [rate * factor for rate in rates] if isinstance(rates, list | tuple) else rates * factor
+            setattr(scheduler, name, scaled)

@@ -16,8 +16,16 @@ _AT_A_TIME = 32
 def fault_in(data: FederatedData, client: int | None) -> str | None:
     """Name a sample with a value that is not finite, of those that ``client`` trains on; None = the run measures on.
 
-    Returns None where there is none.
+    Returns None where there is none, or the data cannot be read: an update that is not finite, which any client can send, begins
+    the search, and it must not end the run.
     """
+    try:
+        return _fault_in(data, client)
+    except Exception:
+        return None
+
+
+def _fault_in(data: FederatedData, client: int | None) -> str | None:
     if client is None:
         place = first_not_finite(data.test_batches())
         return None if place is None else f"row {place} of the test set"
@@ -44,4 +52,4 @@ def _row(x: Tensor, num_samples: int) -> int | None:
         return None
     if x.dim() == 0 or len(x) != num_samples:
         return 0
-    return int(bad.view(num_samples, -1).any(1).nonzero()[0])
+    return int(bad.reshape(num_samples, -1).any(1).nonzero()[0])  # a collate function may permute dimensions

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 from raafl.local.built import scale_rates
 
@@ -14,6 +23,9 @@ SCHEDULERS = {
     "closed form": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "from the one before": lambda optimizer: StepLR(optimizer, 2, 0.5),
     "to zero": lambda optimizer: CosineAnnealingLR(optimizer, 6),
+    "to a floor": lambda optimizer: CosineAnnealingLR(optimizer, 4, eta_min=0.02),
+    "to a floor and up": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 3, eta_min=0.02),
+    "up and down": lambda optimizer: CyclicLR(optimizer, 0.02, 0.3, step_size_up=2, cycle_momentum=False),
     "rates of its own": lambda optimizer: OneCycleLR(optimizer, 0.4, total_steps=7),
     "a sequence": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, 0.1, total_iters=2), StepLR(optimizer, 1, 0.5)], [2]

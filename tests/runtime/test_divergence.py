@@ -14,8 +14,9 @@ from model_zoo import MLP
 from raafl.commands.run import simulate
 from raafl.core.algorithm import Training
 from raafl.core.types import Settled
-from raafl.data import Digits
-from raafl.local.data_faults import first_not_finite
+from raafl.data import Digits, Iid
+from raafl.data.federated import FederatedData
+from raafl.local.data_faults import fault_in, first_not_finite
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.divergence import Divergence
 from raafl.watch.show import evaluation, plain
@@ -135,3 +136,13 @@ def test_the_sample_is_named_where_tensors_show_it_else_the_batch():
     rows = [(batch, 3) for batch in x.split(3)]
     assert first_not_finite(rows) == 4 and first_not_finite(rows[:1]) is None
     assert first_not_finite([({"x": batch.t(), "name": "a"}, num) for batch, num in rows]) == 3
+    images = torch.zeros(3, 2, 4, 5)
+    images[2, 1] = math.nan
+    assert first_not_finite([(images.permute(0, 2, 3, 1), 3)]) == 2
+
+
+def test_data_that_cannot_be_read_again_ends_no_run():
+    data = FederatedData(Spoilt("train"), Iid(), 2)
+    assert fault_in(data, 1) == "row 7 of the training set" or fault_in(data, 2) == "row 7 of the training set"
+    data.datamodule.train.tensors = ()  # as a file that is gone
+    assert fault_in(data, 1) is None and fault_in(data, 3) is None

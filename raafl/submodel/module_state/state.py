@@ -133,7 +133,8 @@ def _refusal(name: str, *, of_class: bool) -> str:
 
 
 def _ids(found: Iterable[Reached]) -> frozenset[int]:
-    return frozenset(id(reached.thing) for reached in found)
+    """Return the identities of objects that live as long as their module; a `ClassData` does not, and its id is soon another's."""
+    return frozenset(id(reached.thing) for reached in found if not isinstance(reached.thing, ClassData))
 
 
 def _records_of(reached: Reached, storages: set[int], *, shared: bool) -> list[Record]:

@@ -18,6 +18,8 @@ from raafl.errors import BadInput
 from raafl.local.evaluate import Evaluator
 from raafl.submodel import FULL
 from raafl.submodel.module_state import ModuleState
+from raafl.submodel.module_state.reach import ClassData, reach
+from raafl.submodel.module_state.state import _ids as ids_of
 from raafl.submodel.module_state.values import LARGE_BYTES
 from tests.local.bench import Bench, Net, assignment, plain_loop, same, samples
 
@@ -367,3 +369,10 @@ def test_what_has_changed_is_named():
     assert state.changed() == ["fc1.scale", "memory"]
     state.restore()
     assert state.changed() == [] and not hasattr(module.fc1, "scale")
+
+
+def test_what_copies_share_is_known_by_objects_that_stay_alive():
+    """The id of one that does not is soon that of an attribute, which would then be refused as shared."""
+    found = list(reach(Counter(), ()))
+    assert any(isinstance(reached.thing, ClassData) for reached in found)
+    assert ids_of(found) == {id(reached.thing) for reached in found if not isinstance(reached.thing, ClassData)}

@@ -188,7 +188,11 @@ class Admission:
             return
         gone = self.roster.clients[client]
         assignment = self.roster.drop(client)
-        self.algorithm.select.lost(gone, self.fleet)
+        try:
+            self.algorithm.select.lost(gone, self.fleet)
+        except Exception:
+            if reason != ERROR:  # else it has never seen the client, or the same words raise again
+                raise
         if assignment is not None:
             self._settle(assignment, client, f"lost:{reason}", 0, None)
 

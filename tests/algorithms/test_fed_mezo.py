@@ -23,6 +23,7 @@ from raafl.algorithms.fed_mezo.zeroth_order import (
 from raafl.compression.compressors import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Task
+from raafl.core.local import SkippedBatch
 from raafl.data import Digits
 from raafl.errors import BadInput
 from raafl.submodel import FlatTensors, Spec, Submodels
@@ -69,6 +70,26 @@ def test_two_steps_on_a_quadratic_by_hand():
         assert (module.a.item(), module.b.item()) == (pytest.approx(a, rel=1e-4), pytest.approx(b, rel=1e-4))
     assert module.a.grad is None
     assert unpack(hook.finish()[SCALARS]) == hook.scalars
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_batch_that_is_skipped_at_either_place_is_a_step_by_0(place):
+    module = Bowl()
+    answers = [module.training_step(None, 0), None] if place else [None]
+
+    def loss(batch, index):
+        answer = answers.pop(0)
+        if answer is None:
+            raise SkippedBatch
+        return answer
+
+    hook = steps(module, 0.05, epsilon=0.01, loss=loss)
+    with pytest.raises(SkippedBatch):
+        hook.loss(None, 0)
+    by_server, (za,) = torch.tensor([4.0]), noise(7, 0, 1)
+    for rate in (0.01, -0.02, 0.01):
+        by_server.add_(za, alpha=rate)
+    assert hook.scalars == [0.0] and torch.equal(module.a.detach(), by_server)
 
 
 def test_the_scalar_is_the_derivative_along_the_perturbation():

@@ -66,6 +66,18 @@ def test_who_makes_a_selector_raise_is_turned_away_and_the_others_go_on(at):
     assert values_of(coordinator.state).unique().tolist() == [2.0]
 
 
+def test_a_selector_that_raises_for_whoever_it_has_not_seen_join_is_no_fault_of_the_others(monkeypatch):
+    def lost(self, client, fleet):
+        raise KeyError(client.id)
+
+    monkeypatch.setattr(Fragile, "lost", lost)
+    coordinator = fragile("joined", min_clients=2)
+    actions = join(coordinator, [1, 2, 3])
+    assert dismissed(actions) == [(2, OverflowError)] and sorted(assigned(actions)) == [1, 3]
+    with pytest.raises(KeyError):
+        coordinator.handle(Lost(1, "disconnected", 0), 1.0)
+
+
 def test_who_was_turned_away_is_suspended_for_longer_each_time():
     coordinator = fragile("call", make=fed_async)
     join(coordinator, [1, 2])

@@ -137,15 +137,18 @@ class Steps(Hook):
         """
         seed = step_seed(self.task.assignment.seed, len(self.scalars))
         self._move(seed, self.epsilon)
+        is_above = True
         try:
             plus = float(self.task.loss(batch, index))
-        except SkippedBatch:  # a step by 0, which the server makes again as any other
             self._move(seed, -2 * self.epsilon)
+            is_above = False
+            minus = float(self.task.loss(batch, index))
+        except SkippedBatch:  # at either place; a step by 0, which the server makes again as any other
+            if is_above:
+                self._move(seed, -2 * self.epsilon)
             self._move(seed, self.epsilon)
             self.scalars.append(0.0)
             raise
-        self._move(seed, -2 * self.epsilon)
-        minus = float(self.task.loss(batch, index))
         scalar = torch.tensor((plus - minus) / (2 * self.epsilon), dtype=torch.float32).item()
         self._move(seed, self.epsilon - self.lr * scalar)
         self.scalars.append(scalar)

@@ -48,6 +48,7 @@ class StaticStatistics:
             return
         self._lock = threading.Lock()  # evaluations may have a thread of their own
         self._latest: list[Tensor] | None = None
+        self._of_thread = threading.local()
         self._data, self._device = data, torch.device(device)
         self._seed = derive_seed(seed, "statistics")
         rows = torch.cat([data.indices(client) for client in range(1, data.num_clients + 1)])
@@ -69,7 +70,8 @@ class StaticStatistics:
             seed_everything(self._seed, self._device)
             collect_statistics(self._module, enumerate(self._rows), self._run)
             self._latest = [tensor.clone() for tensor in self._statistics(self._present)]
-            self._put(values)
+            self._of_thread.latest = self._latest
+            self._put(values, self._latest)
 
     @contextmanager
     def filled(self, values: FlatTensors, *, anew: bool) -> Iterator[None]:
@@ -78,7 +80,19 @@ class StaticStatistics:
             if anew or (self.is_on and self._latest is None):
                 self.fill_(values)
             elif self.is_on:
-                self._put(values)
+                self._put(values, self._latest)
+            yield
+
+    @contextmanager
+    def measured(self, values: FlatTensors) -> Iterator[None]:
+        """Within this context ``values``, which this thread has just measured, has the statistics collected for that.
+
+        The last collected by any thread may be others: at the end the server collects the final model's while the thread of
+        evaluations measures an earlier one.
+        """
+        with self.untouched(values):
+            if self.is_on:
+                self._put(values, self._of_thread.latest)
             yield
 
     def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
@@ -98,8 +112,8 @@ class StaticStatistics:
         means, variances = self._norms.statistics_in(values)
         return [*means, *variances]
 
-    def _put(self, values: FlatTensors) -> None:
-        for tensor, found in zip(self._statistics(values), self._latest or [], strict=True):
+    def _put(self, values: FlatTensors, latest: list[Tensor] | None) -> None:
+        for tensor, found in zip(self._statistics(values), latest or [], strict=True):
             tensor.copy_(found)
 
 
@@ -113,7 +127,7 @@ class Filled(Several):
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
         """Pass it on with the statistics that were collected to measure these values."""
-        with self._filler.filled(values, anew=False):
+        with self._filler.measured(values):
             super().on_values(version, metrics, values)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:

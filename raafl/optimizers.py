@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,6 @@ class Schedule:
     def is_due(self, interval: str, index: int) -> bool:
         """Check whether to step at the end of batch ``index`` of an epoch, or of epoch ``index``, both from 0."""
         return interval == self.interval and (index + 1) % self.frequency == 0
-
-
-Step = Callable[[Any, Any], None]
-"""``step(scheduler, metric)``: what steps a scheduler; the metric is None unless one is monitored."""
 
 
 def step_scheduler(scheduler: Any, metric: Any) -> None:

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:
-    """Return where in its config a field stands; empty for an error that names none."""
+    """Return the place of a field in its config, for the end of a message; empty for an error that names none."""
     if field is None:
         return ""
     from raafl.config.messages import place_of_field

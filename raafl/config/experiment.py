@@ -223,6 +223,9 @@ class Experiment:
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:
             yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
+        shape = self.train.lr_schedule
+        if shape != "constant" and not self.algorithm.local.uses_optimizer:
+            yield f"train.lr_schedule is {shape}, but {self.algorithm.name} steps without the module's optimizer: leave it out"
         yield from self._gpu_problems()
         yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
         fixed = self.algorithm.local.up_as

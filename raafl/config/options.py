@@ -107,7 +107,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """When a round closes without its last clients, of a method that works in rounds; they are waited for unless it is asked for.
+    """Conditions that close a round without its last clients, of a method that works in rounds; by default it waits for all.
 
     What comes after its round was closed is refused (refused:late) and counts for its client as every refusal does.
 

@@ -40,7 +40,11 @@ def is_own(config_yaml: str) -> bool:
     return False
 
 
+def state_folder() -> Path:
+    """Return this user's own folder of notes, which need not be there yet."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "raafl"
+
+
 def _note(config_yaml: str) -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     digest = hashlib.sha256(f"{Path.cwd()}\0{config_yaml}".encode()).hexdigest()
-    return Path(state) / "raafl" / "runs" / f"{digest[:32]}.json"
+    return state_folder() / "runs" / f"{digest[:32]}.json"

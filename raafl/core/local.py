@@ -123,6 +123,9 @@ class Local(Part):
     uses_gradients: ClassVar[bool] = False
     """Whether its hook works with gradients before the step, which 16-mixed scales and may leave infinite."""
 
+    uses_optimizer: ClassVar[bool] = True
+    """Whether it steps with the module's optimizer, whose learning rate ``train.lr_schedule`` changes."""
+
     leaves_out: ClassVar[frozenset[str]] = frozenset()
     """Hooks of Lightning, of `raafl.module_hooks.TASK_HOOKS`, that its way of stepping does not call."""
 

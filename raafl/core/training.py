@@ -14,7 +14,7 @@ _WARMUP_FROM = 0.1
 
 
 class Amount(Protocol):
-    """How much a task trains: the fields of a `raafl.core.types.Work` that say so."""
+    """The length of a task: the fields of a `raafl.core.types.Work` that set it."""
 
     @property
     def num_epochs(self) -> int | None:

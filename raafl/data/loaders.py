@@ -44,7 +44,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 class Loader(NamedTuple):
-    """What raafl takes of a data loader.
+    """The parts of a data loader that raafl uses.
 
     Attributes:
         dataset: of the loader, the part of it that a subset sampler picks.

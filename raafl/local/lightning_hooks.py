@@ -165,7 +165,7 @@ class TaskHooks:
 
 
 class _Steps:
-    """What a LightningOptimizer takes for its strategy."""
+    """Stands in for the strategy of a LightningOptimizer."""
 
     def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
         self._step = step

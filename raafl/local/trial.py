@@ -23,7 +23,7 @@ from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 class Tried(NamedTuple):
-    """What a trial has shown.
+    """The findings of a trial.
 
     Attributes:
         logged: names of what the training step logs.

@@ -72,11 +72,14 @@ def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, pro
         state: of the server at the end.
         progress: told where the copy is.
     """
+    folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{run_folder.name}-"))
         values = with_ties(module, state.values)
         path = checkpoint_files.save(folder, state.version, values, module=module)
     except Exception as error:  # as in `save_model`
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         progress.warn(
             f"the final model cannot be saved in {run_folder}, nor in {tempfile.gettempdir()} ({cause(error)}): it is lost"
         )

@@ -185,6 +185,7 @@ class ZerothOrder(Local):
     """
 
     up_as: ClassVar[UpAs | None] = "scalars"
+    uses_optimizer: ClassVar[bool] = False
     leaves_out: ClassVar[frozenset[str]] = frozenset(STEP_HOOKS)
 
     lr: float = 5e-3

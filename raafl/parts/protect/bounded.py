@@ -223,7 +223,7 @@ def _before(state: GlobalState, spec: Spec) -> Buffers:
 
 
 def _parts(state: GlobalState, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
-    """Return where in each buffer the parameters of ``spec`` lie, and where the running statistics behind them do."""
+    """Return the slices of each buffer that hold the parameters of ``spec``, and the running statistics behind them."""
     return state.submodels.cached("parts", spec, lambda: _find_parts(state.submodels, spec))
 
 

@@ -13,6 +13,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from raafl.config.own_runs import state_folder
 from raafl.errors import BadInput
 from raafl.runtime.transport.handshake import RUN_SECRET, Secret
 
@@ -101,5 +102,4 @@ def _remember(secret: Secret, folder: Path) -> None:
 
 
 def _own_note(secret: Secret) -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "raafl" / "secrets" / hashlib.sha256(b"raafl run\0" + secret.key).hexdigest()[:32]
+    return state_folder() / "secrets" / hashlib.sha256(b"raafl run\0" + secret.key).hexdigest()[:32]

@@ -123,7 +123,7 @@ def _finds_nothing(packet: Any, args: Any) -> bool:
 
 
 class OperationCost(NamedTuple):
-    """What one operation does and moves, as a `Ledger` counts it.
+    """The work and traffic of one operation, as a `Ledger` counts them.
 
     Attributes:
         flops: of products, see `product_flops`.

@@ -99,7 +99,7 @@ class HooksRecord(Record):
 
 
 class TensorsRecord(Record):
-    """Which parameters, buffers and submodules a module's part has."""
+    """The parameters, buffers and submodules of a module's part, by name."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -263,7 +263,7 @@ class ClassRecord(Record):
 
 
 class FlagsRecord:
-    """Which parameters of a module need gradients."""
+    """The flag ``requires_grad`` of each parameter of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         """Record them."""

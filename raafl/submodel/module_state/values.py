@@ -99,7 +99,7 @@ class RandomRecord(Record):
 
 
 class OpaqueRecord(Record):
-    """How far an iterator, a queue or a file that is read has come: as far as can be seen, and nobody restores it."""
+    """The position of an iterator, a queue or a file that is read, as far as it shows; nobody restores it."""
 
     can_restore = False
 

@@ -246,13 +246,14 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
 
 
-def test_a_run_whose_files_may_not_grow_ends_as_any_other(tmp_path):
+def test_a_run_whose_files_may_not_grow_computes_as_any_other_and_has_failed_to_save_its_model(tmp_path):
     arguments = ("simulate", "--config", CONFIG, "--max_updates=40", "--checkpoint_every=10", "--json")
     with command(tmp_path / "plain", *arguments, "--output", str(tmp_path / "free")) as started:
         assert started.end() == 0
     plain = json.loads(started.out)
     with command(tmp_path / "c", *arguments, "--output", str(tmp_path / "run"), before=small_files) as started:
-        assert started.end() == 0, started.err
+        assert started.end() == 1, started.err
+    assert started.err.endswith(f"raafl: the final model could not be saved in {tmp_path / 'run'}: it is lost\n")
     summary = json.loads(started.out)
     assert summary["model_digest"] == plain["model_digest"]
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -260,8 +261,8 @@ def test_a_run_whose_files_may_not_grow_ends_as_any_other(tmp_path):
     num_rows = len(list(read_events(tmp_path / "run")))
     assert num_rows + summary["unwritten"]["events.jsonl"] == len(list(read_events(tmp_path / "free")))
     assert summary["unwritten"]["checkpoints"] == 4  # at versions 10, 20, 30 and at the end
-    assert len(summary["warnings"]) == 2 and all("File too large" in line for line in summary["warnings"])
-    assert [started.err.count(line) for line in summary["warnings"]] == [1, 1]
+    assert len(summary["warnings"]) == 3 and all("File too large" in line for line in summary["warnings"])
+    assert [started.err.count(line) for line in summary["warnings"]] == [1, 1, 1]
     assert list((tmp_path / "run").rglob(".*.tmp")) == []
     with pytest.raises(BadInput, match=r"events\.jsonl: its last \d+ rows are missing"):
         replay(tmp_path / "run")

@@ -282,9 +282,11 @@ class Run:
                 self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
             )
             summary["best"] = self.best.best
-            saved = summary["model"] is not None
+            # a run that was stopped may end without a checkpoint of its last version: then none has failed
+            failed = self.saver.num_failed > 0 or callable(getattr(self.parts.module, "save_pretrained", None))
+            lacks = summary["model"] is None and failed
             summary["model_copy"] = (
-                None if saved else save_copy(self.folder, self.parts.module, coordinator.state, self.progress)
+                save_copy(self.folder, self.parts.module, coordinator.state, self.progress) if lacks else None
             )
         self.watcher.end(cast(dict[str, Any], summary))
         summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason

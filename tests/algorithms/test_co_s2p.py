@@ -59,7 +59,7 @@ def test_width_alone_is_asked_for_on_the_command_line():
     [
         ({"rates": 1.5}, "a rate in rates is 1.5"),
         ({"width_depth": -1}, "ratio is -1: give 0"),
-        ({"linear_masks": "learned"}, "linear is 'learned': did you mean 'trained'"),
+        ({"linear_masks": "learned"}, "linear is 'learned': known: random, trained"),
         ({"segments": 0}, "segments is 0"),
         ({"mask_rounds": -1}, "mask_rounds is -1"),
         ({"mask_rounds": 10_001}, "mask_rounds is 10001: give 0 .* to 10,000"),

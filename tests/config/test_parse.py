@@ -160,7 +160,8 @@ WRONG = {
     "devices: [{name: a, flops_per_s: fast}]": "devices.flops_per_s is 'fast': give a number",
     "devices: [a, b]": ("devices is 'a': give a table of fields, such as {name: slow, flops_per_s: 1.0e9}"),
     "devices: [{name: a, flops_per_s: -1.0}]": (
-        "device profile 'a': flops_per_s is -1.0; it must be a number above 0 (measure it with raafl plan --measure)"
+        "device profile 'a': flops_per_s is -1.0; it must be a number above 0, 1e-06 to 1e+24 "
+        "(measure it with raafl plan --measure)"
     ),
     "devices: [{name: a, flops_per_s: 1.0e9, count: 0}]": "device 'a': count is 0; it must be a whole number, 1 or more",
 }

@@ -195,16 +195,18 @@ def test_clients_notice_that_the_server_is_gone(tmp_path):
 # ---- nothing waits for what it need not wait for ----
 
 
+ARRIVED = [0]
+SPANS: list[tuple[int, int]] = []
+"""Of the process, not of the class: what a module's class keeps would carry over from client to client."""
+
+
 class Measured(MLP):
     """Notes how many updates had come in when a validation began and when it ended."""
 
-    arrived = 0
-    spans: list[tuple[int, int]] = []  # noqa: RUF012
-
     def validation_step(self, batch, batch_idx):
-        began = Measured.arrived
+        began = ARRIVED[0]
         time.sleep(0.15)
-        Measured.spans.append((began, Measured.arrived))
+        SPANS.append((began, ARRIVED[0]))
         return super().validation_step(batch, batch_idx)
 
     def training_step(self, batch, batch_idx):
@@ -213,16 +215,17 @@ class Measured(MLP):
 
 
 def test_a_slow_evaluation_delays_no_merge_and_measures_a_snapshot(tmp_path):
-    Measured.arrived, Measured.spans = 0, []
+    ARRIVED[0] = 0
+    SPANS.clear()
 
     def count(event):
-        Measured.arrived += isinstance(event, Arrived)
+        ARRIVED[0] += isinstance(event, Arrived)
 
     more = {"model": lambda: Measured(64, (24,), 10, lr=0.05), "eval_every": 1, "max_updates": 240}
     with ranks(settings(tmp_path, fed_async(), **more)) as fleet:
         run = fleet.serve(Watched(count))
     assert run.summary["finished"] == "max_updates"
-    during = [end - start for start, end in Measured.spans if start and end < 240]
+    during = [end - start for start, end in SPANS if start and end < 240]
     assert max(during) >= 2  # within a sixth of an evaluation; none, or one, if merges waited for it
     # test data is six batches: no evaluation ends within 0.9 s, so most versions are passed over, in order
     versions = [int(row["version"]) for row in run.rows("metrics.csv")]

@@ -109,7 +109,7 @@ def test_a_client_that_never_answers_is_lost_at_the_deadline():
     table.greet()
     table.assign()
     event = table.event()
-    assert event == Lost(4, "timeout: nothing from the peer within 0.5 s", 0)
+    assert event == Lost(4, "timeout: nothing from the peer within 0.5 s", 0, counts=True)
     with pytest.raises(PeerLost):
         table.hear()
     table.close()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from model_zoo import CNN, MLP
 from raafl.errors import BadInput
 from raafl.submodel import FULL, Spec, Submodels, skeleton
+from raafl.trainer_stand_in import TrainerStandIn
 from tests.submodel.models import CASES, Blocks, FusedAttention, Tied, built, named_specs, slow_masks
 
 quick = settings(deadline=None, max_examples=60)
@@ -211,11 +212,11 @@ def test_rescale_of_a_residual_width_leaves_depthwise_layers_alone():
 
 def test_a_lightning_module_survives():
     module = MLP(4, (6,), 2, lr=0.25)
-    module._trainer = object()  # what a module in a running Trainer holds; it must neither be copied nor kept
+    held = module._trainer = object()  # what a module in a running Trainer holds; it must neither be copied nor kept
     submodels = Submodels(module)
     module._trainer = None
     small = filled(submodels, Spec.keep({"layers.1": range(2)}), submodels.state(module)).module
-    assert small._trainer is None and small.hparams.lr == 0.25
+    assert isinstance(small._trainer, TrainerStandIn) and small._trainer is not held and small.hparams.lr == 0.25
     loss = small.training_step((torch.randn(3, 4), torch.tensor([0, 1, 1])), 0)
     loss.backward()
     optimizer = small.configure_optimizers()

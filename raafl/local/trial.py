@@ -18,6 +18,7 @@ from raafl.local.record import Recorder
 from raafl.module_hooks import begin, transferred
 from raafl.optimizers import Schedule, configure
 from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.flat import is_finite
 from raafl.submodel.nested_batch import batch_tensors, to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
 
@@ -61,7 +62,7 @@ def try_training(
             with explained(module, "configure_optimizers"):
                 optimizer, schedules = configure(module)
                 trainer.begin(optimizer, schedules)
-            before = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module).items()}
+            before = _forms(module)
             for given, index in _tries(batch, more):
                 with explained(module, "hooks before training_step", given):
                     batch = transferred(module, given, torch.device(device), to_device)
@@ -74,14 +75,9 @@ def try_training(
             if answer is None and may_skip:
                 return tried
             loss = answer.get("loss") if isinstance(answer, Mapping) else answer
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                raise BadInput(
-                    f"{kind}.training_step gives {_shown(loss)}: return the loss, one number that depends on the "
-                    "parameters, or a dict with it under 'loss'"
-                )
             with explained(module, "training_step, backward", batch):
-                loss.backward()  # type: ignore[no-untyped-call]
-            _check_shapes(module, before)
+                _checked_loss(kind, loss).backward()  # type: ignore[no-untyped-call]
+            _check_buffers(module, before)
             return tried
     finally:
         module.zero_grad(set_to_none=True)
@@ -112,13 +108,38 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
     return found
 
 
-def _check_shapes(module: nn.Module, before: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `BadInput` where a buffer that is sent has another shape than ``before``: what is sent has one layout."""
-    for name, buffer in persistent_buffers(module).items():
-        if (shape := tuple(buffer.shape)) != before.get(name, shape):
+def _checked_loss(kind: str, loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise BadInput(
+            f"{kind}.training_step gives {_shown(loss)}: return the loss, one number that depends on the parameters, or a dict "
+            "with it under 'loss'"
+        )
+    return loss
+
+
+def _forms(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the shape of each buffer that is sent, and whether it is finite."""
+    return {name: (tuple(buffer.shape), is_finite(buffer)) for name, buffer in persistent_buffers(module).items()}
+
+
+def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
+    """Raise `BadInput` for a buffer that cannot be sent as it was ``before`` the step.
+
+    One of another shape has no place in the layout. One that is not finite, as a mask of -inf, would have every update refused;
+    but where the step makes it finite, as an observer's first range, it may stay.
+    """
+    kind = type(module).__name__
+    for name, (shape, finite) in _forms(module).items():
+        shape_before, finite_before = before.get(name, (shape, finite))
+        if shape != shape_before:
             raise BadInput(
-                f"{type(module).__name__}.training_step changes the shape of buffer '{name}' from {before[name]} to {shape}: "
-                "give it its size in __init__, or register it with persistent=False"
+                f"{kind}.training_step changes the shape of buffer '{name}' from {shape_before} to {shape}: give it its size in "
+                "__init__, or register it with persistent=False"
+            )
+        if not (finite or finite_before):
+            raise BadInput(
+                f"buffer '{name}' of {kind} has infinities or NaN, and what is sent has to be finite: register it with "
+                "persistent=False"
             )
 
 

@@ -15,6 +15,7 @@ from raafl.errors import BadInput
 from raafl.local.trial import explained, shapes, try_single_samples, try_training
 from tests.data.modules import Module
 
+INF = float("inf")
 BATCH = (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
 
 
@@ -238,3 +239,24 @@ def test_a_buffer_that_changes_its_shape_is_named(in_place):
     assert failure(Growing()).startswith(
         "Growing.training_step changes the shape of buffer 'seen' from (1, 6) to (3, 6): give it its size in __init__, or"
     )
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_stays_infinite_is_refused_before_every_update_is(persistent):
+    class Masked(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((3, 3), -INF).triu(1), persistent=persistent)
+            self.register_buffer("least", torch.tensor(INF))  # an observer's, before it has seen anything
+
+        def training_step(self, batch, batch_idx):
+            self.least = torch.minimum(self.least, batch[0].min())
+            return super().training_step(batch, batch_idx)
+
+    if not persistent:
+        try_training(Masked(), BATCH)
+        return
+    with pytest.raises(
+        BadInput, match=r"buffer 'mask' of Masked has infinities or NaN, .*: register it with persistent=False"
+    ):
+        try_training(Masked(), BATCH)

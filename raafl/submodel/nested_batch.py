@@ -15,13 +15,19 @@ Change = Callable[[Tensor], Any]
 _LIBRARIES = ("torch", "builtins", "numpy")
 
 
-def mapped(batch: Any, change: Change, packed: Callable[[PackedSequence], Any] | None = None) -> Any:
+def mapped(
+    batch: Any,
+    change: Change,
+    packed: Callable[[PackedSequence], Any] | None = None,
+    movable: Callable[[Any], Any] | None = None,
+) -> Any:
     """Return a batch of the same kind with what ``change`` makes of each tensor; ``batch`` stays as it is.
 
     Args:
         batch: tensors, nested in lists, tuples, mappings and dataclasses, or in an object that has them as attributes.
         change: called with each tensor; of a packed sequence not with `batch_sizes`, which torch wants on the CPU.
         packed: called with each packed sequence in place of that; None = ``change`` is, with its parts.
+        movable: called with each other object that has a method ``to``, such as a graph; None = ``change`` is, with its tensors.
     """
 
     def walk(item: Any, is_inside: bool) -> Any:
@@ -33,6 +39,8 @@ def mapped(batch: Any, change: Change, packed: Callable[[PackedSequence], Any] |
             return _mapping(item, {key: walk(value, is_inside) for key, value in item.items()})
         if isinstance(item, list | tuple):
             return _sequence(item, [walk(one, is_inside) for one in item])
+        if movable is not None and callable(getattr(item, "to", None)):
+            return movable(item)
         # of objects in objects dataclasses alone: others may lead back to themselves
         return _object(item, {name: walk(value, True) for name, value in _attributes(item, is_inside)})
 
@@ -60,7 +68,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``; those without values stay on the meta device."""
     if device.type == "cpu":
         return batch
-    return mapped(batch, lambda x: x if x.is_meta else x.to(device, non_blocking=True))
+    return mapped(
+        batch,
+        lambda x: x if x.is_meta else x.to(device, non_blocking=True),
+        movable=lambda item: item.to(device),  # as Lightning: such an object may hold its tensors where nobody looks
+    )
 
 
 def meta_batch(batch: Any, batch_size: int | None = None) -> Any:

@@ -74,6 +74,23 @@ def test_a_batch_is_rebuilt_as_its_own_kind(batch, parts):
     assert to_device(batch, torch.device("cpu")) is batch
 
 
+def test_an_object_that_moves_itself_is_asked_to():
+    class Graph:
+        """Holds its tensors deep inside, and can be called, as PyTorch Geometric's."""
+
+        def __init__(self, x):
+            self._store = [{"x": x}]
+
+        def __call__(self):
+            return iter(self._store)
+
+        def to(self, device):
+            return Graph(self._store[0]["x"].to(device))
+
+    moved, labels = to_device((Graph(X), X), torch.device("meta"))
+    assert moved._store[0]["x"].is_meta and labels.is_meta
+
+
 def test_what_is_no_tensor_stays_the_same_object():
     class Thing:
         pass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.state import GlobalState
-from raafl.submodel.flat import FlatTensors, is_finite
+from raafl.submodel.flat import FlatTensors, is_finite, is_merged
 
 RUINED = 1e6
 """Magnitude of a parameter of a global model on which clients may fail through no fault of their own."""
@@ -54,7 +54,7 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 def is_ruined(state: GlobalState) -> bool:
     """Check whether the global model's parameters are not finite, or so large that honest training may not be."""
     for entry in state.submodels.layout(part="trained").entries:
-        if entry.name in state.submodels.parameter_names and (entry.dtype.is_floating_point or entry.dtype.is_complex):
+        if entry.name in state.submodels.parameter_names and is_merged(entry.dtype):
             most = min(RUINED, torch.finfo(entry.dtype).max / 10)
             if not bool((state.values[entry.name].abs() <= most).all()):
                 return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,11 +105,15 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})
-    inside = [
-        inner for scheduler in schedulers for inner in getattr(scheduler, "_schedulers", ())
-    ]  # of a sequence or chain
-    for scheduler in (*schedulers, *inside):
+    for scheduler in _with_inner(schedulers):
         for name in filter(vars(scheduler).__contains__, _BOUNDS):
             rates = getattr(scheduler, name)
             scaled = [rate * factor for rate in rates] if isinstance(rates, list | tuple) else rates * factor
             setattr(scheduler, name, scaled)
+
+
+def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Yield schedulers, and those inside of sequences and chains."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _with_inner(getattr(scheduler, "_schedulers", ()))  # private: torch has no other list of them

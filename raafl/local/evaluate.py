@@ -17,6 +17,7 @@ from raafl.local.noted import Noting, Unshared, add
 from raafl.local.record import Recorder
 from raafl.module_hooks import overrides
 from raafl.submodel import FULL, FlatTensors, Submodels
+from raafl.submodel.flat import is_merged
 from raafl.submodel.module_state import ModuleState
 
 
@@ -78,7 +79,7 @@ class Evaluator:
         counts = [
             name
             for name, buffer in self.module.named_buffers()
-            if name in self._present and not (buffer.is_floating_point() or buffer.is_complex())
+            if name in self._present and not is_merged(buffer.dtype)
             if not name.endswith("num_batches_tracked") and not torch.equal(buffer, values[name].to(buffer.device))
         ]
         return sorted([*self._state.changed(metrics=False), *counts])

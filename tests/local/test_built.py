@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     CyclicLR,
@@ -29,6 +30,9 @@ SCHEDULERS = {
     "rates of its own": lambda optimizer: OneCycleLR(optimizer, 0.4, total_steps=7),
     "a sequence": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, 0.1, total_iters=2), StepLR(optimizer, 1, 0.5)], [2]
+    ),
+    "a sequence in a chain": lambda optimizer: ChainedScheduler(
+        [SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 4, 0.02)], [2])]
     ),
 }
 

@@ -278,7 +278,9 @@ class _Loop:
         self._has_gradient = True
         if crew is not None and is_due and crew.average(steps.is_stopped()):
             raise Stopped  # all together
-        self._call("on_after_backward")
+        if hooks is None:  # nobody asks for either
+            return None
+        hooks.call("on_after_backward")
         self._outputs, steps.extra = {"loss": loss.detach(), **steps.extra}, {}
         return loss.detach()
 

@@ -81,13 +81,14 @@ def load(folder: Path, runtime: str) -> SavedRun:
 def _refuse_links(folder: Path) -> None:
     """Raise `BadInput` for a link through which what is written next would go to a place of somebody's choosing.
 
-    Below the folder's top a link may name another place in the folder, as W&B's do.
+    Below the folder's top a link may name another place in the folder, as W&B's `latest-run` does; the logs of its own runs,
+    which lead to its cache, are never written again.
     """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):
         for path in sorted(Path(parent, name) for name in (*folders, *files)):
             stays = path.parent != folder and path.resolve().is_relative_to(inside)
-            if path.is_symlink() and not stays:
+            if path.is_symlink() and not stays and not path.relative_to(folder).match("loggers/wandb/*/logs/*"):
                 raise BadInput(
                     f"resume: '{path}' is a link, which is not written to: put what it stands for in its place"
                 )

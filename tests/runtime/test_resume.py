@@ -294,6 +294,8 @@ def test_a_link_below_the_top_of_a_folder_may_only_stay_in_it(tmp_path, interrup
     folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
     (folder / "loggers" / "wandb" / "run-1").mkdir(parents=True)
     (folder / "loggers" / "wandb" / "latest-run").symlink_to("run-1")
+    (folder / "loggers" / "wandb" / "run-1" / "logs").mkdir()
+    (folder / "loggers" / "wandb" / "run-1" / "logs" / "debug-core.log").symlink_to("/var/log/wandb.log")
     load(folder, "simulated")
     (tmp_path / "elsewhere").mkdir()
     (folder / "loggers" / "csv").symlink_to(tmp_path / "elsewhere")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -89,12 +88,17 @@ class Run:
             experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
             share=Coverage(submodels).share if experiment.logger else None,
         )  # fmt: skip
-        self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=partial(fault_in, data))
+        self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
         self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
         self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.best, self.loggers)
         self._config_yaml = config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
+
+    def _fault(self, client: int | None) -> str | None:
+        """Name a sample that is not finite, as `fault_in`; of a client that trains on data of its own nothing is known."""
+        info = None if client is None else self.parts.coordinator.roster.find(client)
+        return None if info is not None and info.own_data else fault_in(self.parts.data, client)
 
     def _name_folder(self, saved: resume.SavedRun | None) -> Path:
         if saved is not None:

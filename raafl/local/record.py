@@ -137,8 +137,8 @@ def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[.
 
 def widened(value: Tensor) -> Tensor:
     """Return a detached copy of a loss or a metric in float64, in which many are added up; on MPS, without float64, in float32."""
-    if value.dtype is torch.float32 and value.device.type == "cpu":  # as nearly every loss is, and it comes with each step
-        return value.detach().double()
+    if value.dtype is torch.float32 and value.device.type == "cpu":
+        return value.detach().double()  # one call: a loss comes with each step
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
     return value.detach().to(torch.promote_types(value.dtype, dtype), copy=True)
 

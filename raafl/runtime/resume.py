@@ -78,6 +78,10 @@ def load(folder: Path, runtime: str) -> SavedRun:
     return found
 
 
+_WANDB_LOGS = ("loggers", "wandb", "logs")
+"""Folders of a log that W&B links to its cache, `loggers/wandb/RUN/logs/FILE`, without the run's own name."""
+
+
 def _refuse_links(folder: Path) -> None:
     """Raise `BadInput` for a link through which what is written next would go to a place of somebody's choosing.
 
@@ -88,7 +92,8 @@ def _refuse_links(folder: Path) -> None:
     for parent, folders, files in os.walk(folder):
         for path in sorted(Path(parent, name) for name in (*folders, *files)):
             stays = path.parent != folder and path.resolve().is_relative_to(inside)
-            if path.is_symlink() and not stays and not path.relative_to(folder).match("loggers/wandb/*/logs/*"):
+            wandb_log = len(parts := path.relative_to(folder).parts) == 5 and parts[:2] + parts[3:4] == _WANDB_LOGS
+            if path.is_symlink() and not stays and not wandb_log:
                 raise BadInput(
                     f"resume: '{path}' is a link, which is not written to: put what it stands for in its place"
                 )

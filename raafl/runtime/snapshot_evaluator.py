@@ -68,7 +68,7 @@ class SnapshotEvaluator(threading.Thread):
             try:
                 with measuring(version):
                     metrics = self._evaluator(snapshot)
-                self._on_values(version, metrics, snapshot)
+                    self._on_values(version, metrics, snapshot)  # what it raises ends the run, too, not this thread alone
             except CodeFailed as failed:
                 with self._changed:
                     self.failure = failed

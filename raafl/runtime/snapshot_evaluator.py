@@ -68,7 +68,8 @@ class SnapshotEvaluator(threading.Thread):
             try:
                 with measuring(version):
                     metrics = self._evaluator(snapshot)
-                    self._on_values(version, metrics, snapshot)  # what it raises ends the run, too, not this thread alone
+                    # here, so that what it raises ends the run, too, and not this thread alone
+                    self._on_values(version, metrics, snapshot)
             except CodeFailed as failed:
                 with self._changed:
                     self.failure = failed

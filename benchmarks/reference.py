@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,9 @@ def _attributes(record: type) -> dict[str, str]:
     from docstring_parser import parse_from_object
 
     found = parse_from_object(record)
-    return {one.arg_name: one.description or "" for one in found.params}
+    plain = {"``": "`", "None": "null", "True": "true", "False": "false"}  # as YAML has it
+    words = {one.arg_name: one.description or "" for one in found.params}
+    return {name: re.sub("|".join(plain), lambda found: plain[found[0]], text) for name, text in words.items()}
 
 
 def _default(field: Any) -> str:

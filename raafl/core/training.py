@@ -35,8 +35,8 @@ class Training:
         batch_size: None = the datamodule's.
         lr_schedule: how the learning rate of tasks changes over the run: a task's optimizer has its own rate times the
             schedule's factor when the task is handed out. A scheduler of the module starts anew in each task.
-        lr_versions: versions over which it goes from 1 to ``lr_final``; or
-        lr_time_s: seconds of the run's clock over which it does.
+        lr_versions: versions over which it goes from 1 to ``lr_final``; None = it goes by ``lr_time_s``.
+        lr_time_s: seconds of the run's clock over which it goes there; None = it goes by ``lr_versions``.
         lr_warmup: share of these in which the factor rises linearly from 0.1 to 1 before.
         lr_final: factor at the end and from then on.
     """

@@ -123,12 +123,17 @@ class _Search:
                 if doubts >= _SURE:
                     raise RunFailed(f"the server at {self._address} does not let this client in: {refused}") from None
                 problem = str(refused)
+                told = told or self._tell(
+                    f"the server at {self._address} does not let this client in: {problem}; trying again for"
+                )
             except (PeerLost, PeerTimeout, OSError) as error:
                 problem = str(error)
-            if not told:
-                told = True
-                self._say(f"no server at {self._address} yet ({problem}); waiting for up to {self._alone_s:g} s")
+                told = told or self._tell(f"no server at {self._address} yet ({problem}); waiting for")
             self.pause(problem)
+
+    def _tell(self, what: str) -> bool:
+        self._say(f"{what} up to {self._alone_s:g} s")
+        return True
 
     def pause(self, problem: str = "") -> None:
         """Wait a while, longer each time; raises `RunFailed` when the time is up."""

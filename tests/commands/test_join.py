@@ -137,6 +137,20 @@ def test_a_client_demands_encryption_of_other_machines(monkeypatch, address, wan
     assert set(seen) == {demanded}
 
 
+def test_a_server_that_refuses_a_client_is_there(monkeypatch):
+    def call(*_, **__):
+        raise Refused("wrong-secret", "not taken")
+
+    monkeypatch.setattr(sockets, "call", call)
+    monkeypatch.setattr("raafl.commands.join._FIRST_WAIT_S", 0.001)
+    told = []
+    with pytest.raises(RunFailed, match="does not let this client in: wrong-secret: not taken"):
+        join("127.0.0.1:1", 1, SECRET, lambda _: None, needs_config=True, alone_s=600, say=told.append)
+    assert told == [
+        "the server at 127.0.0.1:1 does not let this client in: wrong-secret: not taken; trying again for up to 600 s"
+    ]
+
+
 @pytest.mark.parametrize(
     ("address", "wanted", "used"),
     [("0.0.0.0:1", None, True), ("0.0.0.0:1", False, False), ("127.0.0.1:1", None, False)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import socket
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ _MOST_NAMES = 24
 _CLOSE = 0.6
 """Share of characters in common from which a name is a guess worth making: `init_args` and `target` have 0.53."""
 
-_HERE = str(Path(__file__).resolve().parent)
+_NOT_THE_USERS = (str(Path(__file__).resolve().parent), "<", sysconfig.get_path("stdlib"))
 LONGEST = 200
 """Letters of an error's own message that are shown."""
 
@@ -81,8 +82,13 @@ class Unsound(ValueError):
 
 def said(error: BaseException) -> str:
     """Return an error's kind, its message on one line, and where the user's code stood."""
-    message = one_line(str(error))
+    message = one_line(error.msg if isinstance(error, SyntaxError) else str(error))
     return f"{type(error).__name__}{': ' if message else ''}{message}{place_of(error)}"
+
+
+def cause(error: BaseException) -> str:
+    """Return what is `said` of an error, and of a `BadInput` its message whole, with the place in the user's code."""
+    return f"{' '.join(str(error).split())}{place_of(error)}" if isinstance(error, BadInput) else said(error)
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
@@ -94,16 +100,22 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return file and line of the innermost code that is the user's rather than a library's, as `` (FILE:LINE)``."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith((_HERE, "<"))
-    ]
-    if not frames:
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename is not None:  # that file has not begun to run
+        places.append((error.filename, error.lineno))
+    own = [one for one in places if "site-packages" not in one[0] and not one[0].startswith(_NOT_THE_USERS)]
+    if not own:
         return ""
-    path = Path(frames[-1].filename)
+    file, line = own[-1]
+    path = Path(file)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({shown}:{frames[-1].lineno})"
+    return f" ({shown}:{line})"
+
+
+def no_utf8(error: UnicodeDecodeError) -> str:
+    """Say what to do with a file that is no text in UTF-8; its name goes before it."""
+    at = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+    return f"is not text in UTF-8 ({at}): save it as UTF-8, from a spreadsheet as CSV UTF-8"
 
 
 def installing(extra: str) -> str:

@@ -25,7 +25,7 @@ from raafl.config.check import MADE, Check, kind_of
 from raafl.config.experiment import ABOUT, SECTIONS
 from raafl.config.trainer_flags import unknown
 from raafl.devices import Device
-from raafl.errors import nearest
+from raafl.errors import cause, nearest, place_of
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -233,12 +233,13 @@ class Explained(Check):
             target = _imported(path)
         except ModuleNotFoundError as error:
             raise Wrong(where, f"{where} cannot be imported, {_no_module(str(error.name))}") from None
-        except (AttributeError, ValueError):
+        except Exception as error:
             home = path.rpartition(".")[0]
+            missing = isinstance(error, AttributeError | ValueError) and (home in sys.modules or not place_of(error))
+            if not missing:
+                raise Wrong(where, f"{where} is {path}, which cannot be imported: {cause(error)}") from None
             hint = nearest(path.rpartition(".")[2], _public(home), home=f"{home}.")
             raise Wrong(where, f"{where} is {path}, which does not exist: {hint}") from None
-        except Exception as error:
-            raise Wrong(where, f"{where} is {path}, which cannot be imported: {' '.join(str(error).split())}") from None
         made = target
         if not inspect.isclass(target):
             with suppress(Exception):

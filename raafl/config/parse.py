@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
@@ -20,7 +21,7 @@ from raafl.config.check import MADE
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
-from raafl.errors import BadInput, nearest, one_of
+from raafl.errors import BadInput, cause, nearest, no_utf8, one_of, place_of
 from raafl.lean_import import PACKAGES
 
 if TYPE_CHECKING:
@@ -209,13 +210,31 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(explain(f"the config is refused: {error}", parser, argv, hidden)) from error
+    except Exception as error:
+        if not place_of(error):
+            raise
+        raise BadInput(explain(f"the config is refused: {cause(error)}", parser, argv, hidden)) from error
     try:
         return namespace, text, parser.instantiate(namespace)
     except BadInput:
         raise
-    except (ArgumentError, ValueError, TypeError) as error:
+    except Exception as error:
+        if place_of(error):
+            raise BadInput(explain(_failed(error, namespace), parser, argv, hidden)) from error
+        if not isinstance(error, ArgumentError | ValueError | TypeError):
+            raise
         # what a part says of its arguments, maybe among others' words
         raise BadInput(explain(str(error), parser, argv, hidden)) from error
+
+
+def _failed(error: Exception, namespace: Namespace) -> str:
+    """Say which part could not be made, where the user's own code has raised the error."""
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    for name in MADE:
+        path = str(getattr(namespace[name], "class_path", None))
+        if getattr(sys.modules.get(path.rpartition(".")[0]), "__file__", None) in files:
+            return f"{name} is {path}, which cannot be made: {cause(error)}"
+    return f"the config is refused: {cause(error)}"
 
 
 def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) -> Experiment:
@@ -321,7 +340,9 @@ def _check_config(file: str) -> None:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise BadInput(f"config {file} is not valid YAML: {where}{getattr(error, 'problem', error)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise BadInput(f"config {file} {no_utf8(error)}") from None
+    except OSError as error:
         raise BadInput(f"config {file} cannot be read as text: {error}") from None
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"{content!r:.40}"

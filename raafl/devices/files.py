@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.devices.checks import number
 from raafl.devices.shipped import names
-from raafl.errors import nearest
+from raafl.errors import nearest, no_utf8
 
 _NUMBERS = (
     "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "launch_s", "period_s",
@@ -28,14 +28,27 @@ def read_rows(path: Path) -> list[Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(no_file(str(path)))
-    text = path.read_text(encoding="utf-8-sig")  # a byte order mark is what spreadsheets write first
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is what spreadsheets write first
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} {no_utf8(error)}") from None
     if path.suffix == ".csv":
-        import csv
-
-        return [{key: cell for key, cell in row.items() if cell} for row in csv.DictReader(text.splitlines())]
+        return _cells(text, path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(f"{path}: unknown kind of device file {path.suffix!r}; use .yaml, .json or .csv")
     return _entries(text, str(path))
+
+
+def _cells(text: str, path: Path) -> list[Any]:
+    """Return the rows of a CSV file by the names of their columns, without empty cells."""
+    import csv
+
+    rows = csv.DictReader(text.splitlines())
+    names = list(rows.fieldnames or ())
+    for sign, word in ((";", "semicolons"), ("\t", "tabs")):
+        if len(names) == 1 and sign in names[0]:
+            raise ValueError(f"{path} has {word} between its columns: save it with commas")
+    return [{key: cell for key, cell in row.items() if cell} for row in rows]
 
 
 def no_file(text: str) -> str:

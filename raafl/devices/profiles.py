@@ -247,7 +247,7 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
             ones would quietly drop whole kinds of device.
     """
     if num_clients < 1:
-        raise ValueError(f"num_clients is {num_clients}; there must be at least 1 client")
+        raise ValueError(f"clients is {num_clients}; there must be at least 1 client")
     if not devices:
         raise ValueError("devices is empty; name at least one device, or leave it out")
     pattern: list[Profile] = []
@@ -256,8 +256,8 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
     counted = any(isinstance(device, Device) and device.count > 1 for device in devices)
     if counted and len(pattern) > num_clients:
         raise ValueError(
-            f"the counts in devices add up to {len(pattern)} but num_clients is {num_clients}; "
-            f"lower the counts or set num_clients to {len(pattern)}"
+            f"the counts in devices add up to {len(pattern)} but clients is {num_clients}; "
+            f"lower the counts or set clients to {len(pattern)}"
         )
     return [pattern[i % len(pattern)] for i in range(num_clients)]
 

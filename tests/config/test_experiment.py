@@ -127,7 +127,7 @@ def test_a_sound_experiment_has_no_problem():
         ),
         (
             {"devices": [Device(count=7), Device(count=4)]},
-            "the counts in devices add up to 11 but num_clients is 10; lower the counts or set num_clients to 11",
+            "the counts in devices add up to 11 but clients is 10; lower the counts or set clients to 11",
         ),
     ],
 )

@@ -94,6 +94,46 @@ def test_a_class_of_the_users_own_with_types_of_its_own_and_arguments_of_its_bas
         assert refused("--config", str(tmp_path / "a.yaml")) == f"{says} ({tmp_path / 'a.yaml'}, line 1)"
 
 
+CHEK = """
+from raafl.core.algorithm import Select
+
+class Wide(Select):
+    def chek(self, fleet):
+        return []
+"""
+ABSTRACT = """
+from dataclasses import replace
+import raafl
+from raafl.core.algorithm import Algorithm, Select
+
+class Wide(Select):
+    pass
+
+def wide() -> Algorithm:
+    return replace(raafl.fed_avg(), select=Wide())
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "source", "says", "line"),
+    [
+        ("algorithm", "def f(:\n", "cannot be imported: SyntaxError: invalid syntax", 1),
+        ("model", "import math\n1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero", 2),
+        ("model", "import json\njson.loads('x')\n", "cannot be imported: JSONDecodeError: Expecting value: line 1", 2),
+        ("algorithm", CHEK, "cannot be imported: Wide has a method 'chek', which nothing calls: Select has no 'chek', did you", 4),
+        ("algorithm", ABSTRACT, "cannot be made: TypeError: Can't instantiate abstract class Wide with", 10),
+    ],
+    ids=["syntax", "division", "in a library", "misspelt", "abstract"],
+)  # fmt: skip
+def test_what_is_wrong_in_the_users_own_file(tmp_path, monkeypatch, field, source, says, line):
+    name = tmp_path.name  # of this case alone, as no module is imported twice
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = refused(f"--{field}", f"{name}.wide")
+    assert text.startswith(f"{field} is {name}.wide, which {says}") and "\n" not in text
+    assert text.endswith(f" ({tmp_path / name}.py:{line})")
+
+
 @pytest.mark.parametrize(
     ("option", "says"),
     [

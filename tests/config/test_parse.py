@@ -192,7 +192,7 @@ NO_TABLE = "write a table of fields, with lines such as `clients: 4`"
         ("", f"holds nothing: {NO_TABLE}"),
         ("just text", f"holds 'just text': {NO_TABLE}"),
         ("- a\n- b\n", f"holds ['a', 'b']: {NO_TABLE}"),
-        (b"\xff\xfe\x00\x01", "cannot be read as text: "),
+        (b"\xff\xfe\x00\x01", "is not text in UTF-8 (byte 0xff at position 0): save it as UTF-8"),
     ],
 )
 def test_a_file_that_is_no_config(content, says, tmp_path):

@@ -118,7 +118,7 @@ def test_counts_deal_consecutive_clients_and_the_pattern_repeats():
 
 
 def test_counts_that_do_not_fit_are_an_error_but_a_plain_list_is_cut():
-    with pytest.raises(ValueError, match="add up to 60 but num_clients is 10"):
+    with pytest.raises(ValueError, match="add up to 60 but clients is 10"):
         assign([Device("slow", 1e9, count=30), Device("fast", 2e9, count=30)], 10)
     assert [p.name for p in assign([Profile(name=str(i)) for i in range(5)], 3)] == ["0", "1", "2"]
 
@@ -126,7 +126,7 @@ def test_counts_that_do_not_fit_are_an_error_but_a_plain_list_is_cut():
 def test_no_devices_or_no_clients_is_an_error():
     with pytest.raises(ValueError, match="devices is empty"):
         assign([], 3)
-    with pytest.raises(ValueError, match="num_clients is 0"):
+    with pytest.raises(ValueError, match="clients is 0"):
         assign([Profile()], 0)
 
 
@@ -159,6 +159,23 @@ def test_csv_device_file(tmp_path, encoding):
         Device("phone", flops_per_s=2e9, latency_s=0.1, availability=((0, 5), (10, 20)), period_s=24, count=3),
         Device("box", flops_per_s=1e12),
     ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".yaml", ".json"])
+def test_a_device_file_in_another_encoding_is_named(tmp_path, suffix):
+    path = tmp_path / f"devices{suffix}"
+    path.write_text("name,flops_per_s\nbox,1e12\n", encoding="utf-16")
+    said = f"{path} is not text in UTF-8 (byte 0xff at position 0): save it as UTF-8, from a spreadsheet as CSV UTF-8"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_devices(path)
+
+
+@pytest.mark.parametrize(("sign", "word"), [(";", "semicolons"), ("\t", "tabs")])
+def test_columns_parted_by_another_sign(tmp_path, sign, word):
+    path = tmp_path / "devices.csv"
+    path.write_text(f"name{sign}flops_per_s\nbox{sign}1e12\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path} has {word} between its columns: save it with commas")):
+        load_devices(path)
 
 
 def test_bad_entries_of_a_file_are_all_named(tmp_path):

@@ -31,7 +31,7 @@ class Training:
 
     Attributes:
         num_epochs: local epochs E over the client's data.
-        num_steps: local steps T instead of epochs.
+        num_steps: local steps T instead of epochs; where both are given, these count.
         batch_size: None = the datamodule's.
         lr_schedule: how the learning rate of tasks changes over the run: a task's optimizer has its own rate times the
             schedule's factor when the task is handed out. A scheduler of the module starts anew in each task.

@@ -83,6 +83,16 @@ def measuring(version: int) -> Iterator[None]:
         raise CodeFailed(f"evaluation of version {version}: {said(error)}", in_full(error)) from error
 
 
+def of_server(error: Exception, client: int | None = None) -> CodeFailed:
+    """Return the failure of a run in whose server ``error`` was raised, by a part of the method over ``client`` or over all."""
+    if isinstance(error, CodeFailed):
+        return error
+    over = "" if client is None else f", for client {client}"
+    failed = CodeFailed(f"the server{over}: {said(error)}", in_full(error))
+    failed.__cause__ = error
+    return failed
+
+
 def in_full(error: BaseException) -> str:
     """Return an error's traceback, of a long one the end."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]

@@ -30,7 +30,7 @@ from raafl.core.types import (
 )
 from raafl.errors import CodeFailed, TaskFailed, said
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import in_full, leave_traceback
+from raafl.local.failure import leave_traceback, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.inbox import Inbox
@@ -157,9 +157,7 @@ class Server(Driver):
             except KeyboardInterrupt:
                 self.stop("interrupted")
             except Exception as error:  # no client's: what one says is caught where it is worked with (`Admission`)
-                self._fail(
-                    error if isinstance(error, CodeFailed) else CodeFailed(f"the server: {said(error)}", in_full(error))
-                )
+                self._fail(of_server(error))
             finally:
                 self._end()
         return self._ended()

@@ -90,9 +90,13 @@ class Driver(ABC):
         """Tell a client that there is no work for it."""
         self._note(f"client {client} was let go: {reason}")
 
+    @abstractmethod
     def _blame(self, client: int, error: Exception) -> None:
-        """Report that a client's words raised ``error``; where all words are this process's own, raise it."""
-        raise error
+        """Report that a part of the method raised ``error`` over a client, which has been let go."""
+
+    def _decide(self, event: Event, now: float) -> list[Action]:
+        """Have the coordinator handle an event, and with it the parts of the method."""
+        return self.coordinator.handle(event, now)
 
     # ---- of both ----
 
@@ -105,7 +109,7 @@ class Driver(ABC):
     def _handle(self, event: Event, now: float) -> None:
         self.record.event(event, now)  # first: a replay is told the same, in the same order
         lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
-        actions = self.coordinator.handle(event, now)
+        actions = self._decide(event, now)
         for action in actions:
             self._do(action)
         self._handled(event, now, lost)

@@ -12,9 +12,11 @@ from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import Hooks
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import (
+    Action,
     Arrived,
     Assignment,
     ClientInfo,
+    Dismiss,
     Event,
     Joined,
     Lost,
@@ -27,9 +29,9 @@ from raafl.core.types import (
     event_to_json,
 )
 from raafl.devices.profiles import TaskTime
-from raafl.errors import CodeFailed, TaskFailed
+from raafl.errors import BadInput, CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import measuring
+from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.executors import Executor
@@ -68,6 +70,7 @@ class Simulation(Driver):
     ) -> None:
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor
+        self._has_raised = False  # a part of the method: the event at hand is half handled
         self._now = 0.0
         self._heap: list[tuple[float, int, int, Event | _Due]] = []
         self._sequence = 0
@@ -198,6 +201,36 @@ class Simulation(Driver):
         if self._num_lost >= LOST_FOR_EACH_CLIENT * len(self.record.participation) and not self.reason:
             reason = event.reason if isinstance(event, Lost) else ""
             self.stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}")
+
+    # ---- parts that raise ----
+
+    def _decide(self, event: Event, now: float) -> list[Action]:
+        try:
+            return super()._decide(event, now)
+        except Exception as error:  # a hook's comes out as it is
+            self._take_raised(error, None)
+            return []
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Dismiss) and action.error is not None:
+            self._blame(action.client, action.error)
+        else:
+            super()._do(action)
+
+    def _blame(self, client: int, error: Exception) -> None:
+        """Take it that the method is at fault: what a client says here is this process's own, and it is not let go."""
+        self._take_raised(error, client)
+
+    def _take_raised(self, error: Exception, client: int | None) -> None:
+        if isinstance(error, BadInput):
+            raise error
+        self._has_raised = True
+        self.error = self.error or of_server(error, client)
+
+    def _checkpoint(self) -> None:
+        """Save the run, unless a part has raised: from the checkpoint before, the mended run goes on as if none had."""
+        if not self._has_raised:
+            super()._checkpoint()
 
     # ---- actions ----
 

@@ -9,14 +9,18 @@ from dataclasses import replace
 
 import pytest
 
+import raafl
 from model_zoo import MLP
-from raafl.algorithms import fed_async
+from raafl.algorithms import fed_async, fed_avg
 from raafl.commands.run import simulate
 from raafl.core.hooks import Watcher
+from raafl.errors import RunFailed
+from raafl.parts.merge.mean import Mean
+from raafl.parts.select.submodels import Full
 from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
 from raafl.runtime.setup import build, make_executor
-from tests.federation import experiment, finish, unequal
+from tests.federation import digits, experiment, finish, small_mlp, unequal
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -113,3 +117,78 @@ def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replay
         played = Replay(parts.coordinator, executor)
         played.run(read_run(folder)[0])
     assert played.parting is None and parts.coordinator.state.values.model_digest() == whole.digest
+
+
+class Broken(Full):
+    """Raises from a version on where the test says: as it chooses, as it is told of an answer or of a round."""
+
+    at, bad, since = "call", (2,), 2
+
+    def __call__(self, client, fleet):
+        if client.id in self.bad:
+            self._raise("call", fleet)
+        return super().__call__(client, fleet)
+
+    def answered(self, client, assignment, took_s, fleet):
+        if client.id in self.bad:
+            self._raise("answered", fleet)
+
+    def drawn(self, clients, fleet):
+        self._raise("drawn", fleet)
+
+    def _raise(self, at, fleet):
+        if at == self.at and fleet.state.version >= self.since:
+            raise AttributeError("no share")
+
+
+def broken(folder, **more):
+    return experiment(folder, replace(fed_avg(), select=Broken()), max_updates=16, **more)
+
+
+@pytest.mark.parametrize(
+    ("at", "bad", "said"),
+    [("call", (2,), "the server, for client 2: AttributeError: no share"),
+     ("call", (1, 2, 3, 4), "the server, for client "),
+     ("answered", (3,), "the server, for client 3: AttributeError: no share"),
+     ("drawn", (), "the server: AttributeError: no share")],
+)  # fmt: skip
+def test_a_part_that_raises_ends_a_simulation_as_a_task_does(tmp_path, monkeypatch, at, bad, said, capsys):
+    monkeypatch.setattr(Broken, "at", at)
+    monkeypatch.setattr(Broken, "bad", bad)
+    run = finish(broken(tmp_path / "run", progress="plain", checkpoint_every=1))
+    reason = run.summary["finished"]
+    assert reason.startswith(f"failed: {said}") and "(tests/runtime/test_failed_run.py:" in reason
+    told = run.text("failure.txt")
+    assert told.startswith(reason) and f"in {'__call__' if at == 'call' else at}" in told
+    assert "cannot be worked with" not in capsys.readouterr().out
+    monkeypatch.setattr(Broken, "at", "nowhere")
+    mended, whole = finish(broken(None, resume=str(run.folder))), finish(broken(tmp_path / "whole"))
+    assert mended.digest == whole.digest and mended.text("clients.csv") == whole.text("clients.csv")
+
+
+def test_a_merge_that_raises_leaves_the_checkpoint_before_it_the_last(tmp_path, monkeypatch):
+    apply = Mean.apply
+
+    def fails(self, state):
+        apply(self, state)
+        if state.version == 2:
+            raise ZeroDivisionError("share")
+
+    whole = finish(experiment(tmp_path / "whole", fed_avg(), max_updates=16))
+    with monkeypatch.context() as patch:
+        patch.setattr(Mean, "apply", fails)
+        run = finish(experiment(tmp_path / "run", fed_avg(), max_updates=16, checkpoint_every=1))
+    assert run.summary["finished"].startswith("failed: the server: ZeroDivisionError: share (tests/runtime/")
+    resumed = finish(experiment(None, fed_avg(), max_updates=16, resume=str(run.folder)))
+    assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
+
+
+def test_python_raises_run_failed_for_a_part_that_raises_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(Broken, "since", 0)
+    settings = {"devices": unequal(), "max_updates": 8, "num_steps": 1, "progress": "quiet", "output": tmp_path / "run"}
+    with pytest.raises(
+        RunFailed, match=r"^the server, for client 2: AttributeError: no share \(.*run folder: "
+    ) as raised:
+        raafl.Federation(replace(fed_avg(), select=Broken()), **settings).simulate(small_mlp, digits())
+    assert type(raised.value.__cause__) is AttributeError
+    assert (tmp_path / "run" / "summary.json").exists()

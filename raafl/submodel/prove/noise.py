@@ -16,7 +16,7 @@ NOISE = (0.5, 0.9)
 
 
 class Quiet(TorchFunctionMode):
-    """Leaves dropout and noise out, and notes where there was noise, and where doubles become single floats.
+    """Leaves dropout, noise and casts to half precision out; notes where noise was, and where doubles become single floats.
 
     Attributes:
         noisy: whether something was drawn.
@@ -25,10 +25,12 @@ class Quiet(TorchFunctionMode):
 
     forced = noisy = False
 
-    def __init__(self, noise: float) -> None:
-        """Have ``noise`` stand for all that is drawn."""
+    def __init__(
+        self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
+    ) -> None:
+        """Have ``noise`` stand for all that is drawn, and ``wide`` for ``halves``, the model's own dtypes, in casts."""
         super().__init__()
-        self.noise = noise
+        self.noise, self.halves, self.wide = noise, halves, wide
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -40,6 +42,8 @@ class Quiet(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         answer = func(*args, **kwargs)
+        if name in ("to", "type", "bfloat16", "half") and isinstance(answer, Tensor) and answer.dtype in self.halves:
+            return args[0].to(answer.device, self.wide)  # the layers are proven in it
         if name in DRAWN:  # of another size, it would have others for the same units
             answer.fill_(self.noise)
             self.noisy = True

@@ -108,6 +108,7 @@ class _Proof:
         self.values = drawn(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
         self.spanned |= set() if submodels.found is None else submodels.found.spanned
+        self.halves = frozenset({torch.float16, torch.bfloat16} & set(submodels.layout().dtypes))
         self.generator = torch.Generator().manual_seed(11)
         self.noise = NOISE
 
@@ -243,7 +244,7 @@ class _Proof:
         if module is self.whole:  # the small ones are new
             self.state.restore()
         module.zero_grad(set_to_none=True)
-        done, mode = _Step(), Quiet(noise)
+        done, mode = _Step(), Quiet(noise, self.halves, self.dtype)
         seeded(5)  # both steps are to draw the same
         handles = watch_outputs(
             module,

@@ -177,6 +177,9 @@ class DryRun(Simulation):
         """Save nothing."""
         return {}
 
+    def _take_raised(self, error: Exception, client: int | None) -> None:
+        raise error  # a part that reads values may need those of trained updates, which there are none of: `predict` says so
+
 
 def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None) -> Prediction:
     """Go through a run with this algorithm and return what it took; why it cannot be, in `Prediction.problem`.

@@ -87,7 +87,7 @@ def said(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Return what is `said` of an error, and of a `BadInput` its message whole, with the place in the user's code."""
+    """Describe an error in one line as `said` does, a `BadInput` by its message whole, with the place in the user's code."""
     return f"{' '.join(str(error).split())}{place_of(error)}" if isinstance(error, BadInput) else said(error)
 
 

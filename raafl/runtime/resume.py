@@ -90,10 +90,10 @@ def _refuse_links(folder: Path) -> None:
     """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):
-        for path in sorted(Path(parent, name) for name in (*folders, *files)):
+        for path in filter(Path.is_symlink, sorted(Path(parent, name) for name in (*folders, *files))):
             stays = path.parent != folder and path.resolve().is_relative_to(inside)
             wandb_log = len(parts := path.relative_to(folder).parts) == 5 and parts[:2] + parts[3:4] == _WANDB_LOGS
-            if path.is_symlink() and not stays and not wandb_log:
+            if not stays and not wandb_log:
                 raise BadInput(
                     f"resume: '{path}' is a link, which is not written to: put what it stands for in its place"
                 )

@@ -49,9 +49,9 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     from raafl.config.parse import parse
     from raafl.core.types import client_to_json
     from raafl.runtime.client_setup import ClientSetup
-    from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-    from raafl.runtime.transport.handshake import Secret
-    from raafl.runtime.transport.listener import call
+    from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+    from raafl.transport.tcp.handshake import Secret
+    from raafl.transport.tcp.listener import call
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])
     site = ClientSetup.build(parsed.experiment, parsed.config_yaml, 2, own_data=False)

@@ -31,12 +31,12 @@ import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
-from raafl.runtime.transport import Kind, Message, Pair
-from raafl.runtime.transport.cipher import RECORD_BYTES
-from raafl.runtime.transport.gloo import GlooPair
-from raafl.runtime.transport.handshake import load_secret
-from raafl.runtime.transport.listener import Listener, call
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import Kind, Message, Pair
+from raafl.transport.tcp.cipher import RECORD_BYTES
+from raafl.transport.gloo import GlooPair
+from raafl.transport.tcp.handshake import load_secret
+from raafl.transport.tcp.listener import Listener, call
+from raafl.transport.tcp.connection import TcpPair
 from raafl.submodel.flat import FlatTensors, Layout
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}
@@ -90,10 +90,11 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
     """Count copies, bytes and waits of a task between two emulated GPUs, whose payload each way has so many pieces."""
     import pytest
 
-    from raafl.runtime.transport import frames, payload
+    from raafl.transport import frames
+    from raafl.transport import staging
     from tests.emulated_cuda import emulation
 
-    sizes = {"gloo": payload.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}
+    sizes = {"gloo": staging.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}
     found = []
     with pytest.MonkeyPatch.context() as patch, emulation(patch) as gpus, ThreadPoolExecutor(2) as pool:
         for name, ends in {"gloo": _gloo_ends(pool), "tcp": _tcp_ends()}.items():

@@ -46,13 +46,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 PROCESSES = (
     *("benchmarks", "chaos", "conformance", "distributed", "launch", "loggers"),
-    *(f"commands/test_{name}" for name in ("bad_options", "cli", "completion", "fit_local", "supervise")),
+    *(f"commands/test_{name}" for name in ("bad_options", "cli", "completion", "fit_local")),
     *("docs/test_site", "report/test_browser", "test_ends", "test_federation_scripts", "test_wheel"),
-    *(f"runtime/test_{name}" for name in ("exchange", "interrupt", "executors", "saver", "session", "session_hello")),
-    *(
-        f"runtime/transport/test_{name}"
-        for name in ("callers", "listener", "hostile", "strangers", "gloo", "nccl", "ranks", "tcp")
-    ),
+    *(f"runtime/{name}" for name in ("test_exchange", "executors/test_executors", "local/test_supervisor")),
+    *(f"runtime/{name}" for name in ("lifecycle/test_signals", "lifecycle/test_checkpointer")),
+    *(f"runtime/server/test_{name}" for name in ("session", "session_hello")),
+    *(f"transport/test_{name}" for name in ("hostile", "gloo", "nccl", "torchrun")),
+    *(f"transport/tcp/test_{name}" for name in ("callers", "listener", "strangers", "connection")),
 )
 """Folders and files whose tests are marked ``processes``: they start some, and may run beside one other test."""
 NEEDS_GPU = "needs a GPU"

@@ -16,7 +16,7 @@ from raafl.runfolder.record import RunRecord
 from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
 from raafl.runtime.driver import Driver
 from raafl.runtime.setup import ServerSetup, build, make_executor
-from raafl.runtime.transport import Refused
+from raafl.transport import Refused
 from tests.federation import experiment
 
 HOSTILE = 4

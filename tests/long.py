@@ -39,7 +39,7 @@ def marked() -> dict[str, Any]:
 
 def fuzz() -> dict[str, Any]:
     """As many damaged frames as a change is not tested with."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/runtime/transport/test_fuzz.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "tests/transport/test_fuzz.py"]
     done = subprocess.run(command, env=os.environ | {"RAAFL_FUZZ_FRAMES": str(FRAMES)}, check=False)
     return {"part": "fuzz", "exit_code": done.returncode, "frames": FRAMES}
 

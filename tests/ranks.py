@@ -30,8 +30,8 @@ from raafl.core.types import Event
 from raafl.errors import RunFailed
 from raafl.local import heap
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.transport import Admit, Transport
-from raafl.runtime.transport import ranks as transport
+from raafl.transport import Admit, Transport
+from raafl.transport import torchrun as transport
 from tests import remembered
 from tests.federation import Finished, finish
 

@@ -22,7 +22,7 @@ from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime import client as client_side
 from raafl.runtime.client_setup import ClientSetup
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.transport.handshake import Secret
+from raafl.transport.tcp.handshake import Secret
 from tests import ranks, remembered
 from tests.federation import Finished
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raafl.runtime.transport import codec
-from raafl.runtime.transport.codec import HEADER_BYTES, Expect, Message, Refused
+from raafl.transport import codec
+from raafl.transport.codec import HEADER_BYTES, Expect, Message, Refused
 
 
 def encode(message: Message) -> bytes:

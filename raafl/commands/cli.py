@@ -187,7 +187,7 @@ def _serve(argv: list[str]) -> int:
         with quick_imports():
             from raafl.commands.serve import serve
             from raafl.config.parse import parse
-            from raafl.runtime.transport.handshake import load_secret
+            from raafl.transport.tcp.handshake import load_secret
 
             parsed = parse("serve", rest)
             secret = load_secret(own.secret_file)
@@ -210,8 +210,8 @@ def _join(argv: list[str]) -> int:
 def _key(argv: list[str]) -> int:
     """Make a run's secret, or the key of one client: in a file for its owner alone, or printed."""
     from raafl.config.remote_options import split
-    from raafl.runtime.transport.handshake import load_secret
-    from raafl.runtime.transport.keys import new_secret, write_new
+    from raafl.transport.tcp.handshake import load_secret
+    from raafl.transport.tcp.secret_files import new_secret, write_new
 
     own, rest = split("key", argv)
     if rest:

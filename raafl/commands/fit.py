@@ -21,7 +21,7 @@ from raafl.runtime.distributed import Server
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session, Terms
 from raafl.runtime.setup import build
-from raafl.runtime.transport import (
+from raafl.transport import (
     TRANSPORTS,
     Admit,
     Kind,

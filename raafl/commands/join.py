@@ -17,10 +17,10 @@ from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.foreign import foreign
 from raafl.runtime.client import Client
 from raafl.runtime.client_setup import ClientSetup
-from raafl.runtime.transport import TRANSPORTS, Kind, Meeting, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import TRANSPORTS, Kind, Meeting, Message, Pair, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
-    from raafl.runtime.transport.handshake import Secret
+    from raafl.transport.tcp.handshake import Secret
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same

@@ -28,7 +28,7 @@ def command(argv: list[str], tell: Callable[[str], None]) -> int:
         from raafl.config.parse import parse
         from raafl.runtime.client_setup import ClientSetup
         from raafl.runtime.spanning import together
-        from raafl.runtime.transport.handshake import load_secret
+        from raafl.transport.tcp.handshake import load_secret
 
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse("join", rest) if has_config else None

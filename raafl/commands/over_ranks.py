@@ -16,7 +16,7 @@ from raafl.local.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
 from raafl.runtime.executors import work
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
-from raafl.runtime.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
+from raafl.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
 from raafl.watch.progress import Progress
 
 

@@ -35,7 +35,7 @@ from raafl.runtime.export import save_copy, save_model
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.saver import Saver, check_space
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
-from raafl.runtime.transport import Transport
+from raafl.transport import Transport
 from raafl.submodel import FULL
 from raafl.watch.pace import Goals
 from raafl.watch.progress import Progress

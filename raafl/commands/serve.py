@@ -1,7 +1,7 @@
 """`raafl serve`: a run whose clients are on their own machines and come and go.
 
 The server listens at one TCP port; nobody is told anything before the shared secret is proven
-(`raafl.runtime.transport.listener`). Of two clients with one id the newer takes part and the older is told so and ends:
+(`raafl.transport.tcp.listener`). Of two clients with one id the newer takes part and the older is told so and ends:
 after a broken network the older connection is the dead one.
 """
 
@@ -19,11 +19,11 @@ from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput, parse_address
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Terms
-from raafl.runtime.transport import TRANSPORTS, Meeting
-from raafl.runtime.transport.keys import bind, check_run
+from raafl.transport import TRANSPORTS, Meeting
+from raafl.transport.tcp.secret_files import bind, check_run
 
 if TYPE_CHECKING:
-    from raafl.runtime.transport.handshake import Secret
+    from raafl.transport.tcp.handshake import Secret
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:

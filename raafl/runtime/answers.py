@@ -7,7 +7,7 @@ from typing import Any
 from raafl.core.types import ClientInfo, client_from_json, client_to_json
 from raafl.devices.series import long_series, restored, shortened, too_long
 from raafl.foreign import foreign
-from raafl.runtime.transport import Refused
+from raafl.transport import Refused
 
 
 def extra_of(meta: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.answers import hello_of
 from raafl.runtime.exchange import ClientSide
-from raafl.runtime.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 
 

@@ -18,7 +18,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runtime.client import Client
 from raafl.runtime.memory import settle_heap, with_memory
 from raafl.runtime.setup import client_infos, client_parts, load_data
-from raafl.runtime.transport import Pair
+from raafl.transport import Pair
 from raafl.submodel import Submodels
 
 

@@ -37,7 +37,7 @@ from raafl.runtime.inbox import Inbox
 from raafl.runtime.interrupt import Interrupt
 from raafl.runtime.session import Session
 from raafl.runtime.snapshot_evaluator import SnapshotEvaluator
-from raafl.runtime.transport import Refused
+from raafl.transport import Refused
 from raafl.submodel import FlatTensors
 from raafl.units import duration
 from raafl.watch.progress import Progress

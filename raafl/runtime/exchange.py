@@ -24,7 +24,7 @@ from raafl.errors import BadInput, Unsound
 from raafl.local.draws import Draws
 from raafl.local.options import FabricOptions
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout
 
 MAX_BYTES = 1 << 31

@@ -36,7 +36,7 @@ from raafl.local.train import Stopped
 from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.inbox import Inbox
-from raafl.runtime.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 MAX_DAMAGED = 3

@@ -33,9 +33,9 @@ from raafl.errors import BadInput, RunFailed
 from raafl.local.failure import attempt
 from raafl.local.spanning import ClientProcesses
 from raafl.local.train import Stopped
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.runtime.transport.gloo import GlooPair, cloned
-from raafl.runtime.transport.nccl import checked_group, identity, opened
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.gloo import GlooPair, cloned
+from raafl.transport.nccl import checked_group, identity, opened
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 
@@ -355,7 +355,7 @@ class _Group:
 
 
 def _gloo_device() -> Any:
-    from raafl.runtime.transport.gloo import _device
+    from raafl.transport.gloo import _device
 
     local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     return _device("127.0.0.1" if local else None)

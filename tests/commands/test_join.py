@@ -16,10 +16,11 @@ from raafl.commands.cli import main
 from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.errors import Replaced, RunFailed, parse_address
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused, sockets
-from raafl.runtime.transport.handshake import Secret
-from raafl.runtime.transport.listener import Listener
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.tcp import transport
+from raafl.transport.tcp.handshake import Secret
+from raafl.transport.tcp.listener import Listener
+from raafl.transport.tcp.connection import TcpPair
 from tests.federation import experiment
 
 SECRET = Secret(b"a secret for tests only")
@@ -131,7 +132,7 @@ def test_a_client_demands_encryption_of_other_machines(monkeypatch, address, wan
         seen.append(demand_encryption)
         raise PeerLost("connection-refused", "nobody")
 
-    monkeypatch.setattr(sockets, "call", call)
+    monkeypatch.setattr(transport, "call", call)
     with pytest.raises(RunFailed, match="no server at"):
         join(address, 1, SECRET, lambda _: None, needs_config=True, encrypt=wanted, alone_s=0.01)
     assert set(seen) == {demanded}
@@ -141,7 +142,7 @@ def test_a_server_that_refuses_a_client_is_there(monkeypatch):
     def call(*_, **__):
         raise Refused("wrong-secret", "not taken")
 
-    monkeypatch.setattr(sockets, "call", call)
+    monkeypatch.setattr(transport, "call", call)
     monkeypatch.setattr("raafl.commands.join._FIRST_WAIT_S", 0.001)
     told = []
     with pytest.raises(RunFailed, match="does not let this client in: wrong-secret: not taken"):
@@ -162,7 +163,7 @@ def test_a_server_that_others_can_reach_encrypts(tmp_path, monkeypatch, address,
     def listener(*_, encrypt, **__):
         raise ItsDoor(encrypt)
 
-    monkeypatch.setattr(sockets, "Listener", listener)
+    monkeypatch.setattr(transport, "Listener", listener)
     with pytest.raises(ItsDoor) as opened:
         serve(experiment(tmp_path / "run"), "", address, SECRET, encrypt=wanted)
     assert opened.value.args == (used,)

@@ -24,8 +24,8 @@ from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, Message
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import Kind, Message
+from raafl.transport.tcp.connection import TcpPair
 from raafl.submodel import FULL, FlatTensors
 from tests.compression.ends import drawn, model, plan_of, task
 from tests.crashed import crashed, simulated

@@ -80,7 +80,7 @@ def test_without_a_secret_nothing_starts_and_the_remedy_is_named(monkeypatch, ca
 
 
 def test_an_operator_can_hand_out_one_client_s_key(monkeypatch, capsys):
-    from raafl.runtime.transport.handshake import Secret
+    from raafl.transport.tcp.handshake import Secret
 
     monkeypatch.setenv("RAAFL_SECRET", "a secret of the tests")
     assert main(["key", "--client", "3"]) == 0

@@ -20,8 +20,8 @@ from raafl.data.federated import ClientData
 from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import Executor, Inline, OverRanks, Pool, work
 from raafl.runtime.executors.cohorts import Cohorts
-from raafl.runtime.transport import PeerLost
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import PeerLost
+from raafl.transport.tcp.connection import TcpPair
 from raafl.submodel import FlatTensors, Spec
 from tests import remembered
 from tests.federation import Finished

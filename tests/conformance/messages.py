@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from raafl.runtime.transport import Kind, Message
-from raafl.runtime.transport.payload import CHUNK_BYTES
+from raafl.transport import Kind, Message
+from raafl.transport.staging import CHUNK_BYTES
 from raafl.submodel.flat import FlatTensors
 from tests.conformance.transports import WAIT_S
 

@@ -9,7 +9,7 @@ from raafl.compression.compressors import Compress
 from raafl.runtime.replay import Replay
 from raafl.runtime.session import Session
 from raafl.runtime.setup import build, make_executor
-from raafl.runtime.transport import Refused
+from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment, finish
 from tests.ranks import ranks

@@ -16,7 +16,7 @@ from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.errors import Unsound
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Refused
+from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_compress_two_clocks import assert_replays
 from tests.crashed import crash

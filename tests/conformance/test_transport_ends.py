@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.runtime.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.submodel.flat import FlatTensors, Layout
 from tests.conformance.messages import (
     CHUNK,

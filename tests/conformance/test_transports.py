@@ -7,9 +7,10 @@ import threading
 import pytest
 import torch
 
-from raafl.runtime.transport import TRANSPORTS, Kind, Message, PeerLost, Refused, codec
-from raafl.runtime.transport.gloo import FIRST_BYTES
-from raafl.runtime.transport.payload import CHUNK_BYTES
+from raafl.transport import TRANSPORTS, Kind, Message, PeerLost, Refused
+from raafl.transport import codec
+from raafl.transport.gloo import FIRST_BYTES
+from raafl.transport.staging import CHUNK_BYTES
 from raafl.submodel.flat import FlatTensors, Layout
 from tests.conformance.messages import (
     CHUNK,

@@ -12,11 +12,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from raafl.errors import parse_address
-from raafl.runtime.transport import Meeting, Pair, Transport
-from raafl.runtime.transport.gloo import GlooPair
-from raafl.runtime.transport.handshake import Secret
-from raafl.runtime.transport.ranks import Ranks
-from raafl.runtime.transport.sockets import Sockets
+from raafl.transport import Meeting, Pair, Transport
+from raafl.transport.gloo import GlooPair
+from raafl.transport.tcp.handshake import Secret
+from raafl.transport.torchrun import Ranks
+from raafl.transport.tcp.transport import Sockets
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0

@@ -15,7 +15,7 @@ from raafl.commands.replay import replay
 from raafl.config.options import Waits
 from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost, Stop
-from raafl.runtime.transport.handshake import Secret
+from raafl.transport.tcp.handshake import Secret
 from tests.ranks import Watched
 from tests.remote import SECRET, remote
 

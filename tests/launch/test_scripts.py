@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from raafl.runtime.transport.handshake import load_secret
+from raafl.transport.tcp.handshake import load_secret
 from tests import warm
 from tests.launch.processes import ROOT, WAIT_S, started, until
 

@@ -10,8 +10,8 @@ from raafl.core.types import Assignment, ClientInfo, client_to_json
 from raafl.devices.profiles import Profile
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, Message
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import Kind, Message
+from raafl.transport.tcp.connection import TcpPair
 from raafl.submodel import FULL, FlatTensors
 from tests.tools import filled, line_state
 

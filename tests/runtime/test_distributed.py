@@ -10,7 +10,7 @@ import pytest
 
 from raafl.core.types import Lost
 from raafl.runtime.distributed import Server
-from raafl.runtime.transport import Refused
+from raafl.transport import Refused
 
 
 class Life:

@@ -25,8 +25,8 @@ from raafl.runtime.client import Client
 from raafl.runtime.exchange import ClientSide
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, Message
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import Kind, Message
+from raafl.transport.tcp.connection import TcpPair
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from tests.algorithms.split_fed.models import Conv
 from tests.conformance.clocks import on_both_clocks

@@ -15,8 +15,9 @@ from raafl.config.options import Waits
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.inbox import Inbox
 from raafl.runtime.session import Session
-from raafl.runtime.transport import Kind, PeerLost, codec
-from raafl.runtime.transport.gloo import GlooPair
+from raafl.transport import Kind, PeerLost
+from raafl.transport import codec
+from raafl.transport.gloo import GlooPair
 from raafl.submodel import FlatTensors
 from tests.runtime.sessions import INFO, WAIT_S, Table
 from tests.tools import filled, line_state

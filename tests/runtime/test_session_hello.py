@@ -12,7 +12,7 @@ from raafl.core.types import Lost, client_to_json
 from raafl.devices.profiles import Profile
 from raafl.runtime.answers import hello_of
 from raafl.runtime.session import Terms
-from raafl.runtime.transport import Kind
+from raafl.transport import Kind
 from tests.runtime.sessions import INFO, Table
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raafl.runtime import spanning
-from raafl.runtime.transport import nccl
+from raafl.transport import nccl
 
 WAIT_S = 20.0
 

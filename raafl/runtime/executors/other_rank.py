@@ -17,7 +17,7 @@ from raafl.local.failure import to_meta
 from raafl.local.heap import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor
-from raafl.runtime.transport import Kind, Message, Pair
+from raafl.transport import Kind, Message, Pair
 from raafl.submodel import FULL, FlatTensors, Submodels
 
 FOR_EVER_S = 1e6

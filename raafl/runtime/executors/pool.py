@@ -20,8 +20,8 @@ from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor
 from raafl.runtime.executors.other_rank import FOR_EVER_S, work
 from raafl.runtime.executors.ranks import OverRanks
-from raafl.runtime.transport import PeerLost, PeerTimeout, Refused
-from raafl.runtime.transport.tcp import TcpPair
+from raafl.transport import PeerLost, PeerTimeout, Refused
+from raafl.transport.tcp.connection import TcpPair
 
 Work = Callable[[TcpPair], None]
 _PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends them to all; the parent sees to them

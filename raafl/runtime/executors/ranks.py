@@ -25,7 +25,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
 from raafl.runtime.executors.other_rank import FOR_EVER_S, hello, nothing
 from raafl.runtime.executors.shared_evaluation import Shared
-from raafl.runtime.transport import Expect, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import Expect, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors
 
 AHEAD_BYTES = 1 << 29

@@ -10,7 +10,7 @@ from typing import Any
 
 from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors.other_rank import FOR_EVER_S, nothing
-from raafl.runtime.transport import Kind, Message, Pair
+from raafl.transport import Kind, Message, Pair
 from raafl.submodel import FlatTensors
 
 _PARTS = 8

@@ -1,0 +1,280 @@
+"""A pair whose tensors go from GPU to GPU over NCCL, for who asks for it; and the choice between pairs.
+
+Control frames and short messages go over Gloo, which also notices a dead peer; NCCL alone would wait for it for ever.
+Whether NCCL joins the two ends is tried before the first payload: what does not work is found out while Gloo still does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from raafl.transport import codec
+from raafl.transport.codec import FOOTER_BYTES, Body, Header
+from raafl.transport.gloo import _REST, GlooPair, cloned, dist
+from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.transport.staging import problem_of
+from raafl.submodel.flat import FlatTensors, sum_of_bits
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+MIN_BYTES_PER_S = 1e8
+"""A slower link is none of NCCL's: by it the time for a payload is longer than for a word."""
+
+_POLL_S = 0.0005
+
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error, or a transfer past its time, is its session's: here it is waited for
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that stands still does not end the process either
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Set where the user has not: by its defaults torch's watchdog ends the whole process, rank 0 with all of its sessions."""
+
+
+def identity(device: torch.device) -> str:
+    """Identify this device among all: a GPU's machine and bus id, else the device's type.
+
+    By these NCCL tells GPUs apart: parts of one (MIG), which have UUIDs of their own, and processes that share one (MPS) have
+    the same, and it refuses to join them.
+    """
+    if device.type != "cuda":
+        return device.type
+    gpu: Any = torch.cuda.get_device_properties(device)
+    boot = Path("/proc/sys/kernel/random/boot_id")  # alike in all containers of a machine
+    machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
+    return f"cuda:{machine}/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+
+
+def nccl_problem(server: str, client: str) -> str | None:
+    """Explain why two devices, as `identity` names them, cannot be joined by NCCL, or None if they can."""
+    for side, name in (("server", server), ("client", client)):
+        if not name.startswith("cuda:"):
+            return f"the {side}'s tensors are on {name}"
+    if server == client:
+        return "both ends share one GPU"
+    return None if dist.is_nccl_available() else "this torch is built without NCCL"
+
+
+def connect(
+    store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
+    *, device: torch.device | str = "cpu", nccl: bool = False,
+) -> Pair:  # fmt: skip
+    """Meet the peer as `GlooPair.connect` does; with ``nccl`` over NCCL where that joins the two, and says why where not.
+
+    Both ends must call this function, and want NCCL or not; ``device`` is where this end's tensors lie.
+    """
+    pair = GlooPair.connect(store, prefix, server, timeout_s, hostname)
+    if not nccl:
+        return pair
+    device, group = torch.device(device), None
+    try:
+        mine = identity(device) if dist.is_nccl_available() else "a torch without NCCL"
+        theirs = _told(pair, mine, timeout_s)
+        problem = nccl_problem(*((mine, theirs) if server else (theirs, mine)))
+        if problem is None:
+            own = dist.PrefixStore(f"{prefix}/nccl", cloned(store))
+            # half of the time that the peer will wait for the word below
+            group, mine = opened(partial(_joined, own, 0 if server else 1, device, timeout_s / 2), timeout_s / 2)
+            problem = _told(pair, mine, timeout_s) or mine  # both ends take it, or neither
+    except BaseException:
+        if group is not None:
+            group.abort()
+        pair.close()
+        raise
+    if not problem:
+        return NcclPair(pair, group, device)
+    if group is not None:
+        group.abort()
+    warnings.warn(f"NCCL is not used, tensors are staged: {problem}", stacklevel=1)
+    return pair
+
+
+def _told(pair: GlooPair, mine: str, timeout_s: float) -> str:
+    """Tell the peer something and return what it tells."""
+    pair.send(codec.Message(codec.Kind.HELLO, meta={"nccl": mine}))
+    return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
+
+
+def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
+    """Make a group of NCCL's; return it and "", or None and what went wrong, at the latest after ``timeout_s``.
+
+    NCCL may wait in a call that nothing interrupts, such as where the other end has died while both were joined. So it has
+    a thread of its own, which is left behind where it hangs; what that comes to later is thrown away.
+    """
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            group = make()
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                found.set_exception(error)
+            return
+        try:
+            found.set_result(group)
+        except InvalidStateError:  # given up meanwhile
+            group.abort()
+
+    threading.Thread(target=run, name="nccl", daemon=True).start()
+    try:
+        return found.result(timeout_s), ""
+    except TimeoutError:
+        return (None, f"nothing came of it within {timeout_s:g} s") if found.cancel() else (found.result(), "")
+    except Exception as error:  # of whatever kind: staging is there
+        return None, str(error).partition("\n")[0]
+
+
+def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """Make a ProcessGroupNCCL whose watchdog leaves the process alone (`WATCHDOG`)."""
+    for name, value in WATCHDOG.items():
+        os.environ.setdefault(name, value)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
+    """Make a group, which ``check`` then uses for the first time, and so joins; one for which it raises is aborted."""
+    group = new_group(store, rank, size, timeout_s)
+    try:
+        check(group)
+    except BaseException:
+        group.abort()
+        raise
+    return group
+
+
+def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
+    """Make a group of two and send a word each way; raises `RuntimeError` or `PeerTimeout` where that does not come."""
+    cuda: Any = torch.cuda
+
+    def check(group: Any) -> None:
+        with cuda.stream(cuda.Stream(device)):  # as a pair's payloads: the GPU's other work waits for no peer
+            words = torch.tensor([rank, -1], device=device)
+            for sender in (0, 1):
+                work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
+                work.wait()
+            _synchronize(device, timeout_s)
+            if int(words[1]) != 1 - rank:
+                raise RuntimeError("NCCL does not bring what was sent")
+
+    return checked_group(store, rank, 2, timeout_s, check)
+
+
+def _buffers(tensors: FlatTensors) -> list[Tensor]:
+    """List what is sent, a message each: a payload's values of one dtype."""
+    return [tensors.buffers[dtype].detach() for dtype, _ in codec.declared(tensors)]
+
+
+def _sum(buffers: list[Tensor]) -> int:
+    """Return the wrap-around sum of the buffers' words, each weighted by its place among them; waits for the GPU once."""
+    total = sum((place * sum_of_bits(buffer) for place, buffer in enumerate(buffers, 1)), torch.tensor(0))
+    return int(total) % 2**64
+
+
+class NcclPair(GlooPair):
+    """Messages over Gloo, long payloads over NCCL, by way of the GPU if the tensors lie elsewhere.
+
+    The checksum is a sum of words, weighted by dtype: it finds lost and altered words, not a swap of two. A sender whose peer
+    dies inside a payload may learn of it only at its deadline, which allows for `MIN_BYTES_PER_S`.
+
+    NCCL's `wait` holds up the stream that is the current one, until the peer has done its part. So each pair has a stream of
+    its own: on the GPU's first, where all sessions' merges are, a client that stands still would hold all of them up.
+    """
+
+    def __init__(self, control: GlooPair, group: Any, device: torch.device) -> None:
+        """Take over ``control``, which must not be used any more, and a two-rank ProcessGroupNCCL on ``device``."""
+        self.__dict__.update(control.__dict__)
+        self._device, self._nccl = device, group
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device)
+
+    def close(self) -> None:
+        """End the session; see `Pair.close`."""
+        # NCCL first: a kernel that waits for the peer on the GPU ends only by abort, and Gloo's end would not wake it.
+        nccl, self._nccl = getattr(self, "_nccl", None), None
+        if nccl is not None:
+            nccl.abort()
+        super().close()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Close the pair when anything goes wrong inside; an error of NCCL's is a lost peer."""
+        with super()._ending():
+            try:
+                yield
+            except RuntimeError as error:
+                raise PeerLost("connection-broken", str(error).partition("\n")[0]) from None
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Work on the pair's stream, after all that the GPU was given before."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
+        with self._apart():
+            held = [buffer.to(self._device) for buffer in _buffers(tensors)]
+            # first: behind what is sent, it would wait for the peer, and without a deadline
+            footer = torch.frombuffer(bytearray(struct.pack("<Q", _sum(held))), dtype=torch.uint8)
+            for buffer in held:
+                self._nccl.send([codec.byte_view(buffer)], self._peer, 0).wait()
+            timeout_s += tensors.num_bytes / MIN_BYTES_PER_S
+            self._wait(self._start("send", footer, _REST), timeout_s)
+            _synchronize(self._device, timeout_s)
+
+    def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
+        buffers = _buffers(target)
+        with self._apart():
+            there = [b if b.device == self._device else torch.empty_like(b, device=self._device) for b in buffers]
+            expected = self._received(there)
+            is_whole = _sum(there) == expected
+            problem = next(filter(None, (problem_of(buffer, finite) for buffer in there)), None)
+            for buffer, received in zip(buffers, there, strict=True):
+                if received is not buffer:
+                    buffer.copy_(received)
+        return problem if is_whole else ("bad-checksum", "payload")
+
+    def _drain(self, header: Header, body: Body | None) -> None:
+        if body is None or header.payload_bytes > self.drain_bytes:
+            self.close()
+            return
+        with self._apart():
+            self._received([torch.empty(numel, dtype=dtype, device=self._device) for dtype, numel in body.buffers])
+
+    def _received(self, buffers: list[Tensor]) -> int:
+        """Receive into buffers; return the sender's sum once all has come. Gloo tells at once of a peer that has died."""
+        for buffer in buffers:
+            self._nccl.recv([codec.byte_view(buffer)], self._peer, 0).wait()
+        footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
+        timeout_s = self.timeout_s + sum(buffer.nbytes for buffer in buffers) / MIN_BYTES_PER_S
+        self._wait(self._start("recv", footer, _REST), timeout_s)
+        _synchronize(self._device, timeout_s)
+        return int(struct.unpack("<Q", codec.memory(footer))[0])
+
+
+def _synchronize(device: torch.device, timeout_s: float) -> None:
+    """Wait for this thread's stream, with a deadline."""
+    event: Any = torch.cuda.Event
+    done, deadline = event(), time.monotonic() + timeout_s
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise PeerTimeout(f"NCCL moved nothing more within {timeout_s:g} s")
+        time.sleep(_POLL_S)

@@ -1,0 +1,151 @@
+"""Tensors in pieces: so that hashing, checking and copying one piece overlaps the transfer of the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raafl.transport.codec import byte_view, declared
+from raafl.submodel.flat import FlatTensors, is_finite
+
+CHUNK_BYTES = 4 << 20
+"""Longest piece. How a payload is cut belongs to the wire format: both ends must do it alike."""
+
+NUM_POSTED = 128
+"""Pieces handed to the transport at a time: few enough to bound its queues, enough never to stall it."""
+
+NUM_STAGED, NUM_AHEAD = 6, 2
+"""Pieces of the staging buffer that a CUDA tensor passes through, and how many of them are filled ahead of the wire."""
+
+
+def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
+    """Yield 1-D typed views of at most `CHUNK_BYTES`, in the order in which they go on the wire."""
+    for dtype, _ in declared(tensors):
+        yield from torch.split(tensors.buffers[dtype].detach(), CHUNK_BYTES // dtype.itemsize)
+
+
+def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
+    """Yield the length of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
+    for dtype, numel in buffers:
+        whole, rest = divmod(numel * dtype.itemsize, CHUNK_BYTES)
+        yield from itertools.repeat(CHUNK_BYTES, whole)
+        if rest:
+            yield rest
+
+
+def is_sound(piece: Tensor) -> bool:
+    """Check whether the bytes are values of the dtype: a bool other than 0 or 1 is none."""
+    return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
+
+
+def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
+    """Check received values; return (reason, detail) where they are refused; ``finite``: NaN and infinity are no values."""
+    if not is_sound(piece):
+        return "bad-value", "a bool is neither 0 nor 1"
+    if finite and not is_finite(piece):
+        return "non-finite", f"a NaN or an infinity among the {piece.dtype}"
+    return None
+
+
+class Staging:
+    """A ring of pieces in pinned host memory that pieces on another device pass through; made once, used again.
+
+    A GPU copies them on a stream of the ring's own, beside its other work and other sessions' copies, with nobody waiting; an
+    event says of each slot when its copy is done. So the copies of the next pieces run while one is hashed, and on the wire.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate the ring, `NUM_STAGED` times `CHUNK_BYTES`, and a stream of ``device`` if that is a GPU."""
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._slots = torch.split(memory, CHUNK_BYTES)
+        self._copied: list[Any] = [None] * NUM_STAGED  # the event after the last copy from or to each
+        self._next = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[Staging]:
+        """Copy within this context, after all that the GPU was given before; when it ends, so have all copies."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        try:
+            yield self
+        finally:  # after an error, too: whoever is given the memory next knows nothing of this stream
+            for index in range(NUM_STAGED):
+                self._wait(index)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return the next slot as a 1-D tensor of the length and dtype of ``like``, once nothing is copied from it any more."""
+        index = self._next % NUM_STAGED
+        self._next += 1
+        self._wait(index)
+        return self._slots[index][: like.numel() * like.dtype.itemsize].view(like.dtype)
+
+    def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield each piece in a slot, while those of the next `NUM_AHEAD` are filled.
+
+        It is good until so many were taken after it as may be in flight, `NUM_STAGED` less `NUM_AHEAD`.
+        """
+        ahead = deque[Tensor]()
+        for piece in pieces:
+            ahead.append(self.take(piece))
+            self._copy(ahead[-1], piece, ahead[-1])
+            if len(ahead) > NUM_AHEAD:
+                yield self._filled(ahead.popleft())
+        while ahead:
+            yield self._filled(ahead.popleft())
+
+    def land(self, slot: Tensor, piece: Tensor) -> None:
+        """Begin to copy a slot that was taken to its piece."""
+        self._copy(piece, slot, slot)
+
+    def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
+        # as bytes: a copy of bools would mend what is none
+        target, source, cuda = byte_view(target), byte_view(source), torch.cuda
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event: Any = cuda.Event
+        self._copied[self._index(slot)] = copied = event(blocking=True)
+        copied.record(self._stream)
+
+    def _filled(self, slot: Tensor) -> Tensor:
+        self._wait(self._index(slot))
+        return slot
+
+    def _wait(self, index: int) -> None:
+        event, self._copied[index] = self._copied[index], None
+        if event is not None:
+            event.synchronize()
+
+    @staticmethod
+    def _index(slot: Tensor) -> int:
+        return int(slot.storage_offset()) * slot.dtype.itemsize // CHUNK_BYTES
+
+
+class StagingRings:
+    """The staging buffers of a pair, one for each way, made when first needed."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[str, torch.device], Staging] = {}
+
+    def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
+        """Open the staging memory that ``tensors`` pass through, for one payload; None where they are in host memory."""
+        if not self.are_needed(tensors):
+            return nullcontext()
+        key = way, tensors.device
+        if key not in self._rings:
+            self._rings[key] = Staging(tensors.device)
+        return self._rings[key].in_use()
+
+    def are_needed(self, tensors: FlatTensors) -> bool:
+        """Check whether ``tensors`` are out of the transport's reach."""
+        return tensors.device.type != "cpu"

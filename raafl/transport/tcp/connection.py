@@ -1,0 +1,123 @@
+"""A pair over a connected TCP socket: for clients on other machines, that come and go.
+
+Authentication is the handshake's (`Listener` and `call` do it before they make a pair), encryption is a `RecordCipher`'s.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from raafl.transport import codec
+from raafl.transport.codec import Expect, Message, Refused
+from raafl.transport.frames import Frames
+from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.transport.tcp.stream import SocketStream, Stream, TimeBudget, hang_up
+
+if TYPE_CHECKING:
+    from raafl.transport.tcp.cipher import RecordCipher
+
+MIN_BYTES_PER_S = 1000.0
+"""Slower than this, a peer in the middle of a message is cut off as ``slow``."""
+
+
+class TcpPair(Pair):
+    """Messages over a stream socket. CUDA tensors pass through one pinned buffer of 24 MiB per direction in use.
+
+    A send ends when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Beside the
+    pair's timeout for each piece, a peer has to keep up ``min_bytes_per_s`` from a message's first byte to its last:
+    a message that comes more slowly is `Refused` as ``slow``, a send to a slow reader is a `PeerTimeout`; both close
+    the pair, as does ``bad-seal``, a record of a sealed pair that is not the peer's next one.
+    """
+
+    def __init__(
+        self, sock: socket.socket, timeout_s: float, *, seal: RecordCipher | None = None,
+        min_bytes_per_s: float = MIN_BYTES_PER_S,
+    ) -> None:  # fmt: skip
+        """Take over a connected socket.
+
+        Args:
+            sock: connected, nothing of the peer's messages read yet.
+            timeout_s: for the peer to send or accept each piece of a message.
+            seal: keys of the session, for encryption; None = in the clear.
+            min_bytes_per_s: least average rate, in bytes on the wire.
+        """
+        self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
+        self.sealed = seal is not None
+        self._socket = SocketStream(sock, TimeBudget(timeout_s))
+        self._stream: Stream = self._socket if seal is None else seal.stream(self._socket)
+        self._frames = Frames(self._stream)
+        # One thread sends while another receives: the frames' two halves share nothing. The lock is held for moments only, to
+        # count who is inside, so that a close never waits for the peer.
+        self._lock, self._num_inside, self._open = threading.Lock(), 0, True
+
+    def send(self, message: Message, timeout_s: float | None = None) -> int:
+        """Send a message; see `Pair.send`."""
+        head = codec.encode_head(message)
+        with self._inside():
+            self._socket.writing = TimeBudget(self.timeout_s if timeout_s is None else timeout_s, self.min_bytes_per_s)
+            try:
+                return self._frames.send(head, message.tensors)
+            except Refused as refused:
+                raise PeerTimeout(f"the peer accepts the message too slowly: {refused.detail}") from None
+
+    def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
+        """Receive a message; see `Pair.recv`."""
+        self.received_bytes = 0
+        with self._inside():
+            before = self._stream.num_read
+            self._socket.reading = TimeBudget(self.timeout_s, self.min_bytes_per_s)
+            try:
+                if not self._stream.pending:
+                    self._socket.await_first(timeout_s)
+                return self._frames.receive(expect, finite)
+            finally:
+                self.received_bytes = self._stream.num_read - before
+
+    def check(self) -> None:
+        """Raise `PeerLost` if the peer has ended the connection; see `Pair.check`."""
+        with self._inside():
+            self._socket.check()
+
+    def close(self) -> None:
+        """End the session; see `Pair.close`."""
+        with self._lock:
+            self.closed = True
+            if not self._open:
+                return
+            if self._num_inside == 0:
+                self._open = False
+                hang_up(self._socket.sock)
+                return
+            # A thread is inside: wake it, and let the last one out close the descriptor, which it may be polling.
+            with suppress(OSError):  # the peer was faster
+                self._socket.sock.shutdown(socket.SHUT_RDWR)
+
+    def _has_ended(self) -> bool:
+        return self.closed
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Count the threads inside, and close the pair when anything but a refusal in step goes wrong."""
+        with self._lock:
+            if self._has_ended():
+                raise PeerLost("closed-here")
+            self._num_inside += 1
+        try:
+            yield
+        except BaseException as error:
+            was_closed = self._has_ended()
+            if not (isinstance(error, Refused) and self._frames.in_step):
+                self.close()
+            if was_closed and isinstance(error, PeerLost | PeerTimeout):
+                raise PeerLost("closed-here") from None
+            raise
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                if self._has_ended() and self._num_inside == 0 and self._open:
+                    self._open = False
+                    hang_up(self._socket.sock)

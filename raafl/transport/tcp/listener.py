@@ -1,0 +1,363 @@
+"""The way in: one listening port, behind which every caller proves who it is before it may say anything.
+
+Callers that have not proven anything yet take a place each, of which there are few. When all are taken, the one that has
+waited longest gives up its place (of the host that holds most), so that callers that connect and say nothing cannot
+keep out one that speaks.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from raafl.errors import BadInput, parse_address
+from raafl.transport.codec import Refused
+from raafl.transport.tcp.handshake import ClientKey, Secret, greet, introduce
+from raafl.transport.connection import PeerLost, PeerTimeout
+from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up
+from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.rate_limit import Turns
+
+HANDSHAKE_S = 5.0
+"""How long a caller may take for its part of the handshake."""
+
+_BACKLOG = 128
+_LINGER_S = 1.0
+_JOIN_S = 10.0
+_RETRY_S = 0.1
+_DRAIN_BYTES = 64 << 10
+_BREATH_S = 0.04  # from a caller that comes too often to the next accept: who storms the listener must not busy it
+_MAX_PRESSING = 1000
+
+_SPEECHLESS = ("bad-magic", "wrong-secret", "bad-share")  # after these the caller is told nothing
+_NOTABLE = ("bad-version", "not-encrypted", "failed")
+_MAX_TOLD = 10
+
+_log = logging.getLogger(__name__)
+
+Admit = Callable[[TcpPair, int, str], None]
+
+
+def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:
+    """Decide whether what is said at an address is encrypted: as it is wanted, or else everywhere but on this machine alone.
+
+    ``address`` is ``HOST:PORT`` or a socket that listens; ``wanted`` None = nobody has said.
+
+    Raises:
+        BadInput: the address is none.
+    """
+    if wanted is not None:
+        return wanted
+    host = parse_address(address)[0] if isinstance(address, str) else str(address.getsockname()[0])
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def _text(address: tuple[str, int]) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A connection that takes a place; ``reason`` is why it lost it, if this end took it."""
+
+    sock: socket.socket
+    host: str
+    address: str
+    thread: threading.Thread | None = None
+    reason: str | None = None
+    admitted: bool = False
+
+
+class Listener:
+    """Listens, and admits callers that prove a client's key; a context manager.
+
+    Attributes:
+        address: where it listens, ``HOST:PORT`` with the real port.
+    """
+
+    def __init__(
+        self, address: str | socket.socket, secret: Secret, admit: Admit, refused: Callable[[str], None], *,
+        encrypt: bool = False, timeout_s: float = 30.0, max_callers: int = 32, max_per_host: int = 32,
+        turns: Turns | None = None,
+    ) -> None:  # fmt: skip
+        """Listen; `start` begins to answer.
+
+        Args:
+            address: ``HOST:PORT``, or a socket that listens already and belongs to the listener from now on.
+            secret: the run's.
+            admit: called with the pair, the client's proven id and the caller's address, in a thread of its own, and
+                should return soon; it may raise `Refused` to turn the client away. The pair is its to close.
+            refused: called once for each caller turned away, with the reason: bad-magic, bad-version, wrong-secret,
+                bad-share, not-encrypted, timeout, closed (by the caller), busy, too-often, stopped, failed, or what
+                ``admit`` chose.
+            encrypt: encrypt all that follows the handshake.
+            timeout_s: of the pairs that are made.
+            max_callers: places in all for callers that have not been admitted yet.
+            max_per_host: places that one host may take.
+            turns: how often each client may come in; None = as often as it likes.
+
+        Raises:
+            BadInput: the address is none of this machine's or taken, or the secret is one client's key.
+        """
+        if secret.client is not None:
+            raise BadInput(
+                f"the secret is the key of client {secret.client} alone: a server needs the run's whole secret"
+            )
+        self._secret, self._admit, self._refused, self._encrypt = secret, admit, refused, encrypt
+        self._timeout_s, self._max_callers, self._max_per_host = timeout_s, max_callers, max_per_host
+        self._listener = address if isinstance(address, socket.socket) else _bind(address)
+        self._listener.setblocking(False)
+        self.address = _text(self._listener.getsockname())
+        # The lock guards who holds a place, and for each caller which comes first: its admission or the reason to turn it out.
+        self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
+        self._told: Counter[str] = Counter()
+        self._turns, self._stormed = turns, False
+        self._pressing: set[tuple[str, int]] = set()  # host and proven id of those who came too often
+        self._waker, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
+
+    def start(self) -> Listener:
+        """Begin to answer callers; until now the system has refused them. Returns the listener."""
+        try:
+            self._listener.listen(_BACKLOG)
+        except OSError as error:  # somebody else has bound the port, too, and was faster
+            raise _unusable(self.address, error) from None
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop listening, turn callers in mid-handshake away, and end all threads. Admitted pairs live on. Idempotent."""
+        self._closed.set()
+        with suppress(OSError):
+            self._waker.send(b"x")
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+        with self._lock:
+            callers = list(self._callers)
+        for caller in callers:
+            self._turn_out(caller, "stopped")
+        deadline = time.monotonic() + _JOIN_S
+        for caller in callers:
+            if caller.thread is not None and caller.thread is not threading.current_thread():
+                caller.thread.join(max(0.0, deadline - time.monotonic()))
+        for sock in (self._listener, self._waker, self._woken):
+            sock.close()
+
+    def __enter__(self) -> Listener:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                selector.select()
+                if self._closed.is_set():
+                    return
+                try:
+                    sock, address = self._listener.accept()
+                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                    continue
+                except OSError as error:  # out of descriptors: some will come back
+                    _log.warning("cannot accept a connection at %s: %s", self.address, error)
+                    self._closed.wait(_RETRY_S)
+                    continue
+                self._enter(_Caller(sock, str(address[0]), _text(address)))
+                if self._stormed:
+                    self._stormed = False
+                    self._closed.wait(_BREATH_S)
+
+    def _enter(self, caller: _Caller) -> None:
+        """Give a caller a place and a thread, or turn it away."""
+        while (victim := self._in_the_way(caller)) is not None:
+            self._turn_out(victim, "busy")
+            if victim is not caller and victim.thread is not None:
+                victim.thread.join(_JOIN_S)
+                if not victim.thread.is_alive():
+                    continue
+            caller.reason = "busy"
+            break
+        if caller.reason is not None:
+            hang_up(caller.sock, abruptly=True)
+            self._say(caller, caller.reason)
+            return
+        caller.thread = threading.Thread(target=self._answer, args=(caller,), name="caller", daemon=True)
+        with self._lock:
+            self._callers.append(caller)
+        try:
+            caller.thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            with self._lock:
+                self._callers.remove(caller)
+            hang_up(caller.sock, abruptly=True)
+            self._say(caller, "busy", str(error))
+
+    def _in_the_way(self, caller: _Caller) -> _Caller | None:
+        """Return who must go before ``caller`` can have a place: itself, when all others are being admitted."""
+        with self._lock:
+            held = Counter(other.host for other in self._callers)
+            if held[caller.host] >= self._max_per_host:
+                host = caller.host
+            elif len(self._callers) >= self._max_callers:
+                host = max(held, key=held.__getitem__)
+            else:
+                return None
+            waiting = [other for other in self._callers if not other.admitted]
+            return next((o for o in waiting if o.host == host), next(iter(waiting), caller))
+
+    def _turn_out(self, caller: _Caller, reason: str) -> None:
+        """Wake the thread of a caller that has not been admitted, which then hangs up."""
+        with self._lock:
+            if caller.admitted:
+                return
+            caller.reason = caller.reason or reason
+            # Only woken: the descriptor is its thread's to close. Closed here, its number might be another's when that reads.
+            with suppress(OSError):
+                caller.sock.shutdown(socket.SHUT_RD)  # the peer hears nothing of it before the socket is reset
+
+    def _claimed(self, host: str, client: int) -> None:
+        """Turn away who names an id that was proven from the same host too often, before it costs anything."""
+        if self._turns is None or (host, client) not in self._pressing:
+            return
+        if not self._turns.has(client):
+            raise Refused("too-often", f"client {client}")
+        self._pressing.discard((host, client))
+
+    def _let_in(self, host: str, client: int) -> None:
+        """Take one of a client's turns, now that it has proven its id."""
+        if self._turns is None or self._turns.take(client):
+            return
+        if len(self._pressing) >= _MAX_PRESSING:
+            self._pressing.clear()
+        self._pressing.add((host, client))
+        raise Refused("too-often", f"client {client}")
+
+    def _answer(self, caller: _Caller) -> None:
+        """Do the handshake with one caller and admit it; every other end is one call of ``refused``."""
+        reason, detail, abruptly = "failed", "", True
+        try:
+            client, seal = greet(
+                SocketStream(caller.sock, TimeBudget(HANDSHAKE_S), 0), self._secret, self._encrypt,
+                lambda client: self._claimed(caller.host, client),
+            )  # fmt: skip
+            self._let_in(caller.host, client)
+            with self._lock:
+                caller.admitted = caller.reason is None
+            if caller.admitted:
+                self._admit(TcpPair(caller.sock, self._timeout_s, seal=seal), client, caller.address)
+                reason = ""
+        except Refused as refused:
+            reason, detail, abruptly = refused.reason, refused.detail, refused.reason == "too-often"
+            self._stormed |= abruptly
+        except PeerTimeout as timeout:
+            reason, detail = "timeout", str(timeout)
+        except PeerLost as lost:
+            reason, detail = "closed", str(lost)
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"
+        try:
+            if caller.reason is not None:
+                reason, abruptly = caller.reason, True
+            if reason:
+                if not abruptly and reason not in _SPEECHLESS:
+                    _linger(caller.sock)
+                hang_up(caller.sock, abruptly=abruptly)
+                self._say(caller, reason, detail)
+        finally:
+            with self._lock:
+                self._callers.remove(caller)
+
+    def _say(self, caller: _Caller, reason: str, detail: str = "") -> None:
+        """Tell of a caller that was turned away; a few lines at most in the log for what an operator can put right."""
+        self._told[reason] += 1
+        notable = reason in _NOTABLE and self._told[reason] <= _MAX_TOLD
+        level = logging.WARNING if notable else logging.DEBUG
+        _log.log(level, "turned away %s: %s%s", caller.address, reason, f": {detail}" if detail else "")
+        try:
+            self._refused(reason)
+        except Exception:  # it must not end the thread that listens
+            _log.exception("could not report a caller turned away as %s", reason)
+
+
+def call(
+    address: str, key: ClientKey, *, timeout_s: float, demand_encryption: bool = False, pair_timeout_s: float = 30.0
+) -> TcpPair:
+    """Connect to a `Listener` as the client whose key it is; returns the pair.
+
+    ``timeout_s`` is for connection and handshake, ``pair_timeout_s`` that of the pair; see `TcpPair`.
+
+    Raises:
+        Refused: wrong-secret, bad-version, bad-magic (no raafl server), bad-share or not-encrypted: asking again will
+            not help, save for wrong-secret, which a server that dies at the wrong moment looks like as well.
+        PeerLost: nothing listens there, or the server ended the connection (it is busy, or was stopped).
+        PeerTimeout: no answer.
+        BadInput: the address is none.
+    """
+    host, port = parse_address(address)
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+    except TimeoutError:
+        raise PeerTimeout(f"no connection to {address} within {timeout_s:g} s") from None
+    except ConnectionRefusedError:
+        raise PeerLost("connection-refused", f"nothing listens at {address}") from None
+    except OSError as error:
+        raise PeerLost("connection-broken", f"cannot reach {address}: {error.strerror or error}") from None
+    try:
+        seal = introduce(SocketStream(sock, TimeBudget(timeout_s), 0), key, demand_encryption)
+        return TcpPair(sock, pair_timeout_s, seal=seal)
+    except Refused as refused:
+        sock.close()
+        raise Refused(refused.reason, f"{address}: {refused.detail}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _bind(address: str) -> socket.socket:
+    host, port = parse_address(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(where)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    except OSError as error:
+        raise _unusable(address, error) from None
+
+
+def _unusable(address: str, error: OSError) -> BadInput:
+    return BadInput(
+        f"address is '{address}', where nothing can listen ({error.strerror or error}): give an address of this "
+        f"machine and a free port, or port 0"
+    )
+
+
+def _linger(sock: socket.socket) -> None:
+    """Wait a moment until the peer has got what it was told last: what it sent and nobody read would reset it."""
+    stream = SocketStream(sock, TimeBudget(_LINGER_S), 0)
+    scratch = memoryview(bytearray(4096))
+    with suppress(OSError, Refused):  # the peer's end of the connection is one of them
+        sock.shutdown(socket.SHUT_WR)
+        for _ in range(_DRAIN_BYTES // len(scratch)):
+            stream.read_into(scratch)

@@ -1,0 +1,225 @@
+"""Bytes over a connected socket, with deadlines that a peer cannot stretch and a close that wakes every waiter."""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from raafl.transport.codec import Refused
+from raafl.transport.connection import PeerLost, PeerTimeout
+
+AHEAD_BYTES = 64 << 10
+"""How much is read ahead, so that a short message costs one system call."""
+
+UNSENT_BYTES = 512 << 10
+"""How much of a message the kernel may hold unsent, so that a send ends only when the peer takes the message."""
+
+_MAX_PARTS = 64  # of one sendmsg; far below every system's IOV_MAX
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+class TimeBudget:
+    """How long a peer may keep this end waiting. Only waiting counts, so an end that is itself slow blames nobody.
+
+    It starts full, at ``timeout_s``. Every byte earns 1 / ``min_bytes_per_s`` back, up to full again. So a silent peer
+    is cut off after ``timeout_s``, and one that sends less than ``min_bytes_per_s`` soon after.
+    """
+
+    def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:
+        """Start full; with an infinite rate bytes earn nothing, and ``timeout_s`` bounds the sum of all waits."""
+        self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Spend what a wait took."""
+        self.left_s -= seconds
+        self._silent_s += seconds
+
+    def moved(self, num_bytes: int) -> None:
+        """Earn back what these bytes are worth."""
+        self.left_s = min(self.timeout_s, self.left_s + num_bytes / self.min_bytes_per_s)
+        self._silent_s = 0.0
+
+    def spent(self) -> PeerTimeout | Refused:
+        """Return the error of an empty budget: a timeout of a silent peer, else a refusal named slow."""
+        if self._silent_s >= 0.99 * self.timeout_s or self.min_bytes_per_s == math.inf:
+            return PeerTimeout(f"nothing from the peer within {self.timeout_s:g} s")
+        return Refused("slow", f"less than {self.min_bytes_per_s:g} bytes/s for {self.timeout_s:g} s")
+
+
+class Stream(Protocol):
+    """What messages are read from and written to."""
+
+    @property
+    def num_read(self) -> int:
+        """Bytes on the wire that were read so far."""
+        ...
+
+    @property
+    def num_written(self) -> int:
+        """Bytes on the wire that were written so far."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to read already taken from the layer below."""
+        ...
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view``; raises `PeerLost`, `PeerTimeout`, or `Refused` when the rest of the stream is of no use."""
+        ...
+
+    def write(self, parts: Sequence[memoryview | bytes]) -> None:
+        """Write all parts; they may be changed afterwards. Raises `PeerLost`, `PeerTimeout` or `Refused`."""
+        ...
+
+
+class SocketStream:
+    """A connected stream socket; one thread may read while another writes.
+
+    Attributes:
+        reading: what the reads of a message may wait; set anew for each message.
+        writing: the same of writes.
+        num_read, num_written: bytes so far.
+    """
+
+    def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
+        """Take over a socket; without ``ahead_bytes`` nothing is read but what is asked for."""
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            _tune(sock)
+        self.sock, self.reading, self.writing = sock, budget, budget
+        self.num_read = self.num_written = 0
+        self._ahead = pages(ahead_bytes)
+        self._start = self._end = 0
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes read ahead wait to be used."""
+        return self._start < self._end
+
+    def await_first(self, timeout_s: float) -> None:
+        """Wait until there is something to read, or the end of the stream; raises `PeerTimeout`."""
+        if not self.pending and not self._readable.poll(_milliseconds(timeout_s)):
+            raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
+
+    def check(self) -> None:
+        """Raise `PeerLost` if the peer has ended the connection and all it sent was read; waits for nothing."""
+        try:
+            gone = self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise _lost(error) from None
+        if gone:
+            raise _ended()
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view``; see `Stream.read_into`."""
+        filled = 0
+        while filled < len(view):
+            if self.pending:
+                got = min(self._end - self._start, len(view) - filled)
+                view[filled : filled + got] = self._ahead[self._start : self._start + got]
+                self._start += got
+            elif len(view) - filled >= len(self._ahead):
+                got = self._receive(view[filled:])
+            else:
+                got, self._start, self._end = 0, 0, 0
+                self._end = self._receive(self._ahead)
+            filled += got
+            self.num_read += got
+
+    def write(self, parts: Sequence[memoryview | bytes]) -> None:
+        """Write all parts; see `Stream.write`. A peer that does not read is a `PeerTimeout`, also one that is slow."""
+        views = [memoryview(part) for part in parts if len(part)]
+        first = 0
+        while first < len(views):
+            try:
+                sent = self.sock.sendmsg(views[first : first + _MAX_PARTS])
+            except (BlockingIOError, InterruptedError):
+                self._wait(self._writable, self.writing)
+                continue
+            except OSError as error:
+                raise _lost(error) from None
+            self.writing.moved(sent)
+            self.num_written += sent
+            while sent:
+                step = min(sent, len(views[first]))
+                views[first] = views[first][step:]
+                sent -= step
+                first += not len(views[first])
+
+    def _receive(self, view: memoryview) -> int:
+        while True:
+            try:
+                got = self.sock.recv_into(view)
+            except (BlockingIOError, InterruptedError):
+                self._wait(self._readable, self.reading)
+                continue
+            except OSError as error:
+                raise _lost(error) from None
+            if got == 0:
+                raise _ended()
+            self.reading.moved(got)
+            return got
+
+    def _wait(self, poll: select.poll, budget: TimeBudget) -> None:
+        # After the last wait the caller tries once more, since what came while this process slept is not late.
+        if budget.left_s <= 0:
+            raise budget.spent()
+        start = time.monotonic()
+        poll.poll(_milliseconds(budget.left_s))
+        budget.waited(time.monotonic() - start)
+
+
+def pages(num_bytes: int) -> memoryview:
+    """Return zeroed memory of its own pages: they take up memory once they are used, and go back when it is freed.
+
+    What malloc gives for buffers of this size stays with the process, in as many pieces as there were threads.
+    """
+    if not num_bytes:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
+    """Close a socket and wake whoever waits on it; abruptly, the peer is reset instead of finding an orderly end."""
+    try:
+        if abruptly:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        else:
+            sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # not connected any more
+    sock.close()
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {**_KEEPALIVE, "TCP_NOTSENT_LOWAT": UNSENT_BYTES}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(max(0, math.ceil(seconds * 1000)), 2**31 - 1)
+
+
+def _ended() -> PeerLost:
+    return PeerLost("connection-closed", "the peer ended the connection")
+
+
+def _lost(error: OSError) -> PeerLost:
+    reasons = {errno.ECONNRESET: "connection-reset", errno.EPIPE: "connection-closed"}
+    return PeerLost(reasons.get(error.errno or 0, "connection-broken"), error.strerror or str(error))

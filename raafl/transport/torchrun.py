@@ -1,0 +1,166 @@
+"""The transport of ranks that torchrun started: they meet at its store, and each client has a process group of two with rank 0.
+
+A store waits in C++ and blocks whoever else uses the same object, so each thread that may wait has a clone (`GlooPair.connect`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import distributed as _distributed
+
+from raafl.errors import BadInput
+from raafl.foreign import foreign
+from raafl.transport.transport import Admit, Meeting, Transport
+from raafl.transport.nccl import connect
+from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+dist: Any = _distributed  # much of it is not typed
+
+_LET_GO, _READY, _BEAT = "let-go", "ready", "beat"
+_SLACK_S = 5.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ranks(Transport):
+    """Rank 0 coordinates, ranks 1..N are the clients; a rank that is lost does not come back."""
+
+    def __init__(
+        self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
+    ) -> None:
+        """Meet at a store that all ranks share; ``local``: all of them are on this machine; ``nccl``: see `Meeting`."""
+        self.client, self.store, self.local, self._nccl = rank, store, local, nccl
+        self._num_clients, self._wait_s = num_clients, wait_s
+        self._prepared = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="preparing", daemon=True)
+
+    @classmethod
+    def from_environment(cls, meeting: Meeting) -> Ranks:
+        """Read torchrun's environment and connect to its store.
+
+        Raises:
+            BadInput: not started by torchrun, or with a number of ranks that does not fit the config.
+        """
+        missing, clients = [name for name in _VARIABLES if name not in os.environ], meeting.num_clients
+        if missing:
+            raise BadInput(
+                f"{' and '.join(missing)} is not set: start it with `torchrun --nproc-per-node {clients + 1} -m raafl fit "
+                f"...`, or use `raafl fit ... --local {clients}`, which starts its own, or `raafl simulate` for one process"
+            )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if rank >= world_size:
+            raise BadInput(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks are 0 to {world_size - 1}")
+        if world_size != clients + 1:
+            raise BadInput(
+                f"clients is {clients}, but torchrun started {world_size} ranks (1 aggregator and {world_size - 1} "
+                f"clients): start {clients + 1} ranks, or use --clients {max(world_size - 1, 1)}"
+            )
+        local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        # a job that torchrun has restarted finds the store as the attempt before has left it
+        prefix = f"raafl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = dist.PrefixStore(prefix, _store(rank, world_size, meeting.wait_s))
+        return cls(rank, clients, store, meeting.wait_s, local=local, nccl=meeting.nccl)
+
+    def __enter__(self) -> Self:
+        """Have the clients wait until rank 0 listens, however long; it may have to evaluate a large model first."""
+        self._beats.start()
+        return self
+
+    def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
+        """Expect each client at once; the pair is made when it has come, too. See `Transport.listen`."""
+        for client in range(1, self._num_clients + 1):
+            admit(client, f"rank {client}", partial(self._meet, client, device))
+        self.store.set(_READY, "1")
+        self._prepared.set()
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread that says that rank 0 is there."""
+        self._prepared.set()
+        self._beats.join()
+
+    def _beat(self) -> None:
+        """Say now and then that rank 0 is there."""
+        number = 0
+        with suppress(RuntimeError):  # the store may go with the agent that holds it
+            while not self._prepared.is_set():
+                number += 1
+                self.store.set(_BEAT, str(number))
+                self._prepared.wait(min(self._wait_s / 5, 1.0))
+
+    def connect(self, device: torch.device | str = "cpu") -> Pair:
+        """Wait until rank 0 listens, and meet it; `PeerTimeout` when it has said nothing for the meeting's ``wait_s``."""
+        self._await_server()
+        return self._meet(self.client, device)
+
+    def _meet(self, client: int, device: torch.device | str) -> Pair:
+        host = "127.0.0.1" if self.local else None
+        nccl, is_server = self._nccl, self.client == 0
+        return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
+
+    def _await_server(self) -> None:
+        heard, wait_s, since = b"", 0.01, time.monotonic()
+        try:
+            while not self.store.check([_READY]):
+                beat = bytes(self.store.get(_BEAT)) if self.store.check([_BEAT]) else b""
+                if beat != heard:
+                    heard, since = beat, time.monotonic()
+                if time.monotonic() - since > self._wait_s:
+                    raise PeerTimeout(f"rank 0 has not been heard of for {self._wait_s:g} s (waits.join_s)")
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 0.2)
+        except RuntimeError as error:
+            raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
+
+    def announce(self, client: int | None, reason: str) -> None:
+        """Leave word in the store; see `Transport.announce`."""
+        with suppress(RuntimeError):
+            self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
+
+    def let_go(self) -> str | None:
+        """Look for a word in the store; see `Transport.let_go`."""
+        with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
+            for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
+                if self.store.check([key]):
+                    return foreign(self.store.get(key).decode(errors="replace"))
+        return None
+
+
+def _store(rank: int, world_size: int, wait_s: float) -> Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    found: Future[Store] = Future()
+
+    def open_store() -> None:
+        try:
+            timeout = timedelta(seconds=wait_s)
+            store = dist.TCPStore(address, port, world_size, is_master=hosts, timeout=timeout, wait_for_workers=False)
+            found.set_result(store)
+        except BaseException as error:
+            found.set_exception(error)
+
+    # In a thread, since its timeout does not cover a port where something listens and says nothing.
+    threading.Thread(target=open_store, daemon=True).start()
+    try:
+        return found.result(wait_s + _SLACK_S)
+    except TimeoutError:
+        raise BadInput(
+            f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is no store of torch's: choose a free port"
+        ) from None
+    except RuntimeError as error:
+        if hosts and "EADDRINUSE" in str(error):
+            raise BadInput(f"MASTER_PORT is {port}, which is in use on {address}: choose a free port") from None
+        raise BadInput(
+            f"no store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}"
+        ) from None

@@ -1,0 +1,240 @@
+"""Frames: header bytes by hand, round trips, and that no damaged frame passes for a sound one."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raafl.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
+from raafl.submodel.flat import FlatTensors, Layout
+from tests.whole_frames import decode, encode
+
+
+def no_tensors(kind, assignment, meta):
+    return None
+
+
+def never(kind, assignment, meta):
+    raise AssertionError("expect must not be called for an unsound frame")
+
+
+def into(target):
+    return lambda kind, assignment, meta: target
+
+
+def frame(text: bytes, num_buffers=0, payload=b"", **changed) -> bytes:
+    """Build a frame by hand from a JSON section, with right checksums unless told otherwise."""
+    values = {
+        "magic": b"RAFL", "version": 1, "kind": 4, "flags": 0, "assignment": 5, "incarnation": 6,
+        "json_bytes": len(text), "num_buffers": num_buffers, "reserved": 0, "payload_bytes": len(payload),
+        "json_checksum": xxhash.xxh3_64_intdigest(text), **changed,
+    }  # fmt: skip
+    fields = struct.pack("<4sHBBQIIIIQQ", *values.values())
+    footer = struct.pack("<Q", xxhash.xxh3_64_intdigest(payload)) if payload else b""
+    return fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + text + payload + footer
+
+
+def section(meta="{}", buffers="[]") -> bytes:
+    return f'{{"meta":{meta},"buffers":{buffers}}}'.encode()
+
+
+def sample() -> Message:
+    tensors = FlatTensors.from_named({"w": torch.tensor([1.0, -2.0]), "n": torch.tensor([3], dtype=torch.int64)})
+    return Message(Kind.UPDATE, 0x0102030405060708, 9, {"loss": 0.5}, tensors)
+
+
+def refusal(data: bytes, expect=never) -> str:
+    with pytest.raises(Refused) as caught:
+        decode(data, expect)
+    return caught.value.reason
+
+
+def test_header_bytes_by_hand():
+    data = encode(sample())
+    text = b'{"meta":{"loss":0.5},"buffers":[["float32",2],["int64",1]]}'
+    by_hand = (
+        b"RAFL" + b"\x01\x00" + b"\x04" + b"\x00"  # magic, version 1, UPDATE, no flags
+        + b"\x08\x07\x06\x05\x04\x03\x02\x01" + b"\x09\x00\x00\x00"  # assignment, incarnation
+        + b"\x3b\x00\x00\x00" + b"\x02\x00\x00\x00" + b"\x00\x00\x00\x00"  # 59 bytes of JSON, two buffers, reserved
+        + b"\x10\x00\x00\x00\x00\x00\x00\x00"  # 2 * 4 + 1 * 8 bytes
+    )  # fmt: skip
+    assert len(text) == 59 and data[:40] == by_hand
+    assert data[40:48] == xxhash.xxh3_64_digest(text)[::-1]  # digest() is big-endian
+    assert data[48:56] == xxhash.xxh3_64_digest(data[:48])[::-1]
+    payload = b"\x00\x00\x80\x3f" + b"\x00\x00\x00\xc0" + b"\x03" + bytes(7)  # 1.0, -2.0, 3
+    assert data[56:] == text + payload + xxhash.xxh3_64_digest(payload)[::-1]
+
+
+def test_a_frame_without_tensors_has_no_footer():
+    data = encode(Message(Kind.STOP))
+    assert data[HEADER_BYTES:] == b'{"meta":{},"buffers":[]}'
+    assert decode(data, no_tensors) == Message(Kind.STOP)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab\"\\{[é"), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(list(Kind)), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
+    st.dictionaries(st.text("xyz\n"), json_values, max_size=4), st.lists(st.sampled_from(list(DTYPES.values()))),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_round_trip(kind, assignment, incarnation, meta, dtypes, random):
+    named = {}
+    for index, dtype in enumerate(dtypes):
+        raw = torch.tensor(
+            [random.randrange(2) for _ in range(random.randrange(5) * dtype.itemsize)], dtype=torch.uint8
+        )
+        named[str(index)] = raw.view(dtype)
+    tensors = FlatTensors.from_named(named)
+    target = FlatTensors.empty(tensors.layout)
+    got = decode(encode(Message(kind, assignment, incarnation, meta, tensors)), into(target))
+    assert got.tensors is target and got.tensors.fingerprint() == tensors.fingerprint()
+    assert (got.kind, got.assignment, got.incarnation, got.meta) == (kind, assignment, incarnation, meta)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 8 * len(encode(sample())) - 1))
+def test_every_flipped_bit_is_refused(bit):
+    data = bytearray(encode(sample()))
+    data[bit // 8] ^= 1 << bit % 8
+    target = FlatTensors.zeros(sample().tensors.layout)
+    with pytest.raises(Refused):
+        decode(bytes(data), into(target))
+    assert not any(buffer.any() for buffer in target.buffers.values()), "a damaged payload was written"
+
+
+def test_every_truncation_and_every_added_byte_is_refused():
+    data = encode(sample())
+    for length in range(len(data)):
+        assert refusal(data[:length]) == "bad-length"
+    assert refusal(data + b"\x00") == "bad-length"
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=300), st.booleans())
+def test_random_bytes_are_refused(noise, with_magic):
+    refusal((b"RAFL\x01\x00" if with_magic else b"") + noise)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="replace")), st.integers(0, 99)
+)
+def test_random_json_under_right_checksums_is_refused(text, num_buffers):
+    refusal(frame(text, num_buffers))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"magic": b"RAFX"}, "bad-magic"),
+        ({"version": 2}, "bad-version"),
+        ({"kind": 0}, "bad-kind"),
+        ({"kind": 99}, "bad-kind"),
+        ({"flags": 1}, "bad-flags"),
+        ({"reserved": 1}, "bad-flags"),
+        ({"json_bytes": (1 << 20) + 1}, "bad-length"),
+        ({"json_bytes": 2**32 - 1}, "bad-length"),
+        ({"num_buffers": 2**32 - 1}, "bad-length"),
+        ({"payload_bytes": 2**64 - 1}, "bad-length"),
+        ({"payload_bytes": 8}, "bad-length"),
+        ({"json_checksum": 1}, "bad-checksum"),
+        ({"num_buffers": 1, "payload_bytes": 2**63}, "bad-length"),
+    ],
+)
+def test_lying_headers_are_refused_by_name(changed, reason):
+    assert refusal(frame(section(), **changed)) == reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"{}", b"[]", b"null", b'{"meta":{}}', b'{"meta":{},"buffers":[],"more":1}', b'{"meta":[],"buffers":[]}',
+        b'{"meta":{},"meta":{},"buffers":[]}', section('{"a":1,"a":1}'), section('{"a":NaN}'),
+        section('{"a":Infinity}'),
+        section('{"a":-Infinity}'), section('{"a":1e999}'), section('{"a":"\\ud800"}'),
+        section('{"a":' + "9" * 5000 + "}"),
+        section() + b" x", b"\xff\xfe" + section(), section().decode().encode("utf-16"), section('{"a":"\x01"}'),
+        section('{"a":' + "[" * 40 + "]" * 40 + "}"), section('{"a":' * 200_000 + "1" + "}" * 200_000)[: 1 << 20],
+    ],
+)  # fmt: skip
+def test_bad_json_is_refused(text):
+    assert refusal(frame(text)) == "bad-json"
+
+
+@pytest.mark.parametrize(
+    ("buffers", "payload", "reason"),
+    [
+        ('[["float31",1]]', 4, "bad-dtype"),
+        ('[["float32",2]]', 4, "bad-length"),
+        ('[["float32",0]]', 4, "bad-length"),
+        ('[["float32",-1]]', 4, "bad-length"),
+        ('[["float32",1152921504606846976]]', 4, "bad-length"),
+        ('[["float32",true]]', 4, "bad-json"),
+        ('[["float32",1.0]]', 4, "bad-json"),
+        ('[["float32"]]', 4, "bad-json"),
+        ("[1]", 4, "bad-json"),
+        ('{"float32":1}', 4, "bad-json"),
+        ('[["float32",1],["int8",4]]', 8, "bad-length"),
+    ],
+)
+def test_bad_declarations_are_refused(buffers, payload, reason):
+    assert refusal(frame(section(buffers=buffers), 1, bytes(payload))) == reason
+
+
+def test_a_dtype_declared_twice_is_refused():
+    assert refusal(frame(section(buffers='[["int8",1],["int8",1]]'), 2, b"ab")) == "bad-json"
+
+
+def test_brackets_inside_strings_are_not_nesting():
+    text = json.dumps("[{" * 100 + '\\"')
+    assert decode(frame(section(f'{{"a":{text}}}')), no_tensors).meta == {"a": "[{" * 100 + '\\"'}
+
+
+@pytest.mark.parametrize("layout", [None, [("w", (3,), torch.float32)], [("w", (2,), torch.int32)]])
+def test_wrong_layout_carries_the_message(layout):
+    target = None if layout is None else FlatTensors.zeros(Layout.pack(layout))
+    message = sample()
+    with pytest.raises(Refused) as caught:
+        decode(encode(message), into(target))
+    assert caught.value.reason == "wrong-layout"
+    assert caught.value.message == Message(message.kind, message.assignment, message.incarnation, message.meta)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Kind.HELLO, meta={"a": float("nan")}),
+        Message(Kind.HELLO, meta={"a": float("inf")}),
+        Message(Kind.HELLO, meta={"a": {1, 2}}),
+        Message(Kind.HELLO, meta={"a": "\ud800"}),
+        Message(Kind.HELLO, meta={"a": "x" * (1 << 20)}),
+        Message(Kind.HELLO, assignment=-1),
+        Message(Kind.HELLO, assignment=2**64),
+        Message(Kind.HELLO, incarnation=2**32),
+    ],
+)
+def test_what_cannot_be_encoded_is_a_value_error(message):
+    with pytest.raises(ValueError):
+        encode(message)
+
+
+def test_nothing_is_allocated_for_a_lying_length(monkeypatch):
+    monkeypatch.setattr(torch, "empty", never)
+    monkeypatch.setattr(torch, "frombuffer", never)
+    for payload_bytes in (2**40, 2**62):
+        buffers = f'[["int8",{payload_bytes}]]'
+        assert refusal(frame(section(buffers=buffers), 1, payload_bytes=payload_bytes)) == "bad-length"

@@ -1,0 +1,364 @@
+"""Damaged frames through the code that a `TcpPair` receives with: 10,000 each time, 100,000 by `make test-long`.
+
+Whatever comes, the result is a message, `Refused`, or `PeerLost`; and nothing is allocated that was not declared, checked
+and accepted.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections import Counter
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raafl.transport import Kind, Message, PeerLost, Refused
+from raafl.transport import frames
+from raafl.transport.tcp.cipher import RecordCipher
+from raafl.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
+from raafl.transport.frames import Frames
+from raafl.transport.tcp.handshake import Secret, greet
+from raafl.transport.tcp.connection import TcpPair
+from raafl.submodel.flat import FlatTensors
+from tests.whole_frames import encode
+
+NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))
+DRAIN_BYTES = 4096
+pytestmark = pytest.mark.timeout(300)
+
+
+class Memory:
+    """A stream with an end. It notes the longest read that was asked of it."""
+
+    pending = False
+
+    def __init__(self, data):
+        self.data, self.num_read, self.num_written, self.longest = memoryview(data), 0, 0, 0
+
+    def read_into(self, view):
+        self.longest = max(self.longest, len(view))
+        end = self.num_read + len(view)
+        if end > len(self.data):
+            raise PeerLost("connection-closed")
+        view[:] = self.data[self.num_read : end]
+        self.num_read = end
+
+    def write(self, parts):
+        self.num_written += sum(map(len, parts))
+
+
+def tensors(**named):
+    return FlatTensors.from_named(named)
+
+
+MESSAGES = [
+    Message(Kind.HELLO, 0, 0, {"raafl": "0.1.0", "model": "ab" * 16, "num_samples": 600, "tags": ["a", None, True, 1.5]}),
+    Message(Kind.STOP, 0, 3, {"reason": "done: \u00e9\u4e2d \\ \" {[ "}),
+    Message(Kind.UPDATE, 2**63, 7, {"num_samples": 600, "metrics": {"loss": 0.5}}, tensors(w=torch.arange(12.0))),
+    Message(Kind.ASSIGN, 1, 0, {"spec": {"kept": [[0, 4], [8, 12]]}}, tensors(
+        w=torch.ones(7), n=torch.tensor([3]), b=torch.tensor([True, False]), h=torch.ones(3, dtype=torch.float16),
+    )),
+    Message(Kind.KEEPALIVE),
+]  # fmt: skip
+VALID = [encode(message) for message in MESSAGES]
+LENGTHS = [0, 1, 7, 55, 56, 2**16, MAX_JSON_BYTES, MAX_JSON_BYTES + 1, 2**31, 2**32 - 1]
+PAYLOADS = [0, 1, 8, 48, 4096, 2**31, 2**32, 2**62, 2**63, 2**64 - 1]
+TOKENS = [
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"NaN",
+    b"1e999",
+    b"-",
+    b"null",
+    b"\\ud800",
+    b"\xff",
+    b'"float32"',
+    b"99999",
+]
+
+
+def sealed_again(frame):
+    """Put right checksums on the header and JSON of a damaged frame, so that the damage gets past them."""
+    data = bytearray(frame)
+    if len(data) < HEADER_BYTES:
+        return data
+    (json_bytes,) = struct.unpack_from("<I", data, 20)
+    text = bytes(data[HEADER_BYTES : HEADER_BYTES + json_bytes])
+    struct.pack_into("<Q", data, 40, xxhash.xxh3_64_intdigest(text))
+    struct.pack_into("<Q", data, 48, xxhash.xxh3_64_intdigest(bytes(data[:48])))
+    return data
+
+
+def flip_bits(rng, frame):
+    data = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def flip_header(rng, frame):
+    data = bytearray(frame)
+    data[rng.randrange(48)] ^= 1 << rng.randrange(8)
+    return sealed_again(data)
+
+
+def edit_length(rng, frame):
+    data = bytearray(frame)
+    offset, form, values = rng.choice(((20, "<I", LENGTHS), (24, "<I", LENGTHS), (32, "<Q", PAYLOADS)))
+    (old,) = struct.unpack_from(form, data, offset)
+    size = 2 ** (32 if form == "<I" else 64)
+    struct.pack_into(form, data, offset, rng.choice((*values, old + 1, old - 1, old * 2)) % size)
+    return sealed_again(data)
+
+
+def edit_json(rng, frame):
+    (old,) = struct.unpack_from("<I", frame, 20)
+    text = bytearray(frame[HEADER_BYTES : HEADER_BYTES + old])
+    for _ in range(rng.choice((1, 1, 3))):
+        where = rng.randrange(len(text) + 1)
+        what = rng.choice((*TOKENS, b"", rng.randbytes(2), text[where : where + 20]))
+        text[where : where + rng.choice((0, 1, len(what)))] = what
+    data = bytearray(frame[:HEADER_BYTES]) + text + frame[HEADER_BYTES + old :]
+    struct.pack_into("<I", data, 20, len(text))
+    return sealed_again(data)
+
+
+def edit_payload(rng, frame):
+    (json_bytes,) = struct.unpack_from("<I", frame, 20)
+    start = HEADER_BYTES + json_bytes
+    if len(frame) < start + 8:
+        return bytearray(frame)
+    data = bytearray(frame)
+    for _ in range(4):
+        data[rng.randrange(start, len(data) - 8)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF))
+    struct.pack_into("<Q", data, len(data) - 8, xxhash.xxh3_64_intdigest(bytes(data[start:-8])))
+    return data
+
+
+def splice(rng, frame):
+    other = rng.choice(VALID)
+    data = bytearray(frame[: rng.randrange(len(frame))] + other[rng.randrange(len(other)) :])
+    return sealed_again(data) if rng.random() < 0.5 else data
+
+
+def truncate(rng, frame):
+    return bytearray(frame[: rng.randrange(len(frame))])
+
+
+def move(rng, frame):
+    data = bytearray(frame)
+    one, other, size = rng.randrange(len(data)), rng.randrange(len(data)), rng.randrange(1, 30)
+    data[one : one + size] = data[other : other + size]
+    return sealed_again(data) if rng.random() < 0.5 else data
+
+
+def noise(rng, frame):
+    return bytearray(rng.choice((b"", b"RAFL", b"RAFL\1\0", frame[:HEADER_BYTES])) + rng.randbytes(rng.randrange(200)))
+
+
+def untouched(rng, frame):
+    return bytearray(frame)
+
+
+MUTATIONS = [
+    flip_bits,
+    flip_header,
+    edit_length,
+    edit_json,
+    edit_json,
+    edit_payload,
+    splice,
+    truncate,
+    move,
+    noise,
+    untouched,
+]
+
+TARGETS = [FlatTensors.zeros(message.tensors.layout) for message in MESSAGES if message.tensors]
+LARGEST = max(target.num_bytes for target in TARGETS)
+
+
+def expectation(rng):
+    """What the receiver of a frame expects: what was sent, something else, nothing, or it refuses."""
+    choice = rng.randrange(8)
+    if choice == 0:
+        return lambda kind, assignment, meta: None
+    if choice == 1:
+        return refuse
+    return lambda kind, assignment, meta: (
+        TARGETS[0] if kind is Kind.UPDATE else TARGETS[1] if kind is Kind.ASSIGN else None
+    )
+
+
+def refuse(kind, assignment, meta):
+    raise Refused("unknown-assignment")
+
+
+def receive(data, expect, finite=True):
+    """Receive all messages in ``data`` as a pair would; count messages, refusals by reason, and the end."""
+    stream = Memory(data)
+    reader, seen = Frames(stream), Counter()
+    reader.drain_bytes = DRAIN_BYTES
+    while reader.in_step:
+        try:
+            message = reader.receive(expect, finite)
+            assert isinstance(message, Message)
+            seen["message"] += 1
+        except Refused as refused:
+            seen[refused.reason] += 1
+        except PeerLost:
+            seen["lost"] += 1
+            break
+    return seen, stream
+
+
+@pytest.fixture
+def allocations(monkeypatch):
+    """The sizes of all buffers that receiving makes."""
+    sizes = []
+
+    def noted(size):
+        sizes.append(size)
+        return bytearray(size)
+
+    monkeypatch.setattr(frames, "bytearray", noted, raising=False)
+    return sizes
+
+
+REASONS = {
+    "message", "lost", "bad-magic", "bad-version", "bad-checksum", "bad-kind", "bad-flags", "bad-length", "bad-json",
+    "bad-dtype", "bad-value", "wrong-layout", "non-finite", "unknown-assignment",
+}  # fmt: skip
+
+
+def test_damaged_frames(allocations, capsys):
+    rng, total, by_mutation = random.Random(20261121), Counter(), Counter()
+    for _ in range(NUM_FRAMES):
+        mutate = rng.choice(MUTATIONS)
+        frame = mutate(rng, rng.choice(VALID))
+        del allocations[:]
+        seen, stream = receive(frame, expectation(rng), rng.random() < 0.8)
+        total += seen
+        by_mutation[mutate.__name__] += 1
+        assert max(allocations) <= MAX_JSON_BYTES, frame
+        assert stream.longest <= max(MAX_JSON_BYTES, DRAIN_BYTES, LARGEST)
+        assert mutate is not untouched or set(seen) <= {"message", "lost", "wrong-layout", "unknown-assignment"}, frame
+    with capsys.disabled():
+        print(f" {sum(by_mutation.values())} frames: {dict(sorted(total.items()))} ", end="")
+    assert sum(by_mutation.values()) >= NUM_FRAMES
+    assert set(total) == REASONS, "every way to refuse a frame was taken, and no other"
+
+
+def test_nothing_of_a_huge_frame_is_read_or_allocated(allocations):
+    for payload in (DRAIN_BYTES + 1, 2**31, 2**59):
+        text = b'{"meta":{},"buffers":[["int8",%d]]}' % payload
+        fields = struct.pack("<4sHBBQIIIIQQ", b"RAFL", 1, 4, 0, 1, 0, len(text), 1, 0, payload, 0)
+        frame = sealed_again(fields + bytes(8) + text + bytes(10_000))
+        for expect in (refuse, lambda *args: None, lambda *args: TARGETS[0]):
+            del allocations[:]
+            seen, stream = receive(frame, expect)
+            assert sum(seen.values()) == 1 and stream.num_read == HEADER_BYTES + len(text)
+            assert sum(allocations) == HEADER_BYTES + len(text)
+
+
+changes = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 6), st.binary(max_size=6)), max_size=5)
+
+
+@settings(deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(VALID), changes, st.booleans(), st.integers(0, 2**32))
+def test_changes_that_hypothesis_thinks_of(frame, changes, right_checksums, seed):
+    data = bytearray(frame)
+    for where, length, what in changes:
+        data[where : where + length] = what
+    seen, _ = receive(sealed_again(data) if right_checksums else data, expectation(random.Random(seed)))
+    assert set(seen) <= REASONS
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=400))
+def test_any_bytes(data):
+    assert set(receive(data, refuse)[0]) <= REASONS
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_a_real_pair_over_a_socket(sealed):
+    """The same damage through sockets and, sealed, under a seal; the sender hangs up after each frame."""
+    rng, seen = random.Random(7), Counter()
+    keys = (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32)) if sealed else (None, None)
+    for _ in range(1_500):
+        ours, theirs = socket.socketpair()
+        pair = TcpPair(ours, 60, seal=keys[0])
+        pair._frames.drain_bytes = DRAIN_BYTES
+        with TcpPair(theirs, 60, seal=keys[1]) as sender:
+            sender._stream.write([rng.choice(MUTATIONS)(rng, rng.choice(VALID))])
+        expect = expectation(rng)
+        while not pair.closed:
+            try:
+                pair.recv(expect, 60, finite=True)
+                seen["message"] += 1
+            except Refused as refused:
+                seen[refused.reason] += 1
+            except PeerLost as lost:
+                assert lost.reason == "connection-closed" and pair.closed
+                seen["lost"] += 1
+    assert set(seen) <= REASONS and seen["message"] > 100 and seen["lost"] > 100
+
+
+def test_damaged_records():
+    """A seal lets nothing through but what was sealed: of 10,000 damaged streams, only sound beginnings are read."""
+    rng = random.Random(11)
+    sender = Recorder()
+    stream = RecordCipher(b"c" * 32, b"s" * 32).stream(sender)
+    plains = [rng.randbytes(rng.randrange(1, 60)) for _ in range(4)]
+    for plain in plains:
+        stream.write([plain])
+    whole = b"".join(plains)
+    for _ in range(10_000):
+        data = bytearray(b"".join(rng.choices(sender.records, k=4) if rng.random() < 0.3 else sender.records))
+        data = rng.choice((flip_bits, truncate, move))(rng, data)
+        source = RecordCipher(b"s" * 32, b"c" * 32).stream(Memory(data))
+        got = bytearray()
+        with pytest.raises((Refused, PeerLost)):
+            while True:
+                byte = bytearray(1)
+                source.read_into(memoryview(byte))
+                got += byte
+        assert whole.startswith(got)
+
+
+class Recorder(Memory):
+    def __init__(self):
+        super().__init__(b"")
+        self.records = []
+
+    def write(self, parts):
+        self.records.append(b"".join(parts))
+
+
+def test_damaged_handshakes():
+    """10,000 openings of a handshake by somebody without the secret: none is taken."""
+    rng, reasons = random.Random(13), Counter()
+    hello = b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(32)
+    for _ in range(10_000):
+        data = bytearray(hello + rng.randbytes(64) if rng.random() < 0.5 else hello + bytes(64))
+        if rng.random() < 0.8:
+            data = rng.choice((flip_bits, truncate))(rng, data)
+        try:
+            greet(Memory(data), Secret(b"sixteen bytes or more"), rng.random() < 0.5)
+            raise AssertionError(f"let in with {data.hex()}")
+        except Refused as refused:
+            reasons[refused.reason] += 1
+        except PeerLost:
+            reasons["closed"] += 1
+    assert set(reasons) == {"bad-magic", "bad-version", "wrong-secret", "closed"}

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.common import Row, main
-from raafl.plan.axes import facts
+from raafl.parts.select.axis_report import facts
 from raafl.submodel import Submodels
 from raafl.submodel.prove.proof import refuted
 from tests.submodel.architectures import ARCHITECTURES

@@ -32,16 +32,16 @@ from benchmarks.overhead import Bare, RandomData, Workload
 from model_zoo import CNN, MLP, CharLM, HFSequenceClassifier, ResNet, ViT
 from model_zoo.lora import LoRA
 from raafl import Experiment, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
-from raafl.commands.run import simulate
 from raafl.core.algorithm import Algorithm, Local, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import Watcher
 from raafl.core.types import Assignment, Event
 from raafl.data import Iid
 from raafl.data.federated import ClientData
-from raafl.local.heap import keep_freed
+from raafl.local.malloc import keep_freed
 from raafl.local.stacked import CohortTrainer, Member
 from raafl.local.train import LocalTrainer
+from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 
 REPEATS, RUN_REPEATS = 3, 2

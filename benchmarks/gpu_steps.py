@@ -277,7 +277,7 @@ def _parsed(command: str, *options: str) -> Any:
 
 def _simulated(where: Where, name: str | None, *options: str, watcher: Any = None) -> dict[str, Any]:
     """Simulate the quick start with more options, in a folder of that name, or what is resumed; return its summary."""
-    from raafl.commands.run import simulate
+    from raafl.runtime.run import simulate
 
     new = [] if name is None else [*QUICK, "--output", str(where.folder / name), *where.options]
     parsed = _parsed("simulate", *new, "--progress", "quiet", *options)

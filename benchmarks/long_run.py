@@ -24,18 +24,18 @@ from pathlib import Path
 from benchmarks.common import Row, main, status_bytes
 from benchmarks.scale import Case, make_experiment
 from raafl.commands.report import build as build_report
-from raafl.commands.run import Run
 from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, Update
 from raafl.runfolder.events import read_run
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import CHECKPOINTS, JOURNAL
-from raafl.runtime import resume
 from raafl.runtime.executors import Executor
+from raafl.runtime.lifecycle import resume
 from raafl.runtime.replay import Replay
+from raafl.runtime.run import Run
 from raafl.runtime.setup import build
-from raafl.runtime.simulated import Simulation
+from raafl.runtime.simulation import Simulation
 from raafl.submodel import FlatTensors
 from raafl.watch.state import follow as followed
 

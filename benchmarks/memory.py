@@ -86,7 +86,7 @@ def take_part(setting: Setting, folder: Path) -> None:
     """Be one rank of a run; a client leaves a note of its memory in ``folder``."""
     import torch
 
-    from raafl.commands.fit import fit
+    from raafl.runtime.fit import fit
 
     torch.set_num_threads(1)
     rank, budgets = int(os.environ["RANK"]), _budgets(setting)

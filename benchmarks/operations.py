@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.common import Row, in_process, main
 from benchmarks.submodels import ALL, RATES
 from benchmarks.workloads import WORKLOADS, client_of, spec_of, submodels_of, values_of
-from raafl.local import heap
+from raafl.local import malloc
 
 MODELS, QUICK = (*ALL, "resnet20"), ("mlp",)
 STEPS, THREADS = 6, 1
@@ -119,7 +119,7 @@ def _run(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=THREADS)
     options, rest = parser.parse_known_args(argv)
     if options.case:
-        heap.keep_freed()
+        malloc.keep_freed()
         import torch
 
         torch.set_num_threads(options.threads)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from benchmarks.common import Row, main
 from raafl.algorithms import fed_avg
-from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.core.state import GlobalState
@@ -27,6 +26,7 @@ from raafl.devices import Device
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import difference
+from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Spec
 
 CLIENTS, ROUNDS, SEEDS = 8, 15, 3

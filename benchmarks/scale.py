@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import Row, main, status_bytes
 from raafl import Experiment, fed_async, fed_buff, fed_raa
-from raafl.commands.run import Run
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Assignment, Update
 from raafl.data import CIFAR10, Iid
@@ -42,8 +41,9 @@ from raafl.devices import Device
 from raafl.lean_import import import_lightning
 from raafl.runfolder.events import read_events
 from raafl.runtime.executors import Executor
+from raafl.runtime.run import Run
 from raafl.runtime.setup import build, make_executor
-from raafl.runtime.simulated import Simulation
+from raafl.runtime.simulation import Simulation
 from raafl.submodel import FlatTensors
 
 WINDOW = 100

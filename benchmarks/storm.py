@@ -48,7 +48,7 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     import raafl
     from raafl.config.parse import parse
     from raafl.core.types import client_to_json
-    from raafl.runtime.client_setup import ClientSetup
+    from raafl.runtime.client.setup import ClientSetup
     from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
     from raafl.transport.tcp.handshake import Secret
     from raafl.transport.tcp.listener import call

@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks.common import Row, forget_peak, in_process, main, status_bytes
 from benchmarks.workloads import WORKLOADS, Workload, client_of, spec_of, submodels_of, values_of
-from raafl.local import heap
+from raafl.local import malloc
 
 RATES = (1.0, 0.5625, 0.25, 0.0625, 0.015625)
 TURNS, LEAST_S = 3, 60.0
@@ -47,7 +47,11 @@ TURNS, LEAST_S = 3, 60.0
 TASK_S = 1.0
 """About how long the timed steps of one task take; there are at least `LEAST_STEPS`, and at most `MOST_STEPS`."""
 LEAST_STEPS, MOST_STEPS = 2, 40
-HEAPS: dict[str, Callable[[], object]] = {"kept": heap.keep_freed, "tight": heap.free_at_once, "usual": lambda: None}
+HEAPS: dict[str, Callable[[], object]] = {
+    "kept": malloc.keep_freed,
+    "tight": malloc.free_at_once,
+    "usual": lambda: None,
+}
 """What a process does with memory that it frees: as a client that has room, as one that has not, as the C library would."""
 ALL, QUICK = ("vit-tiny", "bert-small", "cnn"), ("vit-mini", "mlp")
 
@@ -223,7 +227,7 @@ def peak_bytes(case: Case) -> int:
     spec = spec_of(submodels, case.rate, case.window)
     trainer, layout = client.make(submodels), submodels.layout(spec)
     gc.collect()
-    heap.give_back(0)  # or what the warm-up has freed would serve the task
+    malloc.give_back(0)  # or what the warm-up has freed would serve the task
     before_bytes = forget_peak()
     client.train(trainer, spec, values_of(layout), 2)  # from the second step on everything is there
     return status_bytes("VmHWM") - before_bytes

@@ -31,13 +31,13 @@ import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
+from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, Pair
-from raafl.transport.tcp.cipher import RECORD_BYTES
 from raafl.transport.gloo import GlooPair
+from raafl.transport.tcp.cipher import RECORD_BYTES
+from raafl.transport.tcp.connection import TcpPair
 from raafl.transport.tcp.handshake import load_secret
 from raafl.transport.tcp.listener import Listener, call
-from raafl.transport.tcp.connection import TcpPair
-from raafl.submodel.flat import FlatTensors, Layout
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}
 """Bytes each way, and how often."""
@@ -90,8 +90,7 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
     """Count copies, bytes and waits of a task between two emulated GPUs, whose payload each way has so many pieces."""
     import pytest
 
-    from raafl.transport import frames
-    from raafl.transport import staging
+    from raafl.transport import frames, staging
     from tests.emulated_cuda import emulation
 
     sizes = {"gloo": staging.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}

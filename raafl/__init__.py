@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from raafl.algorithms import *
     from raafl.api.callbacks import Callback, EarlyStopping, LambdaCallback, Printing
     from raafl.api.federation import Federation, Result
-    from raafl.commands.fit import fit
-    from raafl.commands.run import simulate
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput
+    from raafl.runtime.fit import fit
+    from raafl.runtime.run import simulate
 
 _HOME = {
     "Algorithm": "raafl.core.algorithm",
@@ -33,8 +33,8 @@ _HOME = {
     "LambdaCallback": "raafl.api.callbacks",
     "Printing": "raafl.api.callbacks",
     "Result": "raafl.api.federation",
-    "fit": "raafl.commands.fit",
-    "simulate": "raafl.commands.run",
+    "fit": "raafl.runtime.fit",
+    "simulate": "raafl.runtime.run",
 }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raafl.commands.run import simulate
 from raafl.config.parse import parse
-from raafl.runtime.saver import Saver
+from raafl.runtime.lifecycle.checkpointer import Saver
+from raafl.runtime.run import simulate
 from tests import remembered
 from tests.federation import whole
 

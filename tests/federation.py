@@ -14,13 +14,13 @@ from lightning import LightningModule
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS
-from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm, Training
 from raafl.data import Digits, Iid
 from raafl.devices.profiles import Device
 from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
+from raafl.runtime.run import simulate
 from raafl.runtime.setup import build, make_executor
 from tests import remembered
 

@@ -22,14 +22,15 @@ import psutil
 import torch._dynamo  # noqa: F401  the first optimiser does: here it is done for all ranks
 import torch.distributed as dist
 
-from raafl.commands.fit import host, take_part
-from raafl.commands.over_ranks import train
-from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
-from raafl.local import heap
-from raafl.runtime.inbox import Inbox
+from raafl.local import malloc
+from raafl.runtime.client.take_part import take_part
+from raafl.runtime.run import simulate
+from raafl.runtime.server.host import host
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.simulate_over_ranks import train
 from raafl.transport import Admit, Transport
 from raafl.transport import torchrun as transport
 from tests import remembered
@@ -115,7 +116,7 @@ class Ranks:
         self.experiment, self._before, self._simulating = experiment, before, simulating
         self.processes: dict[int, Any] = {}
         gc.collect()  # stores of earlier tests go, with their threads
-        heap.give_back()  # what they have left need not be copied, nor each rank give it back after each task
+        malloc.give_back()  # what they have left need not be copied, nor each rank give it back after each task
         pipes = {
             rank: self._fork(rank) for rank in range(0 if fork_server else 1, (simulating or experiment.clients) + 1)
         }

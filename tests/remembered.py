@@ -39,7 +39,7 @@ def prepare() -> None:
 
     The commands' parsers are made, and a task of the quick start is simulated.
     """
-    from raafl.commands.run import simulate
+    from raafl.runtime.run import simulate
 
     for command in ("fit", "serve", "join"):
         make_parser(command)

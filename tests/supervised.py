@@ -44,7 +44,7 @@ def command(code: str, folder: Path, name: str) -> list[str]:
 
 def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
     """The supervisor of a plan."""
-    from raafl.commands.supervise import Child, RestartPolicy, Supervisor
+    from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 
     def child(name: str, code: str, log: Path | None) -> Child:
         return Child(name, partial(command, code, folder, name.replace(" ", "-")), {"PATH": "/usr/bin:/bin"}, log)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import raafl
 from raafl.api.watch import CallbackWatcher
-from raafl.commands.run import simulate
 from raafl.errors import BadInput, RunFailed
+from raafl.runtime.run import simulate
 from raafl.submodel.nested_batch import to_device
 from tests.federation import digits, experiment, small_mlp, unequal
 from tests.test_federation_api import Steps
@@ -235,7 +235,7 @@ def test_printing_writes_a_line_for_each_evaluation_and_the_end(tmp_path, capsys
 
 def test_callbacks_go_on_where_a_resumed_run_does(tmp_path, monkeypatch):
     """A run that is interrupted after its third version, and resumed, tells callbacks of each version once."""
-    from raafl.runtime.interrupt import Interrupt
+    from raafl.runtime.lifecycle.signals import Interrupt
 
     first, folder, asked = Log(), tmp_path / "run", []
     monkeypatch.setattr(Interrupt, "asked", property(lambda self: bool(asked)))

@@ -13,13 +13,13 @@ from torch import nn
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.compression.compressors import Compress
 from raafl.config.experiment import SubmodelOptions
 from raafl.core.algorithm import Training
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
+from raafl.runtime.run import simulate
 from tests import remembered
 from tests.crashed import crash, simulated
 from tests.emulated_cuda import Emulated

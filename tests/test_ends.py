@@ -20,7 +20,7 @@ from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_events
-from raafl.runtime import interrupt
+from raafl.runtime.lifecycle import signals
 from tests import warm
 from tests.forked import command, wait_for
 
@@ -200,7 +200,7 @@ def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
 
 def short_echo():
     """Have ranks take what comes two seconds after the first signal for another."""
-    interrupt._ECHO_S = 2.0
+    signals._ECHO_S = 2.0
     warm.start()
 
 

@@ -15,11 +15,11 @@ import raafl
 from model_zoo import MLP
 from raafl.api.federation import in_notebook
 from raafl.commands.cli import main
-from raafl.commands.run import simulate
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.run import simulate
 from tests.federation import Finished, digits, experiment, finish, small_mlp, unequal
 
 TRAIN = Training(num_epochs=1, num_steps=None)

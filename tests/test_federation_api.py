@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 import raafl
-from raafl.api.handed import digest
+from raafl.api.python_objects import digest
 from raafl.api.settings import same_settings
 from raafl.commands.cli import main
-from raafl.commands.run import simulate
 from raafl.config.options import Rounds
 from raafl.core.training import Training
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
+from raafl.runtime.run import simulate
 from tests.federation import digits, experiment, small_mlp
 from tests.federations import federation, small_net
 from tests.habits.source import ROOT

@@ -155,11 +155,11 @@ def test_a_task_that_writes_to_what_is_frozen_ends_the_run_by_name(tmp_path, rat
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_merge_changes_a_frozen_bit(tmp_path, name, monkeypatch):
-    import raafl.commands.run
+    import raafl.runtime.run
 
     built = []
     monkeypatch.setattr(
-        raafl.commands.run, "build", lambda *args, **more: built.append(build(*args, **more)) or built[-1]
+        raafl.runtime.run, "build", lambda *args, **more: built.append(build(*args, **more)) or built[-1]
     )
     finish(experiment(tmp_path / "run", name, model=Frozen, max_updates=8))
     (parts,) = built

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from model_zoo import MLP
 from raafl.algorithms import fed_async
 from raafl.commands import cli
-from raafl.commands.run import simulate
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
 from raafl.runfolder.outcome import summary_lines
-from raafl.runtime import export, saver
+from raafl.runtime.lifecycle import checkpointer, export
+from raafl.runtime.run import simulate
 from tests.federation import experiment, finish
 
 pytest.importorskip("transformers")
@@ -195,7 +195,7 @@ def test_a_model_that_its_folder_has_no_room_for_is_saved_elsewhere(tmp_path, mo
 
 def test_a_run_that_the_disk_has_no_room_for_does_not_start(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(saver.shutil, "disk_usage", lambda place: usage._replace(free=1_000))
+    monkeypatch.setattr(checkpointer.shutil, "disk_usage", lambda place: usage._replace(free=1_000))
     with pytest.raises(
         BadInput, match=r"^output is '.*/run', where [\d.]+ k?B are free: the run will write [\d.]+ kB or more"
     ):

@@ -31,11 +31,6 @@ from typing import Any
 import psutil
 import torch._dynamo  # noqa: F401  the first optimiser does
 
-import raafl.api.federation
-import raafl.commands.join
-import raafl.commands.replay
-import raafl.commands.run
-import raafl.commands.serve  # noqa: F401
 from raafl.commands.cli import main
 from tests import remembered
 

@@ -27,9 +27,9 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Warn
 from raafl.errors import nearest, one_of
-from raafl.parts.local.entering import linear_in
+from raafl.parts.local.capture import linear_in
 from raafl.parts.merge.averaging import averaging
-from raafl.parts.merge.kept import keep_, restore_
+from raafl.parts.merge.client_values import keep_, restore_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels

@@ -30,10 +30,10 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import at_least, positive
-from raafl.parts.local.elsewhere import at
-from raafl.parts.local.entering import Entering, linear_in
+from raafl.parts.local.capture import Entering, linear_in
+from raafl.parts.local.swap_parameters import at
 from raafl.parts.merge.averaging import averaging
-from raafl.parts.merge.kept import keep_, restore_
+from raafl.parts.merge.client_values import keep_, restore_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels

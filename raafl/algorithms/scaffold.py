@@ -29,7 +29,7 @@ import torch
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.local.elsewhere import at
+from raafl.parts.local.swap_parameters import at
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.merge.variates import Variates, WithVariates

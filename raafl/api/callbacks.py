@@ -12,7 +12,7 @@ from raafl.config.options import Target
 from raafl.errors import BadInput, at_least, briefly, nearest
 
 if TYPE_CHECKING:
-    from raafl.api.views import MergedUpdate, RunView
+    from raafl.api.run_view import MergedUpdate, RunView
 
 
 class Callback:

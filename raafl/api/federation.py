@@ -19,9 +19,10 @@ from torch import nn
 
 from raafl.api.callbacks import Callback, callbacks_of
 from raafl.api.datasets import as_datamodule
-from raafl.api.handed import objects
 from raafl.api.local import local_ranks
 from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec
+from raafl.api.python_objects import objects
+from raafl.api.run_view import current
 from raafl.api.settings import (
     Settings,
     algorithm_of,
@@ -33,14 +34,13 @@ from raafl.api.settings import (
     to_yaml,
     without_addresses,
 )
-from raafl.api.views import current
 from raafl.api.watch import CallbackWatcher
 from raafl.config.experiment import Experiment
 from raafl.config.trust import as_before
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
-from raafl.submodel.aside import undisturbed
+from raafl.submodel.isolated_run import undisturbed
 
 OnInterrupt = Literal["raise", "return"]
 
@@ -183,7 +183,7 @@ class Federation:
             RunFailed: the run has failed, or a callback, whose error is the cause; its folder is whole.
             KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
         """
-        from raafl.commands.run import simulate
+        from raafl.runtime.run import simulate
 
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
@@ -227,7 +227,7 @@ class Federation:
                     "fit(..., local=4), or simulate"
                 )
             num_clients = self.clients if self.clients is not None else int(os.environ["WORLD_SIZE"]) - 1
-            from raafl.commands.fit import fit
+            from raafl.runtime.fit import fit
 
             return self._run(fit, spec, source, self.devices, num_clients, resume)
 

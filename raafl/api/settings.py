@@ -12,17 +12,17 @@ from typing import Any, Literal, TypedDict
 import yaml
 
 from raafl.algorithms import ALGORITHMS
-from raafl.api.handed import digest
 from raafl.api.modules import ModuleSpec, called
+from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, marked
 from raafl.config.options import Rounds, Waits
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.config.trainer_flags import unknown
 from raafl.core.algorithm import Algorithm, Training
+from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, load_devices
-from raafl.devices.shipped import FIGURES
 from raafl.errors import BadInput, briefly, one_of
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy
@@ -30,7 +30,7 @@ from raafl.parts.protect.options import Guard, Privacy
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"
 }
-_HERE = "raafl.api.handed"
+_HERE = "raafl.api.python_objects"
 
 
 class Settings(TypedDict, total=False):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raafl.api.callbacks import Callback
-from raafl.api.views import MergedUpdate, RunView
+from raafl.api.run_view import MergedUpdate, RunView
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import Watcher
 from raafl.core.types import Event, Joined, Lost, Settled
@@ -17,7 +17,7 @@ from raafl.runfolder.schema import METRIC_COLUMNS
 if TYPE_CHECKING:
     from torch import nn
 
-    from raafl.commands.run import Run
+    from raafl.runtime.run import Run
 
 
 class CallbackWatcher(Watcher):

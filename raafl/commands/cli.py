@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.argv import name_of, options_of, values, without
-from raafl.config.shipped import with_paths
+from raafl.config.bundled import with_paths
 from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, one_of, resolves
-from raafl.foreign import foreign
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
+from raafl.sanitize import foreign
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if argv[0] not in commands:
             raise BadInput(f"unknown command '{argv[0]}': {nearest(argv[0], commands)}")
-        from raafl.runtime.interrupt import ends_process
+        from raafl.runtime.lifecycle.signals import ends_process
 
         with ends_process():
             return commands[argv[0]](with_paths(argv[1:]))
@@ -134,8 +134,8 @@ def _fit(argv: list[str]) -> int:
         argv = without(argv, "--local", "--max_restarts")
     check_plain("fit", argv)
     with quick_imports():
-        from raafl.commands.fit import fit
         from raafl.config.parse import parse
+        from raafl.runtime.fit import fit
 
     _num_ranks()
     with _json_alone(argv):
@@ -147,7 +147,7 @@ def _fit(argv: list[str]) -> int:
 
 def _simulate(argv: list[str]) -> int:
     from raafl.config.plain import check_plain
-    from raafl.local.heap import keep_freed
+    from raafl.local.malloc import keep_freed
 
     check_plain("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
@@ -159,9 +159,9 @@ def _simulate(argv: list[str]) -> int:
         with quick_imports():
             parsed = parse("simulate", argv)
             if over_ranks:
-                from raafl.commands.over_ranks import simulate_over_ranks as simulate
+                from raafl.runtime.simulate_over_ranks import simulate_over_ranks as simulate
             else:
-                from raafl.commands.run import simulate
+                from raafl.runtime.run import simulate
         result = simulate(parsed.experiment, parsed.config_yaml)
     return 0 if result is None else _report(*result, parsed)
 
@@ -199,7 +199,7 @@ def _serve(argv: list[str]) -> int:
 
 def _join(argv: list[str]) -> int:
     """Be a client until the server lets it go."""
-    from raafl.commands.join_command import command
+    from raafl.commands.join import command
 
     def tell(text: str) -> None:
         print(f"raafl, {text}", file=sys.stderr, flush=True)

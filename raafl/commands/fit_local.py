@@ -1,7 +1,7 @@
 """`raafl fit --local N`: one command for a run of N clients on this machine, without torchrun.
 
 It starts `raafl serve` on a loopback socket of its own and N times `raafl join`, with a secret made for this run, and leaves
-the rest to `raafl.commands.supervise`. No torch here: what is wrong with the config is for the server to say.
+the rest to `raafl.runtime.local.supervisor`. No torch here: what is wrong with the config is for the server to say.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from raafl.commands.supervise import Child, RestartPolicy, Supervisor
 from raafl.config.argv import names_section, values, whole_number, without
 from raafl.errors import BadInput
+from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 
 NOTE: Final = "RAAFL_FOLDER_NOTE"
 """Environment variable: the file in which a server is to leave the path of its run folder; `raafl.commands.serve` does."""

@@ -15,7 +15,7 @@ from raafl.config.argv import own_options, values, whole_number
 from raafl.config.plain import check_plain
 from raafl.errors import BadInput, at_least, parse_address
 from raafl.lean_import import quick_imports
-from raafl.local.heap import keep_freed
+from raafl.local.malloc import keep_freed
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile
@@ -145,7 +145,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
 
 
 def _profiles(width: int, terminal: bool, *, as_json: bool) -> str:
-    from raafl.devices.shipped import catalogue, rows
+    from raafl.devices.catalog import catalogue, rows
     from raafl.plan.show import table
 
     if as_json:

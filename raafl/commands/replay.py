@@ -15,9 +15,9 @@ from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_run
 from raafl.runfolder.schema import JournalRow
-from raafl.runtime.conditions import conditions, differences
+from raafl.runtime.lifecycle.checkpointer import with_ties
+from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.replay import Replay
-from raafl.runtime.saver import with_ties
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FlatTensors
 
@@ -94,7 +94,7 @@ def _own_data(
     folder: Path, rows: Iterable[JournalRow], files: Mapping[int, Path], trusted: bool
 ) -> dict[int, ClientData]:
     """Return the data of the clients that did not train on their share of the run's."""
-    from raafl.runtime.client_setup import whole
+    from raafl.runtime.client.setup import whole
 
     wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
     for client in sorted(wanted - set(files)):

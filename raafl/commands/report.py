@@ -20,8 +20,8 @@ from raafl.report.page import escaped, folded, page, shown, table_html
 from raafl.report.static import check_figure, draw
 from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
+from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.reading import RecordedRun, read
-from raafl.runfolder.rows import atomic_file
 from raafl.units import size
 
 if TYPE_CHECKING:

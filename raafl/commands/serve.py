@@ -12,13 +12,13 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raafl.commands.fit import host
 from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput, parse_address
-from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Terms
+from raafl.runtime.server.host import host
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.session import Terms
 from raafl.transport import TRANSPORTS, Meeting
 from raafl.transport.tcp.secret_files import bind, check_run
 

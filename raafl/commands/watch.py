@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
-from raafl.runfolder.following import Following
+from raafl.runfolder.tail import Following
 from raafl.units import duration
 from raafl.watch.progress import Progress
 from raafl.watch.show import plain, sentence

@@ -14,10 +14,10 @@ import math
 import torch
 
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.snapshots import Snapshots
 from raafl.core.client_state import ClientState
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Way
+from raafl.core.snapshots import Snapshots
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.errors import Unsound
 from raafl.submodel import FlatTensors, Layout, Spec

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
+
+from raafl.state_folder import state_folder
 
 _MOST = 1000
 """Notes that are kept; the oldest go first."""
@@ -38,11 +39,6 @@ def is_own(config_yaml: str) -> bool:
     with suppress(OSError, RuntimeError):
         return _note(config_yaml).is_file()
     return False
-
-
-def state_folder() -> Path:
-    """Return this user's own folder of notes, which need not be there yet."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "raafl"
 
 
 def _note(config_yaml: str) -> Path:

@@ -1,7 +1,7 @@
 """What a config may name without anybody's leave to import it: exact names, each of one object of raafl's own.
 
 A name that is not in these tables stands for code of somebody's choosing: a prefix is no fence, since a module of raafl's
-has other modules among its attributes (`raafl.commands.supervise.subprocess`).
+has other modules among its attributes (`raafl.runtime.local.supervisor.subprocess`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def registry() -> Mapping[str, Mapping[str, Entry]]:
 @cache
 def stand_ins() -> Mapping[str, Mapping[str, Entry]]:
     """Build the same for what a run that was started in Python names in place of the objects that it was given."""
-    home = "raafl.api.handed"
+    home = "raafl.api.python_objects"
     return {kind: {f"{home}.{name}": Entry(home, name)} for kind, name in _STAND_INS.items()}
 
 

@@ -22,7 +22,7 @@ from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
-from raafl.foreign import LARGEST, foreign, inside, table_of
+from raafl.sanitize import LARGEST, foreign, inside, table_of
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""

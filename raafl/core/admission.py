@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 from raafl.core.algorithm import Algorithm, Fleet
+from raafl.core.quarantine import DAMAGED, Standing
 from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
-from raafl.core.standing import DAMAGED, Standing
 from raafl.core.state import GlobalState
 from raafl.core.types import (
     DIVERGED,

@@ -14,8 +14,8 @@ from functools import partial
 from raafl.core.admission import ERROR, LATE, Admission
 from raafl.core.algorithm import Algorithm, Fleet, OwnTests, Training, Waiting
 from raafl.core.payload import Wire
+from raafl.core.quarantine import Standing
 from raafl.core.roster import Roster
-from raafl.core.standing import Standing
 from raafl.core.state import GlobalState
 from raafl.core.types import (
     ENDS,

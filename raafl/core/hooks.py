@@ -59,7 +59,7 @@ class Watcher(Hooks):
     error: Exception | None = None
 
     def begin(self, run: Any, saved: Any = None) -> None:
-        """Look at the run, a `raafl.commands.run.Run`, before anything is measured or written; ``saved`` is what it resumes."""
+        """Look at the run, a `raafl.runtime.run.Run`, before anything is measured or written; ``saved`` is what it resumes."""
 
     def end(self, summary: dict[str, Any]) -> None:
         """Take note of the summary, which is not written yet; it may not be changed."""

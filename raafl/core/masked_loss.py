@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raafl.data.labels import classes_in
 from raafl.submodel import FULL, Submodels
-from raafl.submodel.aside import loss_of, settle
+from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import meta_batch
 
 CLASSES = "classes"

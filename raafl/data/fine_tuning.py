@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from raafl.data import made, readers
+from raafl.data import readers, synthetic
 from raafl.data.examples import FORMS, IGNORED, Ints, Task, encoder, pack
 from raafl.data.hub import load_splits, rows_of
 from raafl.data.sources import Classes
@@ -254,7 +254,7 @@ class FineTuning(Classes):
             return load_splits(path, self.name)
         from datasets import Dataset as Rows
 
-        return {"train": Rows.from_list(made.examples(path))}
+        return {"train": Rows.from_list(synthetic.examples(path))}
 
     def _encoded(self, splits: Any, path: str, split: str) -> Encoded:
         rows = rows_of(splits, path, split)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raafl.data.made import BYTES, byte_tokenizer
+from raafl.data.synthetic import BYTES, byte_tokenizer
 from raafl.data.tensors import GatherDataset
 from raafl.errors import BadInput, installing
 

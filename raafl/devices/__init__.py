@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from raafl.devices.catalog import names
 from raafl.devices.profiles import Device, Profile, TaskTime, assign, load_devices
-from raafl.devices.shipped import names
 
 __all__ = ["Device", "Profile", "TaskTime", "assign", "load_devices", "names"]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raafl.devices.catalog import names
 from raafl.devices.checks import number
-from raafl.devices.shipped import names
 from raafl.errors import nearest, no_utf8
 
 _NUMBERS = (

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from raafl.devices import drawn, shipped
+from raafl.devices import catalog, sampling
 from raafl.devices.checks import change_problems, joined, rate_problems, window_problems
-from raafl.devices.drawn import Presence
 from raafl.devices.files import is_list, read_list, read_rows, values
+from raafl.devices.sampling import Presence
 from raafl.errors import nearest
 
 _INF = math.inf
@@ -159,7 +159,7 @@ class Device(Profile):
     Args:
         count: number of consecutive clients with this profile.
         presence: always; diurnal, markov or leaves: hours of availability that are drawn for each client, see
-            `raafl.devices.drawn.presence`.
+            `raafl.devices.sampling.presence`.
         on_s: seconds there, of presence.
         off_s: seconds away, of presence.
         seed: of what is drawn.
@@ -182,17 +182,17 @@ class Device(Profile):
 
     def __post_init__(self) -> None:
         """Fill in what the name says; check the profile, the count and the presence."""
-        known, unsaid = shipped.figures(self.name), _not_said(self)
-        if not known and len(unsaid) == len(shipped.FIGURES) and self._says_nothing():
+        known, unsaid = catalog.figures(self.name), _not_said(self)
+        if not known and len(unsaid) == len(catalog.FIGURES) and self._says_nothing():
             raise ValueError(
                 f"device {self.name!r} is no shipped profile, and nothing says what it can do: give flops_per_s, such as "
-                f"1.0e9, or a shipped name; {nearest(self.name, shipped.names())}"
+                f"1.0e9, or a shipped name; {nearest(self.name, catalog.names())}"
             )
-        object.__setattr__(self, "given", tuple(name for name in shipped.FIGURES if name not in unsaid))
+        object.__setattr__(self, "given", tuple(name for name in catalog.FIGURES if name not in unsaid))
         for name in unsaid:
             object.__setattr__(self, name, known.get(name, _DEFAULTS[name]))
         Profile.__post_init__(self)
-        problems = drawn.presence_problems(self.presence, self.on_s, self.off_s, self.availability is not None)
+        problems = sampling.presence_problems(self.presence, self.on_s, self.off_s, self.availability is not None)
         for name, least in (("count", 1), ("seed", 0)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -212,17 +212,17 @@ class Device(Profile):
 
     def profiles(self) -> list[Profile]:
         """Return the profile of each of its clients."""
-        if self.presence == "always" and not shipped.is_drawn(self.name):
+        if self.presence == "always" and not catalog.is_drawn(self.name):
             return [self.profile] * self.count
         return [self._drawn(number) for number in range(self.count)]
 
     def _drawn(self, number: int) -> Profile:
         own = {f.name: getattr(self, f.name) for f in fields(Profile)}
-        if shipped.is_drawn(self.name):
-            law = shipped.catalogue()["generators"][self.name]
-            own |= {k: v for k, v in drawn.draw(law, self.seed, number).items() if k not in self.given}
+        if catalog.is_drawn(self.name):
+            law = catalog.catalogue()["generators"][self.name]
+            own |= {k: v for k, v in sampling.draw(law, self.seed, number).items() if k not in self.given}
         if self.presence != "always":
-            windows, period_s = drawn.presence(self.presence, self.on_s, self.off_s, self.seed, number)
+            windows, period_s = sampling.presence(self.presence, self.on_s, self.off_s, self.seed, number)
             own |= {"availability": windows, "period_s": period_s}
         return Profile(**own)
 
@@ -232,7 +232,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 def _not_said(device: Device) -> list[str]:
     """Return the fields that are as the name says."""
-    values = {name: getattr(device, name) for name in shipped.FIGURES}
+    values = {name: getattr(device, name) for name in catalog.FIGURES}
     return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 
 

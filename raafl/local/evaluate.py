@@ -11,10 +11,10 @@ import torch
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.draws import generators, same_generators
+from raafl.local.metric_partials import Noting, Unshared, add
 from raafl.local.metrics import begin, end, step
-from raafl.local.noted import Noting, Unshared, add
 from raafl.local.record import Recorder
+from raafl.local.rng import generators, same_generators
 from raafl.module_hooks import overrides
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged

@@ -13,8 +13,8 @@ import torch
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import LONGEST, BadInput, CodeFailed, GpuLost, TaskFailed, said
-from raafl.foreign import foreign
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.sanitize import foreign
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError

@@ -18,13 +18,13 @@ from raafl.core.local import SkippedBatch
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.built import Built
-from raafl.local.draws import Draws
+from raafl.local.client_group import ClientProcesses
 from raafl.local.options import FabricOptions
-from raafl.local.pull import Pull
+from raafl.local.proximal import Pull
 from raafl.local.record import widened
-from raafl.local.spanning import ClientProcesses
+from raafl.local.rng import Draws
 from raafl.local.sparse_gradients import backward_of
+from raafl.local.trainable import Built
 from raafl.optimizers import step_scheduler
 from raafl.submodel import FlatTensors, Submodels
 

@@ -15,13 +15,13 @@ from raafl.core.masked_loss import CLASSES
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
-from raafl.local.built import Built
-from raafl.local.draws import current, seed_everything
-from raafl.local.heap import give_back
+from raafl.local.malloc import give_back
 from raafl.local.masked import masked
 from raafl.local.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.options import FabricOptions
+from raafl.local.rng import current, seed_everything
 from raafl.local.task_steps import Stopped, TaskSteps
+from raafl.local.trainable import Built
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase

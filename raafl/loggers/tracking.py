@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raafl.core.types import Settled
-from raafl.runfolder.rows import atomic_file
+from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.schema import KINDS, MERGED, Summary, kind_of
 from raafl.submodel import Spec
 

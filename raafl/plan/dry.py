@@ -21,7 +21,7 @@ from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
 from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, load_data, make_model, proven
-from raafl.runtime.simulated import Simulation
+from raafl.runtime.simulation import Simulation
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.prove.narrow import num_values

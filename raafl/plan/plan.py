@@ -14,7 +14,7 @@ from raafl.errors import BadInput, nearest
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.optimizers import configure
-from raafl.plan.axes import RATES, facts
+from raafl.parts.select.axis_report import RATES, facts
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
 from raafl.runfolder.journal import finite
@@ -27,9 +27,9 @@ from raafl.submodel.prove.narrow import num_values
 class Plan:
     """What a run will take.
 
-    The first of ``algorithms`` is the config's own; ``axes`` is as `raafl.plan.axes.facts` gives it; ``by_the_loop`` is why
-    clients cannot be trained as one batch, None where nothing is known that is against it; ``guessed`` is what of the whole
-    model's cost is a guess, and why (`raafl.submodel.Cost`), "" where nothing is.
+    The first of ``algorithms`` is the config's own; ``axes`` is what `raafl.parts.select.axis_report.facts` returns;
+    ``by_the_loop`` is why clients cannot be trained as one batch, None where nothing is known that is against it;
+    ``guessed`` says what of the whole model's cost is a guess, and why (`raafl.submodel.Cost`), "" where nothing is.
     """
 
     name: str

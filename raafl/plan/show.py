@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raafl.plan.axes import share
+from raafl.parts.select.axis_report import share
 from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
@@ -41,7 +41,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
-    """Write the findings of `raafl.plan.axes.facts` as text, of long tables the first ``most`` rows."""
+    """Write the findings of `raafl.parts.select.axis_report.facts` as text, of long tables the first ``most`` rows."""
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
     places: dict[str, list[str]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import RecordedRun
-from raafl.watch.pace import Goals
+from raafl.watch.eta import Goals
 
 _NOT_THE_EXPERIMENT = (
     "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "batch_clients", "checkpoint_every",

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from raafl.errors import BadInput, installing
-from raafl.foreign import foreign
 from raafl.report.curves import TIME, band, curve
 from raafl.report.groups import Group
 from raafl.report.overview import model_metrics
+from raafl.sanitize import foreign
 
 FORMATS = (".svg", ".pdf")
 _MAX_PANELS, _MAX_LABEL, _MAX_POINTS = 2, 60, 1000

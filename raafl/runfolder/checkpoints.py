@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.runfolder.rows import atomic_file
+from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.schema import CHECKPOINTS
 
 _FORMAT: Final = 1

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from raafl.errors import BadInput
-from raafl.foreign import cleaned, foreign
 from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, misfits
+from raafl.sanitize import cleaned, foreign
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:

@@ -8,7 +8,7 @@ checkpoints/    see raafl.runfolder.checkpoints
 summary.json    written once, at the end
 
 Each row is one write to the operating system (about a microsecond), so a run that crashes leaves whole lines and loses
-none that were appended. What cannot be written never ends a run: see raafl.runfolder.rows. One writer at a time: nothing
+none that were appended. What cannot be written never ends a run: see raafl.runfolder.append_file. One writer at a time: nothing
 here is safe to call from several threads.
 """
 
@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from raafl.errors import BadInput
-from raafl.runfolder.following import Reader
-from raafl.runfolder.rows import Rows, atomic_file, read_table, remove_leftovers, say, write_table
+from raafl.runfolder.append_file import Rows, atomic_file, read_table, remove_leftovers, say, write_table
 from raafl.runfolder.schema import (
     CHECKPOINTS,
     CLIENT_COLUMNS,
@@ -47,6 +46,7 @@ from raafl.runfolder.schema import (
     JournalRow,
     Summary,
 )
+from raafl.runfolder.tail import Reader
 
 _READ_BYTES = 2**16  # at a time, of a file's end
 

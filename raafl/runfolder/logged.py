@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 from raafl.core.types import Update
-from raafl.foreign import foreign
 from raafl.local.metrics import LOSS, MAX_LOGGED, PEAK, TEST
 from raafl.runfolder.schema import TRAIN
+from raafl.sanitize import foreign
 
 MAX_NAME = 100
 """Characters kept of a metric's name."""

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raafl.errors import BadInput
-from raafl.foreign import table_of
 from raafl.runfolder.events import read_events, read_summary
 from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
@@ -32,6 +31,7 @@ from raafl.runfolder.schema import (
     Summary,
     kind_of,
 )
+from raafl.sanitize import table_of
 
 Numbers = npt.NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from raafl.core.types import ClientInfo, client_from_json, client_to_json
 from raafl.devices.series import long_series, restored, shortened, too_long
-from raafl.foreign import foreign
+from raafl.sanitize import foreign
 from raafl.transport import Refused
 
 

@@ -1,7 +1,7 @@
 """Driving a coordinator, whatever the clock: an event is recorded and handled, and what is asked for is done.
 
-The two runtimes are drivers: `raafl.runtime.simulated` on a virtual clock, `raafl.runtime.distributed` on the wall clock. Each
-keeps its clock and its timers, delivers assignments in its own manner, and measures when it can.
+The two runtimes are drivers: `raafl.runtime.simulation` on a virtual clock, `raafl.runtime.server.wall_clock` on the wall
+clock. Each keeps its clock and its timers, delivers assignments in its own manner, and measures when it can.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.exchange import Exchange, server_seed
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, Unsound
-from raafl.local.draws import Draws
 from raafl.local.options import FabricOptions
+from raafl.local.rng import Draws
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 from raafl.submodel import FlatTensors, Layout
+from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 
 MAX_BYTES = 1 << 31
 """Longest question."""

@@ -3,7 +3,7 @@
 The journal of a run, real or simulated, holds the events in the order the coordinator saw them, with their times, and a
 digest of each update; no tensors. A replay feeds the same events to a fresh coordinator and trains each task again when
 its answer arrives. A task is a pure function of its assignment, so the model comes out the same, to the last bit, if
-versions, thread count and device are the same (`raafl.runtime.conditions`) and the data is at hand.
+versions, thread count and device are the same (`raafl.runtime.lifecycle.environment`) and the data is at hand.
 """
 
 from __future__ import annotations

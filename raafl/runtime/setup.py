@@ -17,16 +17,16 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, said
-from raafl.local.draws import generators, same_generators
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
+from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
 from raafl.parts.merge.wide import widened
 from raafl.parts.protect.bounded import bounded
 from raafl.runtime.cut import proven_submodels, submodels_of
 from raafl.submodel import Submodels, skeleton
-from raafl.submodel.aside import seeded
+from raafl.submodel.isolated_run import seeded
 from raafl.submodel.module_state import has_values_beside
 
 if TYPE_CHECKING:
@@ -236,6 +236,6 @@ def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable
 
     if experiment.batch_clients == 1:
         return Inline(trainer, data)
-    from raafl.runtime.executors.cohorts import Cohorts
+    from raafl.runtime.executors.batched import Cohorts
 
     return Cohorts(trainer, data, experiment.batch_clients)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raafl.transport.transport import Admit, Meeting, Transport
 from raafl.transport.codec import GIVEN_UP, Expect, Kind, Message, Refused
 from raafl.transport.connection import Pair, PeerLost, PeerTimeout
-from raafl.transport.torchrun import Ranks
 from raafl.transport.tcp.transport import Sockets
+from raafl.transport.torchrun import Ranks
+from raafl.transport.transport import Admit, Meeting, Transport
 
 TRANSPORTS: dict[str, Callable[[Meeting], Transport]] = {"ranks": Ranks.from_environment, "tcp": Sockets}

@@ -36,7 +36,7 @@ from typing import Any, Never, Protocol
 import torch
 import xxhash
 
-from raafl.foreign import foreign
+from raafl.sanitize import foreign
 from raafl.submodel.flat import DTYPES, FlatTensors
 
 MAGIC = b"RAFL"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from raafl.submodel.flat import FlatTensors
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, HEADER_BYTES, Checksum, Expect, Header, Message, Refused
 from raafl.transport.connection import DRAIN_BYTES
 from raafl.transport.staging import StagingRings, problem_of
 from raafl.transport.tcp.stream import Stream
-from raafl.submodel.flat import FlatTensors
 
 PIECE_BYTES = 1 << 20
 """How much is hashed and checked at a time, while it is in the cache. The wire does not know of it."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributed as _distributed
 
+from raafl.submodel.flat import FlatTensors
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, HEADER_BYTES, Body, Checksum, Expect, Header, Message, Refused
 from raafl.transport.connection import DRAIN_BYTES, Pair, PeerLost, PeerTimeout
@@ -35,7 +36,6 @@ from raafl.transport.staging import (
     piece_bytes,
     problem_of,
 )
-from raafl.submodel.flat import FlatTensors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from raafl.submodel.flat import FlatTensors, sum_of_bits
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, Body, Header
-from raafl.transport.gloo import _REST, GlooPair, cloned, dist
 from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.transport.gloo import _REST, GlooPair, cloned, dist
 from raafl.transport.staging import problem_of
-from raafl.submodel.flat import FlatTensors, sum_of_bits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

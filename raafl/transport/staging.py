@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from raafl.transport.codec import byte_view, declared
 from raafl.submodel.flat import FlatTensors, is_finite
+from raafl.transport.codec import byte_view, declared
 
 CHUNK_BYTES = 4 << 20
 """Longest piece. How a payload is cut belongs to the wire format: both ends must do it alike."""

@@ -19,10 +19,10 @@ import torch
 from torch import distributed as _distributed
 
 from raafl.errors import BadInput
-from raafl.foreign import foreign
-from raafl.transport.transport import Admit, Meeting, Transport
-from raafl.transport.nccl import connect
+from raafl.sanitize import foreign
 from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.transport.nccl import connect
+from raafl.transport.transport import Admit, Meeting, Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

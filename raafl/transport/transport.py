@@ -14,8 +14,8 @@ from typing import Self
 
 import torch
 
-from raafl.transport.tcp.handshake import Secret
 from raafl.transport.connection import Pair
+from raafl.transport.tcp.handshake import Secret
 
 Admit = Callable[[int, str, Callable[[], Pair]], None]
 """Takes a client's id, where it calls from, and what makes its pair; raises `Refused` to turn it away."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raafl.watch.pace import Eta
+    from raafl.watch.eta import Eta
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from raafl.config.options import Target
-from raafl.foreign import foreign
-from raafl.runfolder.following import Following
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
-from raafl.watch.pace import EVALUATIONS, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
+from raafl.runfolder.tail import Following
+from raafl.sanitize import foreign
+from raafl.watch.eta import EVALUATIONS, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
 MAX_CLIENTS = 16

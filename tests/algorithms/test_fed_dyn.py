@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_dyn
-from raafl.compression.snapshots import Snapshots
+from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
 from raafl.submodel import Spec
 from tests.one_task import Slope, give, task_of, whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_per
-from raafl.compression.snapshots import Snapshots
+from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
 from tests.one_task import give
 from tests.tools import assigned, coordinator_for, join, line_state

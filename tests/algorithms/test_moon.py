@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import moon
-from raafl.compression.snapshots import Snapshots
+from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
 from tests.one_task import Slope, give, task_of
 from tests.tools import assigned, coordinator_for, join, line_state

@@ -13,7 +13,6 @@ from raafl.algorithms import fed_avg, ra_fed, ram_fed
 from raafl.algorithms.ra_fed.regions import Regions
 from raafl.algorithms.ram_fed.memory import Remembered
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
@@ -27,6 +26,7 @@ from raafl.parts.select import of_regions
 from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.run import simulate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT

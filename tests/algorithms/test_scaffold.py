@@ -7,8 +7,8 @@ import torch
 
 from raafl.algorithms import scaffold
 from raafl.compression.compressors import Compress
-from raafl.compression.snapshots import Snapshots
 from raafl.core import saving
+from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated

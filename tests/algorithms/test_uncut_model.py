@@ -9,9 +9,9 @@ import pytest
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS
-from raafl.commands.run import simulate
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
+from raafl.runtime.run import simulate
 from tests.federation import experiment
 
 WHOLE = "every client trains all of the model, which has no axes to "

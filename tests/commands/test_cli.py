@@ -27,7 +27,7 @@ SUMMARY = {
 
 @pytest.mark.parametrize("name", ["fed_avg", "fed_raa", "split_fed"])
 def test_an_algorithm_runs_on_the_quick_start(name, summary):
-    """All the others do in tests/runtime/test_resume.py, whose options are read alike."""
+    """All the others do in tests/runtime/lifecycle/test_resume.py, whose options are read alike."""
     result = summary("--algorithm", name, updates=10)
     assert result.keys() >= SUMMARY
     assert (result["algorithm"], result["runtime"], result["seed"]) == (name, "simulated", 0)

@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from raafl.commands.cli import main
-from raafl.commands.join import join
 from raafl.commands.serve import serve
 from raafl.errors import Replaced, RunFailed, parse_address
+from raafl.runtime.client.join import join
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import transport
+from raafl.transport.tcp.connection import TcpPair
 from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener
-from raafl.transport.tcp.connection import TcpPair
 from tests.federation import experiment
 
 SECRET = Secret(b"a secret for tests only")
@@ -143,7 +143,7 @@ def test_a_server_that_refuses_a_client_is_there(monkeypatch):
         raise Refused("wrong-secret", "not taken")
 
     monkeypatch.setattr(transport, "call", call)
-    monkeypatch.setattr("raafl.commands.join._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("raafl.runtime.client.join._FIRST_WAIT_S", 0.001)
     told = []
     with pytest.raises(RunFailed, match="does not let this client in: wrong-secret: not taken"):
         join("127.0.0.1:1", 1, SECRET, lambda _: None, needs_config=True, alone_s=600, say=told.append)
@@ -185,7 +185,7 @@ def unknown_host(*args, **kwargs):
 
 
 def test_a_client_that_is_replaced_ends_with_a_code_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr("raafl.commands.join_command.command", replaced)
+    monkeypatch.setattr("raafl.commands.join.command", replaced)
     assert main(["join", "--client", "1", "--address", "127.0.0.1:1"]) == 3
     assert capsys.readouterr().err == "raafl: client 1: replaced: client 1 has joined from elsewhere\n"
 

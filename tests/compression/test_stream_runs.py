@@ -22,11 +22,11 @@ from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.session import Session
+from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpPair
-from raafl.submodel import FULL, FlatTensors
 from tests.compression.ends import drawn, model, plan_of, task
 from tests.crashed import crashed, simulated
 from tests.federation import SPEEDS, experiment, finish, unequal

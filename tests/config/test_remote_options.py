@@ -18,7 +18,7 @@ from raafl.config.shared import for_clients, sections
 from raafl.config.trust import from_server
 from raafl.devices import load_devices
 from raafl.errors import BadInput
-from raafl.runtime.session import Terms
+from raafl.runtime.server.session import Terms
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

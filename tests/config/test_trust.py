@@ -11,11 +11,11 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
+from raafl.config.bundled import shipped
 from raafl.config.experiment import marked
 from raafl.config.parse import load_run, parse
 from raafl.config.registry import paths, registry
 from raafl.config.shared import sections
-from raafl.config.shipped import shipped
 from raafl.config.trust import _TEXTS, from_server, imports_only, of_folder
 from raafl.errors import BadInput, RunFailed
 
@@ -58,14 +58,16 @@ HOSTILE = {
     "in a select": method(submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": POPEN}}),
     "in the keys of rates": method(submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": {TEXT: 1.0}}}),
     "class_path among rates": method(submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": {"class_path": 1}}}),
-    "re-exported by raafl": {"model": {"class_path": "raafl.commands.supervise.subprocess.Popen", "init_args": {"args": ["id"]}}},
+    "re-exported by raafl": {
+        "model": {"class_path": "raafl.runtime.local.supervisor.subprocess.Popen", "init_args": {"args": ["id"]}}
+    },
     "re-exported by the cli": {"model": {"class_path": "raafl.commands.cli.os.system", "init_args": {"command": "id"}}},
     "re-exported by the zoo": {"model": {"class_path": "model_zoo.hub.os.system", "init_args": {"command": "id"}}},
     "a prefix": {"model": {"class_path": "raaflish.Model"}},
     "raafl's, of another kind": {"model": {"class_path": "raafl.data.Digits"}},
-    "raafl's, but no part": {"model": {"class_path": "raafl.commands.run.simulate"}},
+    "raafl's, but no part": {"model": {"class_path": "raafl.runtime.run.simulate"}},
     "a part's method": {"model": {"class_path": "model_zoo.MLP.load_from_checkpoint", "init_args": {"checkpoint_path": "x"}}},
-    "a stand-in of Python's": {"model": {"class_path": "raafl.api.handed.Module", "init_args": {"given": "x"}}},
+    "a stand-in of Python's": {"model": {"class_path": "raafl.api.python_objects.Module", "init_args": {"given": "x"}}},
     "a class path that is no text": {"model": {"class_path": ["os.system"]}},
     "a class path with a line break": {"model": {"class_path": "model_zoo.MLP\n"}},
     "more beside the class path": {"model": {**MLP, "dict_kwargs": {"x": 1}}},
@@ -240,7 +242,7 @@ FOREIGN = {
     "whose account a logger uses": {"logger": {"class_path": "wandb", "init_args": {"entity": "evil"}}},
     "a kernel": hugging(architecture={"model_type": "bert", "attn_implementation": "evil/kernel"}),
     "settings of a stand-in": {
-        "model": {"class_path": "raafl.api.handed.Module", "init_args": {"given": "x", "settings": {"y": POPEN}}}
+        "model": {"class_path": "raafl.api.python_objects.Module", "init_args": {"given": "x", "settings": {"y": POPEN}}}
     },
     "consent": {"trust_config": True},
 }  # fmt: skip

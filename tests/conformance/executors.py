@@ -19,10 +19,10 @@ from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData
 from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import Executor, Inline, OverRanks, Pool, work
-from raafl.runtime.executors.cohorts import Cohorts
+from raafl.runtime.executors.batched import Cohorts
+from raafl.submodel import FlatTensors, Spec
 from raafl.transport import PeerLost
 from raafl.transport.tcp.connection import TcpPair
-from raafl.submodel import FlatTensors, Spec
 from tests import remembered
 from tests.federation import Finished
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples

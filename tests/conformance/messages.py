@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.staging import CHUNK_BYTES
-from raafl.submodel.flat import FlatTensors
 from tests.conformance.transports import WAIT_S
 
 CHUNK = CHUNK_BYTES // 4  # float32 elements

@@ -13,12 +13,12 @@ pytest.importorskip("datasets")
 
 from model_zoo import HFCausalLM
 from raafl.algorithms import fed_avg
-from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment
 from raafl.plan import show
 from raafl.plan.dry import World, predict
 from raafl.plan.plan import make_plan
 from raafl.runfolder import checkpoints
+from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.clocks import fingerprints, on_both_clocks
 from tests.crashed import crash

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_buff, fed_raa, hetero_fl, scaffold
-from raafl.commands.run import simulate
 from raafl.data import Dirichlet
-from raafl.runtime.executors import cohorts
+from raafl.runtime.executors import batched
+from raafl.runtime.run import simulate
 from tests.conformance.executors import over_ranks
 from tests.crashed import crash
 from tests.federation import equal_replay, experiment, finish
@@ -52,7 +52,7 @@ class Numpy(Plain):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(cohorts, "_TRIALS", (2, 3))
+    monkeypatch.setattr(batched, "_TRIALS", (2, 3))
 
 
 def compared(tmp_path, algorithm, most=6, how=finish, **fields):
@@ -95,7 +95,7 @@ def test_what_goes_by_the_loop_says_why(tmp_path):
 
 
 def test_auto_leaves_the_bits_of_the_loop_whatever_it_chooses(tmp_path, monkeypatch):
-    monkeypatch.setattr(cohorts, "_TRIALS", (4, 5))
+    monkeypatch.setattr(batched, "_TRIALS", (4, 5))
     compared(tmp_path, fed_async(), most="auto")
 
 

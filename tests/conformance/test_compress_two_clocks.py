@@ -7,7 +7,7 @@ import pytest
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_rolex, ram_fed
 from raafl.compression.compressors import Compress
 from raafl.runtime.replay import Replay
-from raafl.runtime.session import Session
+from raafl.runtime.server.session import Session
 from raafl.runtime.setup import build, make_executor
 from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks

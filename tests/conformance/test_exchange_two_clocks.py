@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 from model_zoo import MLP
 from raafl.algorithms import split_fed
 from raafl.algorithms.split_fed.questions import Batches
-from raafl.commands.run import simulate
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.errors import Unsound
-from raafl.runtime.session import Session
+from raafl.runtime.run import simulate
+from raafl.runtime.server.session import Session
 from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_compress_two_clocks import assert_replays

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from model_zoo.metrics import MacroF1, Perplexity
 from raafl.algorithms import ALGORITHMS
-from raafl.commands.run import simulate
 from raafl.errors import TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import OverRanks
-from raafl.runtime.executors import cohorts as cohorts_module
+from raafl.runtime.executors import batched as cohorts_module
 from raafl.runtime.executors.shared_evaluation import Shared
+from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.executors import Dropping, Slow, clients, evaluator_of, in_any_order, one_by_one, tasks_of
 from tests.crashed import crash

@@ -133,8 +133,8 @@ progress: quiet
 def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
     import json
 
-    from raafl.commands.run import simulate
     from raafl.config.parse import parse
+    from raafl.runtime.run import simulate
     from tests.adapted import BERT
 
     path = tmp_path / "lora.yaml"

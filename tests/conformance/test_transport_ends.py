@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.submodel.flat import FlatTensors, Layout
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from tests.conformance.messages import (
     CHUNK,
     flat,

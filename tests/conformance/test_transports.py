@@ -7,11 +7,10 @@ import threading
 import pytest
 import torch
 
-from raafl.transport import TRANSPORTS, Kind, Message, PeerLost, Refused
-from raafl.transport import codec
+from raafl.submodel.flat import FlatTensors, Layout
+from raafl.transport import TRANSPORTS, Kind, Message, PeerLost, Refused, codec
 from raafl.transport.gloo import FIRST_BYTES
 from raafl.transport.staging import CHUNK_BYTES
-from raafl.submodel.flat import FlatTensors, Layout
 from tests.conformance.messages import (
     CHUNK,
     exchange,

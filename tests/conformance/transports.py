@@ -15,8 +15,8 @@ from raafl.errors import parse_address
 from raafl.transport import Meeting, Pair, Transport
 from raafl.transport.gloo import GlooPair
 from raafl.transport.tcp.handshake import Secret
-from raafl.transport.torchrun import Ranks
 from raafl.transport.tcp.transport import Sockets
+from raafl.transport.torchrun import Ranks
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0

@@ -13,7 +13,7 @@ pytest.importorskip("datasets")
 
 from raafl.data import FineTuning
 from raafl.data.examples import IGNORED, chat, encoder, pack
-from raafl.data.made import SPECIAL, byte_tokenizer
+from raafl.data.synthetic import SPECIAL, byte_tokenizer
 from raafl.errors import BadInput
 
 PAD, END, _, USER, ASSISTANT = range(len(SPECIAL))

@@ -295,8 +295,8 @@ def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", [fed_async(), fed_buff(buffer_size=3)], ids=lambda a: a.name)
 def test_a_model_may_lie_on_a_gpu(tmp_path, algorithm):
-    from raafl.commands.run import simulate
     from raafl.local.train import FabricOptions
+    from raafl.runtime.run import simulate
 
     base = settings(tmp_path, algorithm, server_device="cuda:0", fabric=FabricOptions(accelerator="cuda"))
     summary, _ = simulate(base)

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raafl.commands.over_ranks import simulate_over_ranks
-from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment
 from raafl.errors import BadInput
+from raafl.runtime.run import simulate
+from raafl.runtime.simulate_over_ranks import simulate_over_ranks
 from tests import warm
 from tests.forked import command
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(120)
 
 def _small(rank: int) -> None:
     if rank == 2:
-        import raafl.runtime.client_setup
+        import raafl.runtime.client.setup
 
-        raafl.runtime.client_setup.with_memory = lambda made, info, *rest: (
+        raafl.runtime.client.setup.with_memory = lambda made, info, *rest: (
             replace(info, profile=replace(info.profile, memory_bytes=10.0)), [],
         )  # fmt: skip
 

@@ -15,9 +15,9 @@ import yaml
 
 from raafl.commands.cli import USAGE, main
 from raafl.config.argv import values, without
+from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
-from raafl.config.shipped import with_paths
 from tests import remembered
 from tests.habits.source import ROOT
 

@@ -34,8 +34,8 @@ def test_config_builds(config, tmp_path, request, monkeypatch):
     Its axes are not proven here: tests/submodel/prove/test_proof.py proves the zoo's, and each run its own.
     """
     monkeypatch.setattr("raafl.runtime.cut.refuted", lambda *_: {})
-    from raafl.commands.run import Run
     from raafl.config.parse import load_experiment
+    from raafl.runtime.run import Run
     from raafl.runtime.setup import build
 
     experiment = load_experiment(ROOT / config)

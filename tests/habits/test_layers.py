@@ -20,8 +20,21 @@ CLOCKS_AND_WIRES = (
 )
 INPUT_AND_OUTPUT = ("os", "io", "pathlib", "shutil", "tempfile", "logging", "datetime")
 ORDER = (
-    ("_version", "errors", "foreign", "lean_import", "module_hooks", "optimizers", "trainer_stand_in", "units"),
-    *((name,) for name in ("data", "submodel", "devices", "core", "parts", "compression", "algorithms", "local")),
+    (
+        "_version",
+        "errors",
+        "lean_import",
+        "module_hooks",
+        "optimizers",
+        "sanitize",
+        "state_folder",
+        "trainer_stand_in",
+        "units",
+    ),
+    *(
+        (name,)
+        for name in ("data", "submodel", "devices", "transport", "core", "parts", "compression", "algorithms", "local")
+    ),
     *((name,) for name in ("config", "runfolder", "loggers", "watch", "runtime", "plan", "report", "commands", "api")),
 )
 """A package imports from its own line and those above it; the package itself, `raafl`, imports nothing by itself."""
@@ -34,7 +47,7 @@ FORBIDDEN = {
     "raafl/submodel": ("raafl.data",),
     **{
         f"raafl/devices/{name}.py": ("raafl.submodel", "raafl.data")
-        for name in ("checks", "drawn", "files", "profiles", "shipped")
+        for name in ("catalog", "checks", "files", "profiles", "sampling")
     },
     "model_zoo": ("raafl",),
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from raafl.core.types import Assignment
-from raafl.runtime.client_setup import ClientSetup
-from raafl.runtime.spanning import together
+from raafl.runtime.client.multiprocess import together
+from raafl.runtime.client.setup import ClientSetup
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.federation import experiment
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Hook, Local
 from raafl.errors import BadInput
-from raafl.local import spanning
-from raafl.local.spanning import ClientProcesses, Share
+from raafl.local import client_group
+from raafl.local.client_group import ClientProcesses, Share
 from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec
 from tests.local.bench import Bench, Net, assignment
@@ -187,7 +187,7 @@ def test_what_is_drawn_beside_the_order_of_the_data_differs():
 
 def test_gradients_are_summed_while_the_backward_pass_goes_on(monkeypatch):
     """In buckets of one dtype, the last layer's first; what has no gradient counts as 0."""
-    monkeypatch.setattr(spanning, "BUCKET_BYTES", 4 * (6 * 5 + 6))  # of the second layer
+    monkeypatch.setattr(client_group, "BUCKET_BYTES", 4 * (6 * 5 + 6))  # of the second layer
     net, events = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.Linear(6, 5), nn.Linear(7, 7)), []
 
     def begin_sum(tensor):

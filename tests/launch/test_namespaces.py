@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment
+from raafl.runtime.run import simulate
 from tests import warm
 from tests.forked import command
 

@@ -12,7 +12,7 @@ import torch
 
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import BadInput, RunFailed
-from raafl.runtime.spanning import Span, _hello, processes, refuse
+from raafl.runtime.client.multiprocess import Span, _hello, processes, refuse
 from tests import warm
 from tests.forked import command, wait_for
 from tests.habits.source import ROOT

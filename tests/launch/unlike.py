@@ -6,7 +6,7 @@ import os
 import sys
 
 from raafl.errors import RunFailed
-from raafl.runtime.spanning import together
+from raafl.runtime.client.multiprocess import together
 from tests.launch.one_task import site
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.local.noted import Noting, add
+from raafl.local.metric_partials import Noting, add
 from raafl.local.record import Recorder
 
 

@@ -14,7 +14,7 @@ from raafl.core.algorithm import Training
 from raafl.core.payload import Payload
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.spanning import Buckets
+from raafl.local.client_group import Buckets
 from raafl.local.sparse_gradients import check_optimizer, takes_sparse
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.submodel import FlatTensors, Submodels

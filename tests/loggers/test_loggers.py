@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from raafl.commands.run import simulate
 from raafl.config import loggers as logger_specs
 from raafl.config.loggers import specs
 from raafl.data import Iid
 from raafl.errors import BadInput
 from raafl.loggers import loggers
+from raafl.runtime.run import simulate
 from tests.federation import experiment
 
 ROOT = Path(__file__).parents[2]

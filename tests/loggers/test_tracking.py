@@ -9,7 +9,6 @@ from statistics import mean, median
 import pytest
 from lightning.pytorch.loggers import Logger
 
-from raafl.commands.run import simulate
 from raafl.core.types import Assignment, Settled
 from raafl.loggers.tracking import (
     Measurements,
@@ -25,6 +24,7 @@ from raafl.loggers.tracking import (
     timeline_table,
 )
 from raafl.runfolder.reading import read
+from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec
 from tests.federation import experiment
 

@@ -13,7 +13,6 @@ import raafl
 from model_zoo import ResNet
 from model_zoo.classifier import Classifier
 from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff
-from raafl.commands.run import simulate
 from raafl.config.experiment import SubmodelOptions
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
@@ -22,6 +21,7 @@ from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.run import simulate
 from tests.crashed import crash
 from tests.federation import equal_replay, experiment, finish
 from tests.habits.source import ROOT

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_mezo, fed_opt, fed_raa, hetero_fl, scaffold
-from raafl.commands.run import simulate
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data.partition import Dirichlet
@@ -19,6 +18,7 @@ from raafl.errors import BadInput
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runfolder import checkpoints
+from raafl.runtime.run import simulate
 from raafl.runtime.setup import make_model
 from raafl.submodel.flat import reals
 from tests.crashed import crash

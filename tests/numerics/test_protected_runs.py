@@ -14,7 +14,6 @@ from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_raa
 from raafl.algorithms.fed_mezo.zeroth_order import SCALARS, pack, unpack
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
 from raafl.data import Digits
@@ -23,6 +22,7 @@ from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
+from raafl.runtime.run import simulate
 from tests.crashed import crash, simulated
 from tests.federation import equal_replay, experiment, finish, unequal
 from tests.habits.source import ROOT

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
 from raafl.commands.cli import main
-from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import Fleet, Training
 from raafl.core.types import ClientInfo, Warn
@@ -24,6 +23,7 @@ from raafl.local.train import FabricOptions
 from raafl.plan import dry, show, tasks
 from raafl.plan import plan as planning
 from raafl.plan.dry import World, predict
+from raafl.runtime.run import simulate
 from raafl.submodel.axes import AxisTable
 from tests.tools import line_state
 

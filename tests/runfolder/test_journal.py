@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
+from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.events import read_events
 from raafl.runfolder.journal import RunFolder, default_run_folder, to_json
-from raafl.runfolder.rows import atomic_file
 from raafl.runfolder.schema import CLIENT_COLUMNS
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff
-from raafl.commands.run import simulate
 from raafl.core.types import Update
 from raafl.data import Dirichlet
 from raafl.local.metrics import MAX_LOGGED
 from raafl.runfolder.logged import MAX_OTHERS, LoggedMeans, column_of, logged_values
+from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout
 from tests.crashed import crash
 from tests.federation import experiment, finish

@@ -14,11 +14,11 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.types import Arrived, Update
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
+from raafl.runfolder.append_file import read_table
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.rows import read_table
 from tests.federation import experiment, finish
-from tests.runtime.test_simulated import COMING_AND_GOING
+from tests.runtime.test_simulation import COMING_AND_GOING
 from tests.tools import filled, line_state
 
 pytestmark = pytest.mark.timeout(120)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 
-from raafl.commands.run import simulate
 from raafl.data import Iid
 from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
@@ -19,6 +18,7 @@ from raafl.runfolder.schema import (
     is_metric,
     kind_of,
 )
+from raafl.runtime.run import simulate
 from tests.federation import experiment
 
 

@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, fed_raa, hetero_fl
-from raafl.commands.run import simulate
 from raafl.config.options import Target
 from raafl.core.algorithm import Training
 from raafl.core.types import Assignment, Joined, Settled, Update
@@ -18,6 +17,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import RUN_COLUMNS, is_metric
 from raafl.runfolder.statistics import Coverage, RunStatistics
+from raafl.runtime.run import simulate
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.federation import experiment, finish

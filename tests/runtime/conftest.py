@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.sessions import Table
+from tests.runtime.server.sessions import Table
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from raafl.core.exchange import Exchange
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
-from raafl.runtime.client import Client
+from raafl.runtime.client.worker import Client
 from raafl.runtime.exchange import ClientSide
-from raafl.runtime.inbox import Inbox
-from raafl.runtime.session import Session
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.session import Session
+from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpPair
-from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from tests.algorithms.split_fed.models import Conv
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment, finish

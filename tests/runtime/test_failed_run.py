@@ -12,13 +12,13 @@ import pytest
 import raafl
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg
-from raafl.commands.run import simulate
 from raafl.core.hooks import Watcher
 from raafl.errors import RunFailed
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
+from raafl.runtime.run import simulate
 from raafl.runtime.setup import build, make_executor
 from tests.federation import digits, experiment, finish, small_mlp, unequal
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.replay import Replay
+from raafl.runtime.run import simulate
 from tests import warm
 from tests.forked import command
 

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from raafl.local import heap
+from raafl.local import malloc
 
 MIB = 2**20
 BUDGET = 96 * MIB
@@ -142,7 +142,7 @@ def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_mod
         assert "allocate memory" in full.get("died", "it lived"), full
 
 
-@pytest.mark.skipif(heap._glibc("mallopt") is None, reason="the C library is not glibc")
+@pytest.mark.skipif(malloc._glibc("mallopt") is None, reason="the C library is not glibc")
 def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes(notes):
     tight, usual = notes["bert", "tight"], notes["bert", "full"]
     assert (tight.get("steps"), tight.get("refusal"), tight.get("died")) == (2, None, None)

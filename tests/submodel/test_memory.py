@@ -9,7 +9,7 @@ import pytest
 import torch._dynamo
 from torch import nn
 
-from raafl.local import heap
+from raafl.local import malloc
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.forked import in_fork
 
@@ -21,8 +21,8 @@ def peak_bytes(units: int) -> int:
     """Most memory that this process holds while a client with so many of 8192 hidden units trains in it."""
     torch.set_num_threads(1)
     # What earlier tests have freed must not serve for the client, nor their peak count.
-    heap.free_at_once()
-    heap.give_back(0)
+    malloc.free_at_once()
+    malloc.give_back(0)
     Path("/proc/self/clear_refs").write_text("5")
     with skeleton():
         model = nn.Sequential(nn.Linear(3072, 8192), nn.ReLU(), nn.Linear(8192, 10))

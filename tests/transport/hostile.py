@@ -12,10 +12,10 @@ import torch
 import xxhash
 
 from raafl.errors import parse_address
+from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener, call
-from raafl.submodel.flat import FlatTensors, Layout
 from tests.whole_frames import encode
 
 SECRET = Secret(b"sixteen bytes or more")

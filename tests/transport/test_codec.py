@@ -11,8 +11,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raafl.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
 from raafl.submodel.flat import FlatTensors, Layout
+from raafl.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
 from tests.whole_frames import decode, encode
 
 

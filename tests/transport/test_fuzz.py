@@ -18,14 +18,13 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raafl.transport import Kind, Message, PeerLost, Refused
-from raafl.transport import frames
-from raafl.transport.tcp.cipher import RecordCipher
+from raafl.submodel.flat import FlatTensors
+from raafl.transport import Kind, Message, PeerLost, Refused, frames
 from raafl.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.transport.frames import Frames
-from raafl.transport.tcp.handshake import Secret, greet
+from raafl.transport.tcp.cipher import RecordCipher
 from raafl.transport.tcp.connection import TcpPair
-from raafl.submodel.flat import FlatTensors
+from raafl.transport.tcp.handshake import Secret, greet
 from tests.whole_frames import encode
 
 NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerTimeout, Refused
 from raafl.transport.gloo import GlooPair
 from raafl.transport.staging import CHUNK_BYTES
-from raafl.submodel.flat import FlatTensors
 
 HOST = "127.0.0.1"
 pytestmark = pytest.mark.timeout(120)

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport import nccl
-from raafl.transport.gloo import GlooPair
 from raafl.submodel.flat import FlatTensors, Layout
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused, nccl
+from raafl.transport.gloo import GlooPair
 from tests.emulated_streams import Stream
 
 WAIT_S = 10.0

@@ -9,12 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.transport import Kind, Message, PeerLost
-from raafl.transport import frames
-from raafl.transport import staging
+from raafl.submodel.flat import FlatTensors, Layout
+from raafl.transport import Kind, Message, PeerLost, frames, staging
 from raafl.transport.staging import NUM_AHEAD, NUM_STAGED, Staging
 from raafl.transport.tcp.connection import TcpPair
-from raafl.submodel.flat import FlatTensors, Layout
 
 PIECE_BYTES = 1 << 12
 GPU = torch.device("cuda", 0)

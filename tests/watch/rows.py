@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.watch.pace import Goals
+from raafl.watch.eta import Goals
 
 
 class Clock:

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from raafl.commands.cli import main
-from raafl.commands.run import simulate
 from raafl.commands.watch import watch
 from raafl.errors import BadInput
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
+from raafl.runtime.run import simulate
 from raafl.watch.show import evaluation, plain
 from raafl.watch.snapshot import ProgressState
 from raafl.watch.state import follow
@@ -203,7 +203,7 @@ def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch)
 
 
 def test_a_resumed_run_is_shown_without_what_it_has_gone_back_behind(tmp_path):
-    from raafl.runtime.resume import load
+    from raafl.runtime.lifecycle.resume import load
 
     whole, _ = simulate(experiment(tmp_path / "whole", "fed_async", checkpoint_every=5))
     _, folder = simulate(experiment(tmp_path / "cut", "fed_async", checkpoint_every=5, keep_checkpoints=9))

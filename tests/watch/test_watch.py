@@ -10,7 +10,7 @@ from rich.console import Console
 
 from raafl.config.options import Target
 from raafl.submodel.spec import Spec
-from raafl.watch.pace import Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
+from raafl.watch.eta import Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.show import plain, sentence, table
 from raafl.watch.snapshot import ClientProgress
 from raafl.watch.state import RunState, spec_in_words

@@ -16,9 +16,9 @@ from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
 from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.aside import loss_of, settle
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger
+from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import batch_tensors, meta_batch
 
 _More = tuple[float, int, float, float]

@@ -15,7 +15,7 @@ With one subnet this is unweighted FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from raafl.algorithms.ist.dealt import DisjointUnits
+from raafl.algorithms.ist.random_partition import DisjointUnits
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import positive, refuse_unused

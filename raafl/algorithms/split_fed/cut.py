@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from raafl.parts.local.elsewhere import patched, quiet
+from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import Submodels
-from raafl.submodel.aside import loss_of
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.isolated_run import loss_of
 from raafl.submodel.nested_batch import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]

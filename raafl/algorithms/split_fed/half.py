@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed, shapes_of
-from raafl.parts.local.elsewhere import patched, quiet
+from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.caches import Caches

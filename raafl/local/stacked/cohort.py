@@ -13,14 +13,14 @@ import torch
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.types import Update
-from raafl.local.built import Built
-from raafl.local.draws import generators, same_generators, seed_everything
 from raafl.local.options import FabricOptions
+from raafl.local.rng import generators, same_generators, seed_everything
 from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer
+from raafl.local.trainable import Built
 from raafl.submodel import Spec
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (

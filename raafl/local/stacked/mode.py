@@ -2,7 +2,7 @@
 
 vmap's rules for what acts element by element have a client's bits, and so have most others, but not all: products, norms,
 convolutions, attention and recurrent layers go through what is here. What is trained as one is compared with the loop before
-it is relied on (`raafl.runtime.executors.cohorts`), so a function that is missing here costs speed, never a bit.
+it is relied on (`raafl.runtime.executors.batched`), so a function that is missing here costs speed, never a bit.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
-from raafl.local.built import Built
-from raafl.local.pull import Pull
+from raafl.local.proximal import Pull
 from raafl.local.record import widened
 from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.clipping import clip_
@@ -29,6 +28,7 @@ from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.products import CACHE_LINE_BYTES, Known
 from raafl.local.stacked.stacks import Unstackable, within
 from raafl.local.train import LocalTrainer
+from raafl.local.trainable import Built
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from raafl.core.local import Hook, Task
 from raafl.errors import BadInput
-from raafl.parts.local.elsewhere import patched, quiet
+from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import EarlyLogits, Submodels, add_exits
 from raafl.submodel.declared import find_stacks, join, said
 from raafl.submodel.depth.tails import tail_of

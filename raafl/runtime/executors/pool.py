@@ -15,10 +15,10 @@ import torch
 
 from raafl.errors import BadInput
 from raafl.local.evaluate import Evaluator
-from raafl.local.heap import keep_freed
+from raafl.local.malloc import keep_freed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor
-from raafl.runtime.executors.other_rank import FOR_EVER_S, work
+from raafl.runtime.executors.rank_worker import FOR_EVER_S, work
 from raafl.runtime.executors.ranks import OverRanks
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpPair

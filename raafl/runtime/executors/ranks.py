@@ -18,15 +18,15 @@ from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_to_json
 from raafl.errors import TaskFailed
-from raafl.foreign import foreign
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import from_meta, out_of_memory
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
-from raafl.runtime.executors.other_rank import FOR_EVER_S, hello, nothing
+from raafl.runtime.executors.rank_worker import FOR_EVER_S, hello, nothing
 from raafl.runtime.executors.shared_evaluation import Shared
-from raafl.transport import Expect, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.sanitize import foreign
 from raafl.submodel import FlatTensors
+from raafl.transport import Expect, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
 
 AHEAD_BYTES = 1 << 29
 """Results that wait to be asked for, beyond which nothing more is begun ahead of need."""

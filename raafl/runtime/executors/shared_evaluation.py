@@ -9,9 +9,9 @@ import threading
 from typing import Any
 
 from raafl.local.evaluate import Evaluator
-from raafl.runtime.executors.other_rank import FOR_EVER_S, nothing
-from raafl.transport import Kind, Message, Pair
+from raafl.runtime.executors.rank_worker import FOR_EVER_S, nothing
 from raafl.submodel import FlatTensors
+from raafl.transport import Kind, Message, Pair
 
 _PARTS = 8
 """Parts for each process: who is free first does more, and none waits long for another's last one."""

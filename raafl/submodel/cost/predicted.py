@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from raafl.submodel.aside import (
+from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.flat import FlatTensors
+from raafl.submodel.isolated_run import (
     call,
     draw,
     line_of,
@@ -19,8 +21,6 @@ from raafl.submodel.aside import (
     uncached,
     undisturbed,
 )
-from raafl.submodel.cut.copying import persistent_buffers
-from raafl.submodel.flat import FlatTensors
 from raafl.submodel.nested_batch import batch_tensors, meta_batch, num_samples, repeated
 from raafl.submodel.spec import FULL, Spec, SpecError
 

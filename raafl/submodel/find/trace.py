@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raafl.submodel import aside
+from raafl.submodel import isolated_run
 from raafl.submodel.cost.ledger import storage_key
 from raafl.submodel.cut.copying import on_meta, remade
 from raafl.submodel.declared import within
@@ -28,7 +28,7 @@ from raafl.submodel.find import products, reductions, windows  # noqa: F401  # t
 from raafl.submodel.find.examples import made_batch
 from raafl.submodel.find.labels import Dim, Labels
 from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
-from raafl.submodel.find.watch import Watch
+from raafl.submodel.find.size_tracker import Watch
 from raafl.submodel.nested_batch import meta_batch, tensors_in
 from raafl.submodel.results import result_of
 
@@ -148,7 +148,7 @@ def place_in_code() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if aside.is_theirs(name):
+        if isolated_run.is_theirs(name):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -161,12 +161,12 @@ def trace(module: nn.Module, batch: Any) -> Seen:
         module: the model, real or a skeleton; neither it nor any random state is changed.
         batch: a real one, of which a few samples are enough; None = one is made, see `made_batch`.
     """
-    first, runs = None, (aside.loss_of, aside.call) if has_step(module) else (aside.call,)
+    first, runs = None, (isolated_run.loss_of, isolated_run.call) if has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
-    with aside.undisturbed(), aside.uncached():
+    with isolated_run.undisturbed(), isolated_run.uncached():
         if batch is None:
-            runs, batch = (aside.call,), made_batch(module, partial(_runs, module))
+            runs, batch = (isolated_run.call,), made_batch(module, partial(_runs, module))
             if batch is None:
                 return _unseen(module, "there is no batch to follow: give an example batch")
         for run in runs:
@@ -189,7 +189,7 @@ def _runs(module: nn.Module, batch: Any) -> bool:
     copy = _copy(module, values=False)
     try:
         with torch.no_grad(), torch.device("meta"):
-            aside.call(copy, meta_batch(batch))
+            isolated_run.call(copy, meta_batch(batch))
     except Exception:
         return False
     return True
@@ -205,22 +205,22 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     copy = _copy(module, values)
     if not values:
         batch = meta_batch(batch)
-    aside.settle(copy)
+    isolated_run.settle(copy)
     tracer = Tracer(copy, is_blind=way == "blind")
     parameters = frozenset(name for name, _ in copy.named_parameters())
     watch = Watch(copy, tracer.labels, tracer.dims_of, tracer.knows)
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
     seen = Seen(dims, tracer.labels, parameters, watch)
-    aside.watch_outputs(
+    isolated_run.watch_outputs(
         copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)]))
     )
 
     def step(time: int) -> None:
         if values:
             tracer.forget()
-            aside.draw(copy, time)
-        aside.seeded(time)
-        with torch.no_grad(), torch.device(default), aside.unfused(), watch, tracer:
+            isolated_run.draw(copy, time)
+        isolated_run.seeded(time)
+        with torch.no_grad(), torch.device(default), isolated_run.unfused(), watch, tracer:
             run(copy, batch)
 
     patience = TIMES * (4 if sum(p.numel() for p in copy.parameters()) <= SMALL else 1)
@@ -234,7 +234,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
                 end = min(time + patience, 5 * patience)
     except Exception as error:
         if time < TIMES:
-            seen.problem = ": ".join(filter(None, (aside.place_of(error), aside.line_of(error))))
+            seen.problem = ": ".join(filter(None, (isolated_run.place_of(error), isolated_run.line_of(error))))
     if values and tracer.num_conditions and seen.problem is None:
         # once more as if no mask were all ones, so that padding is seen
         tracer.is_blind, tracer.num_conditions = True, 0

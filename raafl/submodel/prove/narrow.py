@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from raafl.submodel import lora
-from raafl.submodel.aside import draw_, noise_like
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
+from raafl.submodel.isolated_run import draw_, noise_like
 from raafl.submodel.nested_batch import batch_tensors, mapped
 from raafl.submodel.spec import Spec
 

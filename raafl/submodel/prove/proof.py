@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from raafl.submodel.aside import line_of, loss_of, seeded, settle, undisturbed, watch_outputs
 from raafl.submodel.axes import Axis
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.declared import within
@@ -24,6 +23,7 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
+from raafl.submodel.isolated_run import line_of, loss_of, seeded, settle, undisturbed, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened

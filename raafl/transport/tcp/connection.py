@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Message, Refused
-from raafl.transport.frames import Frames
 from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.transport.frames import Frames
 from raafl.transport.tcp.stream import SocketStream, Stream, TimeBudget, hang_up
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raafl.errors import BadInput
-from raafl.transport.tcp.cipher import KEY_BYTES, RecordCipher, derive
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost
+from raafl.transport.tcp.cipher import KEY_BYTES, RecordCipher, derive
 from raafl.transport.tcp.stream import SocketStream
 
 MAGIC = b"RAHS"

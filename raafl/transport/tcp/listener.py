@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
-from raafl.transport.tcp.handshake import ClientKey, Secret, greet, introduce
 from raafl.transport.connection import PeerLost, PeerTimeout
-from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up
 from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.handshake import ClientKey, Secret, greet, introduce
 from raafl.transport.tcp.rate_limit import Turns
+from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up
 
 HANDSHAKE_S = 5.0
 """How long a caller may take for its part of the handshake."""

@@ -13,8 +13,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from raafl.config.own_runs import state_folder
 from raafl.errors import BadInput
+from raafl.state_folder import state_folder
 from raafl.transport.tcp.handshake import RUN_SECRET, Secret
 
 _NOTE = ".run"

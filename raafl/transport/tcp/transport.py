@@ -8,10 +8,10 @@ from typing import Self
 import torch
 
 from raafl.errors import BadInput
-from raafl.transport.transport import Admit, Meeting, Transport
-from raafl.transport.tcp.listener import Listener, call, encrypts
 from raafl.transport.connection import Pair
+from raafl.transport.tcp.listener import Listener, call, encrypts
 from raafl.transport.tcp.rate_limit import Turns
+from raafl.transport.transport import Admit, Meeting, Transport
 
 
 class Sockets(Transport):

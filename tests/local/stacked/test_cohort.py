@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from raafl.core.algorithm import Local, Training
 from raafl.data.federated import ClientData
-from raafl.local.draws import generators, same_generators
+from raafl.local.rng import generators, same_generators
 from raafl.local.stacked import CohortTrainer, Member, Parted, Unstackable
 from raafl.submodel import FULL, Spec
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples

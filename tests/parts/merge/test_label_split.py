@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_rolex, hetero_fl
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.config.parse import parse
 from raafl.core import saving
 from raafl.core.masked_loss import CLASSES, output_layer
@@ -24,6 +23,7 @@ from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
 from raafl.parts.protect.guard import guarded
 from raafl.parts.protect.options import Guard
+from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.federation import experiment, finish
 from tests.habits.source import ROOT

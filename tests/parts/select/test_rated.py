@@ -8,7 +8,6 @@ import pytest
 
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
-from raafl.commands.run import simulate
 from raafl.config.parse import load_experiment, parse
 from raafl.core import saving
 from raafl.core.algorithm import Fleet, OwnTests, Training
@@ -20,6 +19,7 @@ from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
+from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
 from tests.federation import Finished
 from tests.tools import Line, answer, assigned, coordinator_for, join, line_state

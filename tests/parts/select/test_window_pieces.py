@@ -11,12 +11,12 @@ import torch
 
 from model_zoo import MLP, ViT
 from raafl.algorithms import fed_raa
-from raafl.commands.run import simulate
 from raafl.core.state import GlobalState
 from raafl.data import Digits
 from raafl.errors import BadInput
 from raafl.parts import WindowPieces
 from raafl.parts.local.distilled import with_every_exit
+from raafl.runtime.run import simulate
 from raafl.submodel import Submodels
 from tests.federation import experiment, finish
 from tests.tools import coordinator_for

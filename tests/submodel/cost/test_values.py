@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from model_zoo import MLP
-from raafl.commands.run import simulate
 from raafl.errors import BadInput
 from raafl.plan.plan import make_plan
 from raafl.plan.show import text
+from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.federation import experiment
 

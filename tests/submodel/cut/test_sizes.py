@@ -12,7 +12,7 @@ from torch import nn
 
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.cut.sizes import Corrected, Extent, put, shallow
-from raafl.submodel.find.watch import Size
+from raafl.submodel.find.size_tracker import Size
 from tests.submodel.architectures import ARCHITECTURES
 
 

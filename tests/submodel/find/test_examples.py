@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from raafl.submodel.aside import call
 from raafl.submodel.find.examples import made_batch
+from raafl.submodel.isolated_run import call
 
 
 def made(module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from raafl.submodel import Submodels, aside
+from raafl.submodel import Submodels, isolated_run
 from raafl.submodel.prove.proof import refuted
 
 ROWS = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
@@ -189,7 +189,9 @@ def test_what_a_function_has_cached_has_values(monkeypatch):
     def places(number):
         return torch.arange(number)
 
-    monkeypatch.setattr(aside, "_known", (0, aside._known[1]))  # or it would be looked for after the next import
+    monkeypatch.setattr(
+        isolated_run, "_known", (0, isolated_run._known[1])
+    )  # or it would be looked for after the next import
     module, batch = rows(lambda own, x: own["b"](torch.tanh(own["a"](x))[places(len(x))]))
     submodels = Submodels(module, batch)
     for use in (lambda: submodels.axes, lambda: submodels.cost(batch_size=4)):

@@ -287,7 +287,7 @@ def test_a_name_that_is_no_axis_is_refused():
 
 def test_a_run_says_what_a_rate_leaves_and_what_is_not_proven(tmp_path):
     from model_zoo import MLP
-    from raafl.commands.run import simulate
+    from raafl.runtime.run import simulate
 
     class Wrong(MLP):
         def submodel_axes(self):

@@ -10,12 +10,11 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from raafl.transport import Kind, Message, PeerLost, Refused
-from raafl.transport import codec
+from raafl.submodel.flat import FlatTensors
+from raafl.transport import Kind, Message, PeerLost, Refused, codec
+from raafl.transport.frames import Frames
 from raafl.transport.tcp import cipher as seal
 from raafl.transport.tcp.cipher import RECORD_BYTES, TAG_BYTES, RecordCipher, derive
-from raafl.transport.frames import Frames
-from raafl.submodel.flat import FlatTensors
 
 CLIENT, SERVER = RecordCipher(b"c" * 32, b"s" * 32), RecordCipher(b"s" * 32, b"c" * 32)
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport.tcp.stream import TimeBudget, hang_up
-from raafl.transport.tcp.connection import TcpPair
 from raafl.submodel.flat import FlatTensors
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.stream import TimeBudget, hang_up
 from tests.whole_frames import encode
 
 pytestmark = pytest.mark.timeout(90)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from raafl.errors import BadInput, parse_address
+from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import handshake
 from raafl.transport.tcp import listener as module
 from raafl.transport.tcp.handshake import ClientKey, Secret
 from raafl.transport.tcp.listener import Listener, call
 from raafl.transport.tcp.rate_limit import Turns
-from raafl.submodel.flat import FlatTensors
 from tests.transport.house import SECRET, WAIT_S, House, all_bytes, nothing, raw
 
 pytestmark = pytest.mark.timeout(90)

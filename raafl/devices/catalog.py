@@ -1,0 +1,55 @@
+"""The device profiles that raafl ships, by name, each figure with its source; and the kinds that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+FIGURES = ("flops_per_s", "memory_bytes", "down_bytes_per_s", "up_bytes_per_s", "latency_s")
+"""Fields of a profile that a shipped one gives."""
+
+_FILE = Path(__file__).with_name("shipped.yaml")
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> Mapping[str, Any]:
+    """Return the data file: ``devices`` and ``generators`` by name, and how ``shares`` of a peak were found."""
+    import yaml
+
+    data: Mapping[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    return data
+
+
+def figures(name: str) -> dict[str, float]:
+    """Return the fields of the shipped profile of that name; of a kind that is drawn, of its median; empty if there is none."""
+    found = catalogue()
+    if name in found["devices"]:
+        return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
+    if name in found["generators"]:
+        from raafl.devices.sampling import median
+
+        return median(found["generators"][name])
+    return {}
+
+
+def is_drawn(name: str) -> bool:
+    """Check whether each client of that name is drawn anew."""
+    return name in catalogue()["generators"]
+
+
+def names() -> list[str]:
+    """Return all names that a config may use, those that are drawn last."""
+    return [*catalogue()["devices"], *catalogue()["generators"]]
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return a row for each figure that is shipped: device, field, value and source."""
+    found = []
+    for name, device in catalogue()["devices"].items():
+        for field in (*FIGURES, "bandwidth"):
+            found.append(
+                {"device": name, "field": field, "value": device[field]["value"], "source": device[field]["source"]}
+            )
+    return found

@@ -1,0 +1,230 @@
+"""One client that spans several processes: each trains on its rows of every batch, and gradients are averaged before a step.
+
+Gradients are summed in buckets while the backward pass goes on, as in Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
+All processes draw the same batches from the assignment's seed and hold the same parameters, so a step is that of a single
+process whose loss is a mean over the samples of its batch. What talks between them comes from `raafl.runtime.client.multiprocess`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.core.types import Assignment, derive_seed
+from raafl.data.federated import ClientData, Sized
+from raafl.errors import BadInput
+from raafl.local.record import Recorder
+from raafl.local.sparse_gradients import make_dense_
+from raafl.submodel import FlatTensors
+from raafl.submodel.flat import reals, sum_of_bits, wide_dtype
+
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed at once, but for a single larger one; what PyTorch's own takes."""
+
+BeginSum = Callable[[Tensor], Callable[[], None]]
+"""Begins to replace a tensor by its sum over all processes, which all call in the same order; what it returns waits for that."""
+
+
+class ClientProcesses:
+    """The processes of one client, as each of them sees it while it trains."""
+
+    def __init__(
+        self, rank: int, size: int, begin_sum: BeginSum,
+        announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
+    ) -> None:  # fmt: skip
+        """Prepare.
+
+        ``announce`` has the other processes begin a task, for the one that leads.
+        """
+        self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
+        self._share: Share | None = None
+        self._buckets: Buckets | None = None
+        self._stepped = True
+
+    def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
+        """Begin a task in all processes; return this one's part of the client's data."""
+        self._announce(assignment, received)
+        self._share, self._stepped = Share(data, self.rank, self.size), True
+        return self._share
+
+    def seed(self, seed: int) -> int:
+        """Derive the seed of all that this process draws besides the data's order: dropout differs from one to another."""
+        return seed if self.rank == 0 else derive_seed(seed, f"process {self.rank}")
+
+    def weighed(self, loss: Tensor) -> Tensor:
+        """Return the loss of this process's rows times the weight by which the mean over processes is the batch's."""
+        weight = 1.0 if self._share is None else self._share.weight
+        return loss if weight == 1.0 else loss * weight
+
+    @contextmanager
+    def summing(self, module: nn.Module) -> Iterator[None]:
+        """Sum the gradients of the backward pass within this context, the last before `average`, as they come."""
+        self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
+        register: Any = Tensor.register_post_accumulate_grad_hook
+        handles = [register(p, buckets.arrived) for p in buckets.parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def average(self, stop: bool) -> bool:
+        """Replace the gradients summed since `summing` by their mean; return whether any process is to ``stop``.
+
+        Raises:
+            BadInput: a method that does not step by the gradients of the module.
+        """
+        if not self._stepped:
+            raise BadInput(_own_way("makes no step with the gradients of the module"))
+        buckets, self._buckets = self._buckets, None
+        assert buckets is not None
+        buckets.end()  # the same sums in the same order everywhere, also where a parameter had no gradient
+        known = torch.tensor(
+            [*(p.grad is not None for p in buckets.parameters), stop, buckets.again], dtype=torch.float32
+        )
+        self._total(known)
+        if known[-2]:
+            return True
+        if known[-1]:  # several backward passes: some sums were begun too early
+            buckets = Buckets(reversed(buckets.parameters), self._begin_sum)
+            buckets.end()
+        buckets.average(self.size, known[:-2].tolist())
+        self._stepped = False
+        return False
+
+    def stepped(self) -> None:
+        """Note that the module's optimiser has made its step."""
+        self._stepped = True
+
+    def _total(self, tensor: Tensor) -> None:
+        self._begin_sum(tensor)()
+
+    @torch.no_grad()
+    def finish(self, module: nn.Module, loss: float, recorder: Recorder) -> float:
+        """Return the mean loss of all processes, once the task is done; ``recorder`` gets what all of them have logged.
+
+        Raises:
+            BadInput: they have come to different parameters.
+        """
+        if not self._stepped:
+            raise BadInput(_own_way("makes no step with the gradients of the module"))
+        words = sum((sum_of_bits(p) for p in module.parameters() if p.requires_grad), torch.tensor(0))
+        digests, mean = torch.zeros(self.size, dtype=torch.int64), torch.tensor(loss, dtype=torch.float64)
+        digests[self.rank] = int(words) & (2**62 - 1)
+        self._total(digests)
+        self._total(mean)
+        if len(set(digests.tolist())) > 1:
+            raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
+        self._combine(recorder)
+        return float(mean) / self.size
+
+    def _combine(self, recorder: Recorder) -> None:
+        """Let the recorder have the numbers of all processes, where all have logged under the same names; Metrics are its own."""
+        names, sums = recorder.partial()
+        agreed = torch.zeros(self.size, dtype=torch.int64)
+        agreed[self.rank] = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
+        self._total(agreed)
+        if not names or len(set(agreed.tolist())) > 1:
+            return
+        parts = torch.zeros(self.size, *sums.shape, dtype=torch.float64)
+        parts[self.rank] = sums
+        self._total(parts)
+        recorder.combine(parts)
+
+
+class Buckets:
+    """The gradients of one step, summed over processes in buckets.
+
+    A backward pass comes to parameters in about the opposite of their order. A bucket is begun when all of its gradients are
+    there and those before it have been begun, so that all processes sum the same at the same place.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
+        """Divide ``parameters``, of one dtype in each bucket, in the order in which gradients come."""
+        self.parameters, self._begin_sum = list(reversed(list(parameters))), begin_sum
+        self._buckets: list[list[nn.Parameter]] = []
+        num_bytes = 0
+        for parameter in self.parameters:
+            last = self._buckets[-1] if self._buckets else []
+            if not last or last[0].dtype != parameter.dtype or num_bytes + parameter.nbytes > BUCKET_BYTES:
+                self._buckets.append(last := [])
+                num_bytes = 0
+            last.append(parameter)
+            num_bytes += parameter.nbytes
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._begun: list[tuple[Tensor, Callable[[], None]]] = []
+        self.again = False  # whether a parameter was come to twice: its sum may lack the second
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Note that a parameter's gradient is there, and begin what can be."""
+        missing = self._missing[self._of[parameter]]
+        self.again = self.again or parameter not in missing
+        missing.discard(parameter)
+        while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
+            self._begin()
+
+    def end(self) -> None:
+        """Begin what is left: what has no gradient counts as 0."""
+        while len(self._begun) < len(self._buckets):
+            self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        bucket = self._buckets[len(self._begun)]
+        make_dense_(bucket)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([reals(grad).flatten() for grad in grads]).to(wide_dtype(bucket[0].dtype))
+        self._begun.append((flat, self._begin_sum(flat)))
+
+    def average(self, size: int, used: Iterable[float]) -> None:
+        """Wait for all sums and make them means, the gradients of the parameters that any process has one of."""
+        counts = dict(zip(self.parameters, used, strict=True))
+        for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
+            wait()
+            flat /= size
+            for parameter, part in zip(bucket, torch.split(flat, [reals(p).numel() for p in bucket]), strict=True):
+                if counts[parameter]:
+                    mean = part.view(reals(parameter).shape).to(reals(parameter).dtype)
+                    parameter.grad = torch.view_as_complex(mean) if parameter.is_complex() else mean
+
+
+class Share(ClientData):
+    """One process's rows of each of a client's batches: row r, r + W, r + 2 W, ... for process r of W.
+
+    A batch of fewer rows than processes is one row, with weight 0, for those that have none.
+
+    Attributes:
+        weight: by which the mean loss of the rows last given counts in the mean over processes.
+    """
+
+    def __init__(self, whole: ClientData, rank: int, size: int) -> None:
+        """Share ``whole``, which stays as it is; its test part is the leader's to measure."""
+        self.__dict__.update(whole.__dict__)
+        self._whole, self._rank, self._num_shares, self._rows_of = whole, rank, size, whole._fetch
+        self._fetch = self._mine
+        self.test = whole.test if rank == 0 else None
+        self.weight = 1.0
+
+    def classes(self) -> frozenset[int] | None:
+        """The classes of all of the client's samples."""
+        return self._whole.classes()
+
+    def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:
+        """Yield this process's rows of each batch, with their number, which may be 0."""
+        return ((self._fetch(rows), len(rows[self._rank :: self._num_shares])) for rows in batches)
+
+    def _mine(self, rows: Tensor) -> Any:
+        mine = rows[self._rank :: self._num_shares]
+        self.weight = len(mine) * self._num_shares / len(rows)
+        return self._rows_of(mine if len(mine) else rows[:1])
+
+
+def _own_way(what: str) -> str:
+    return f"this client spans several processes, but its training {what}: join with one process, without torchrun"

@@ -1,0 +1,98 @@
+"""Streams of random numbers: the global generators, seeded, and shared by turns."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from raafl.submodel.isolated_run import seeded
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one of this thread, so that what is asked of ``cuda`` is asked of it; nothing to do for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed all that a module or a data set may draw from, on the CPU and a GPU in use."""
+    seeded(seed)
+    if device.type == "cuda":
+        with current(device):
+            torch.cuda.manual_seed(seed)
+
+
+def generators() -> tuple[Any, ...]:
+    """Return the states of Python's, numpy's and torch's own generator on the CPU."""
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Check whether two states of the `generators` are equal."""
+    numpys = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    return one[0] == other[0] and numpys and torch.equal(one[2], other[2])
+
+
+class Draws:
+    """A stream of the global generators: within it, everything that draws draws from here; outside, nothing has changed.
+
+    The generators are the whole process's, so one stream is in use at a time, whatever the thread; others wait.
+    """
+
+    _in_use = threading.Lock()
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        self._device, self._inside = device, False
+        self._own: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] = ()
+        with self:
+            seed_everything(seed, device)
+
+    def __enter__(self) -> None:
+        """Draw from this stream."""
+        self._in_use.acquire()
+        try:
+            self._outer = self._states()
+            if self._own is not None:
+                self._set(self._own)
+            self._inside = True
+        except BaseException:  # of a device that has failed: others are not to wait for ever
+            self._in_use.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Go on with what was drawn from before."""
+        self._inside = False
+        try:
+            self._own = self._states()
+            self._set(self._outer)
+        finally:
+            self._in_use.release()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let others draw within this context, such as while this thread waits; nothing to do where it is not in use."""
+        if not self._inside:
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def _states(self) -> tuple[Any, ...]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), cuda
+
+    def _set(self, states: tuple[Any, ...]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+        if states[3] is not None:
+            torch.cuda.set_rng_state(states[3], self._device)

@@ -1,0 +1,196 @@
+"""A run folder read as it grows, without ever writing to it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar, cast
+
+from raafl.runfolder.events import Undone, read_summary
+from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary, misfits
+from raafl.sanitize import cleaned
+
+_RESUMED = '"resumed"'
+_KIND = re.compile(r'"event": ?"(\w+)"')
+_READ_BYTES = 2**22  # of a file at once: a long run's journal is larger than memory should be
+
+
+class _WrittenAnew(Exception):
+    """What has been read no longer counts."""
+
+
+class NewLines:
+    """The whole lines that a growing file has got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode, self._read = 0, 0
+
+    def lines(self) -> list[str] | None:
+        """Return new lines without their ends, a half-written last one left for later; None if the file is another now.
+
+        Of a long file the first of them; another call returns the next.
+        """
+        if not self.path.is_file():  # nor a device or a pipe, which may never end
+            return None if self._read else []
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if self._read and (found.st_ino != self._inode or found.st_size < self._read):
+                    return None
+                self._inode = found.st_ino
+                file.seek(self._read)
+                whole = file.read(_READ_BYTES)
+                while b"\n" not in whole and (more := file.read(_READ_BYTES)):
+                    whole += more
+        except (FileNotFoundError, NotADirectoryError):
+            return None if self._read else []
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode(errors="replace").replace("\0", "").split("\n")[:-1]
+
+
+class Reader(Protocol):
+    """Who is told each row of a run; for one that is none of raafl's it raises TypeError, ValueError, AttributeError, KeyError."""
+
+    def event(self, row: JournalRow, at: float | None = None) -> None:
+        """Take in a row of the journal, written ``at`` that time of the clock at the latest."""
+
+    def client(self, row: Mapping[str, str]) -> None:
+        """Take in a row of clients.csv."""
+
+    def metrics(self, row: Mapping[str, str]) -> None:
+        """Take in a row of metrics.csv."""
+
+    def ended(self, summary: Summary) -> None:
+        """Take in the summary of a run that has ended."""
+
+
+R = TypeVar("R", bound=Reader)
+
+
+class Following(Generic[R]):
+    """A run folder whose rows are told to a reader as they come; the folder need not be there yet.
+
+    Attributes:
+        state: the reader, of the rows up to the last `look`. When a file is written anew, or the run goes back behind what was
+            read, another is made and told everything again.
+        begun: whether there are rows of a run, or its end.
+        num_damaged: lines that are no rows.
+    """
+
+    def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
+        """Look at nothing yet; ``make`` makes a reader that knows nothing, ``clock`` is that of the files' times."""
+        self.path, self._make, self._clock = path, make, clock
+        self._begin()
+
+    def _begin(self) -> None:
+        self.state = self._make()
+        self.num_damaged = 0
+        self.begun = self._resumed = self._has_ended = False
+        self._header: dict[str, list[str]] = {}
+        self._new_lines = {name: NewLines(self.path / name) for name in GROWING}
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything was written; 0 where nothing ever was."""
+        times = []
+        for name in (*GROWING, SUMMARY):
+            with suppress(OSError):
+                times.append((self.path / name).stat().st_mtime)
+        return max(self._clock() - max(times), 0.0) if times else 0.0
+
+    def look(self) -> bool:
+        """Take in what is new; return whether anything was. A file that was written anew has all of them read again."""
+        undone = Undone()
+        while True:
+            try:
+                news = self._take_events(undone)
+                for name, take in ((CLIENTS, self.state.client), (METRICS, self.state.metrics)):
+                    for line in self._new(name):
+                        news = True
+                        self._row(name, line, take)
+                break
+            except _WrittenAnew:
+                self._begin()
+                undone = _undone(self.path / JOURNAL)
+        return self._take_summary() or news
+
+    def _new(self, name: str) -> Iterator[str]:
+        while (lines := self._new_lines[name].lines()) != []:
+            if lines is None:
+                raise _WrittenAnew
+            yield from lines
+
+    def _take_events(self, undone: Undone) -> bool:
+        at, number = self._clock() - self.silent_s, -1
+        for number, line in enumerate(self._new(JOURNAL)):
+            if number >= undone.num_lines and _RESUMED in line:
+                raise _WrittenAnew
+            row = self._event(line)
+            if row is None or number in undone:
+                continue
+            try:
+                self.state.event(row, at)
+                self.begun |= row.get("event") == "run"
+                self._resumed |= row.get("event") == "resumed"
+            except (TypeError, ValueError, AttributeError, KeyError):  # JSON, but no row of raafl's
+                self.num_damaged += 1
+        return number >= 0
+
+    def _event(self, line: str) -> JournalRow | None:
+        try:
+            row = cleaned(json.loads(line))
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or misfits(row, JournalRow):
+            self.num_damaged += 1
+            return None
+        return cast(JournalRow, row)
+
+    def _row(self, name: str, line: str, take: Callable[[Mapping[str, str]], None]) -> None:
+        try:
+            cells = cleaned(next(csv.reader([line])))
+            header = self._header.setdefault(name, cells)
+            self.begun = True
+            if header is not cells:
+                take(dict(zip(header, cells, strict=True)))
+        except (ValueError, TypeError, KeyError, csv.Error, StopIteration):
+            self.num_damaged += 1
+
+    def _take_summary(self) -> bool:
+        """Take in the summary, unless it is that of an interrupted or failed run which has been resumed since."""
+        if self._has_ended:
+            return False
+        try:
+            found = read_summary(self.path)
+            if found is None:
+                return False
+            later = (self.path / JOURNAL).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
+        except OSError:
+            return False
+        may_go_on = str(found.get("finished")).startswith(("interrupted", "failed"))
+        if may_go_on and later and self._resumed:
+            return False
+        self.state.ended(found)
+        self.begun = self._has_ended = True
+        return True
+
+
+def _undone(journal: Path) -> Undone:
+    """Find which lines of a journal no longer count, without reading most of them as JSON."""
+    new_lines, undone = NewLines(journal), Undone()
+    while lines := new_lines.lines():
+        for line in lines:
+            found, kept = _KIND.search(line), None
+            if found is not None and found[1] == "resumed":
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    kept = int(json.loads(line)["kept"])
+            undone.add(found[1] if found else None, kept)
+    return undone

@@ -1,0 +1,157 @@
+"""`raafl join`: a client on a machine of its own, with data of its own if need be.
+
+It connects, greets, and works until it is told to stop. When its connection breaks it tries again for as long as
+``waits.alone_s``; so it gets over a server that is restarted with ``--resume``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from raafl.config.options import Waits
+from raafl.config.trust import from_server
+from raafl.errors import Replaced, RunFailed, TaskFailed
+from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.client.worker import Client
+from raafl.sanitize import foreign
+from raafl.transport import TRANSPORTS, Kind, Meeting, Message, Pair, PeerLost, PeerTimeout, Refused
+
+if TYPE_CHECKING:
+    from raafl.transport.tcp.handshake import Secret
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
+_SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
+_CONFIG_S = 30.0
+
+
+def join(
+    address: str,
+    client: int,
+    secret: Secret,
+    make_site: Callable[[str | None], ClientSetup],
+    *,
+    needs_config: bool,
+    encrypt: bool | None = None,
+    alone_s: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Work for a server until it says stop; return its reason.
+
+    ``make_site`` makes the client's parts from the server's config, once checked, or from its own when given None;
+    ``encrypt`` None = unless ``address`` is of this machine alone; ``alone_s`` is how long to look for a server that is
+    not there, None = `Waits.alone_s`.
+
+    Raises:
+        BadInput: address, secret or config.
+        Replaced: by another client with the same id.
+        RunFailed: refused, or no server for ``alone_s``.
+    """
+    transport = TRANSPORTS["tcp"](Meeting(address=address, secret=secret, client=client, encrypt=encrypt))
+    alone_s = Waits().alone_s if alone_s is None else alone_s
+    unsent: int | None = None
+    num_refused = 0
+    site = None if needs_config else _told(make_site(None), say)
+    search = _Search(transport.connect, address, alone_s, say)
+    while True:
+        pair = search.find()
+        worker: Client | None = None
+        try:
+            if site is None:
+                site = _told(make_site(_ask_config(pair)), say)
+            worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded)
+            reason = _work(worker, site, say)
+        except (PeerLost, PeerTimeout, Refused) as error:
+            num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
+            if num_refused >= _SURE:
+                raise RunFailed(f"client {client}: {address} sends what is not raafl's: {error}") from None
+            say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
+            unsent = unsent if worker is None else worker.unsent
+            search.pause()
+            continue
+        finally:
+            pair.close()
+        if reason.startswith("replaced"):
+            raise Replaced(f"client {client}: {reason}")
+        if reason.startswith(("refused", "failed")):
+            raise RunFailed(f"client {client}: {reason}")
+        return reason
+
+
+def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
+    """Let a client work; where its code fails on data of its own, say here what the server is not told."""
+    try:
+        return worker.run()
+    except TaskFailed as failed:
+        if site.info.own_data:
+            say(failed.traceback)
+        raise
+
+
+def _told(site: ClientSetup, say: Callable[[str], None]) -> ClientSetup:
+    for note in site.notes:
+        say(note)
+    return site
+
+
+class _Search:
+    """Looks for a server again and again, ever less often, for so long as it has been without one."""
+
+    def __init__(self, connect: Callable[[], Pair], address: str, alone_s: float, say: Callable[[str], None]) -> None:
+        self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
+        self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
+
+    def succeeded(self) -> None:
+        """Note that a server has taken the client in: the next search is a new one."""
+        self._taken_in = True
+        self._say(f"joined {self._address}")
+
+    def find(self) -> Pair:
+        """Return a connection to the server.
+
+        Raises:
+            RunFailed: it does not let this client in, or there has been none for ``alone_s``.
+        """
+        doubts, told = 0, False
+        while True:
+            try:
+                return self._connect()
+            except Refused as refused:
+                doubts += 1
+                if doubts >= _SURE:
+                    raise RunFailed(f"the server at {self._address} does not let this client in: {refused}") from None
+                problem = str(refused)
+                told = told or self._tell(
+                    f"the server at {self._address} does not let this client in: {problem}; trying again for"
+                )
+            except (PeerLost, PeerTimeout, OSError) as error:
+                problem = str(error)
+                told = told or self._tell(f"no server at {self._address} yet ({problem}); waiting for")
+            self.pause(problem)
+
+    def _tell(self, what: str) -> bool:
+        self._say(f"{what} up to {self._alone_s:g} s")
+        return True
+
+    def pause(self, problem: str = "") -> None:
+        """Wait a while, longer each time; raises `RunFailed` when the time is up."""
+        if self._taken_in:
+            self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
+        left = self._alone_s - (time.monotonic() - self._since)
+        if left <= 0:
+            raise RunFailed(f"no server at {self._address} for {self._alone_s:g} s{': ' + problem if problem else ''}")
+        time.sleep(min(self._wait_s * random.uniform(0.8, 1.2), left))
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
+
+
+def _ask_config(pair: Pair) -> str:
+    pair.send(Message(Kind.CONFIG))
+    answer = pair.recv(lambda kind, assignment, meta: None, _CONFIG_S)
+    text = answer.meta.get("config_yaml")
+    if answer.kind is Kind.STOP:
+        raise RunFailed(foreign(answer.meta.get("reason", "refused")))
+    if answer.kind is not Kind.CONFIG or not isinstance(text, str):
+        raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")
+    return from_server(text)

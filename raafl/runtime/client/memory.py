@@ -1,0 +1,100 @@
+"""How much memory a client says it has, declared or found by itself, and how its process lives with it."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from raafl.config.experiment import Experiment
+from raafl.core.algorithm import Fleet
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo
+from raafl.data.federated import FederatedData
+from raafl.devices.gpus import Place
+from raafl.devices.measure import memory_room
+from raafl.errors import BadInput
+from raafl.local import malloc
+from raafl.runtime.setup import batch_size_of, own_tests
+from raafl.submodel import FULL, FlatTensors, Submodels
+from raafl.units import size
+
+_HOLES = 1.5
+"""So many times what its tensors need has a process been seen to take that keeps what it frees (`benchmarks.submodels`)."""
+
+
+def with_memory(
+    experiment: Experiment,
+    info: ClientInfo,
+    submodels: Submodels,
+    data: FederatedData,
+    device: torch.device,
+    place: Place,
+) -> tuple[ClientInfo, list[str]]:
+    """Describe this client for the server, once its process holds all but a task, with notes for the user.
+
+    Raises:
+        BadInput: the algorithm has no submodel that fits into its memory.
+    """
+    notes = []
+    if experiment.measures_memory and info.profile.memory_bytes == math.inf:
+        room = memory_room(device, place.num_sharing(device.index if device.type == "cuda" else None))
+        if room.num_bytes < math.inf:
+            found = math.floor(room.for_task_bytes)
+            info = replace(info, profile=replace(info.profile, memory_bytes=float(found)))
+            notes.append(
+                f"memory for a task: {size(found)} of {size(room.num_bytes)} left ({room.limit}); "
+                "devices with memory_bytes, or memory: BYTES, declare it, memory: none does without"
+            )
+    if info.profile.memory_bytes < math.inf:
+        try:
+            _check(experiment, info, submodels, data)
+        except BadInput as error:  # nobody gave the number that is too small: say where it comes from
+            raise BadInput("\n".join([str(error), *notes])) from None
+    return info, notes
+
+
+def settle_heap(
+    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device
+) -> None:
+    """Have this process keep what a step frees for the next one, or, where its memory could be too small for that, nothing.
+
+    There is room enough if the whole model could train in it, holes between blocks included; always where another device
+    holds the model, whose memory the heap is not in.
+    """
+    needs_bytes = 0.0
+    if info.profile.memory_bytes < math.inf and device.type == "cpu":
+        with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
+            needs_bytes = _HOLES * submodels.cost(FULL, batch_size_of(experiment, data)).peak_bytes
+    if needs_bytes > info.profile.memory_bytes:
+        malloc.free_at_once()
+    else:
+        malloc.keep_freed()
+
+
+def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData) -> None:
+    """Ask the algorithm whether this client can take part; not of one that must see the model's values to say so."""
+    problems: list[str] = []
+    with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
+        state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
+        batch_size = batch_size_of(experiment, data)
+        algorithm = experiment.algorithm
+        free = [replace(profile, memory_bytes=math.inf) for profile in experiment.profiles()]
+        clients = {i: ClientInfo(i, 1, profile) for i, profile in enumerate(free, start=1)} | {info.id: info}
+        fleet = Fleet(
+            state,
+            clients,
+            random.Random(0),
+            experiment.train,
+            batch_size,
+            seed=experiment.seed,
+            local=algorithm.local,
+            plan=experiment.compression_plan(submodels),
+            own_tests=own_tests(experiment, data),
+        )
+        problems = algorithm.select.check(fleet)
+    if problems:
+        raise BadInput("\n".join(problems))

@@ -1,0 +1,387 @@
+"""One client in several processes: `torchrun --nproc-per-node 2 -m raafl join ...`; the first leads and talks to the server.
+
+The leader hands each task on: config and assignments over a pair to each follower, values and gradients within a group of
+all. When a process of the client dies the others end at once, whatever they are waiting for: the server finds the
+connection broken and counts the client as lost.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from raafl._version import __version__
+from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
+from raafl.errors import BadInput, RunFailed
+from raafl.local.client_group import ClientProcesses
+from raafl.local.failure import attempt
+from raafl.local.train import Stopped
+from raafl.submodel import FlatTensors
+from raafl.submodel.batch_norm import statistics_of
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.gloo import GlooPair, cloned
+from raafl.transport.nccl import checked_group, identity, opened
+
+if TYPE_CHECKING:
+    from raafl.runtime.client.setup import ClientSetup
+
+dist: Any = _distributed  # much of it is not typed
+
+MakeSite = Callable[[str | None], "ClientSetup"]
+
+_TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MEET_S = 600.0  # for all processes to be there, and to have loaded their data
+_FOR_EVER_S = 1e9
+_WORD_S = 2.0  # for the thread that knows who died to say so
+
+
+def processes() -> int:
+    """Count the processes that torchrun has started for this client; 1 where it has not started this one."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
+
+
+def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
+    """Do a client's work in as many processes as torchrun has started; return the exit code.
+
+    Args:
+        make_site: makes the client's parts from the server's config, or from its own when given None.
+        work: what the process does that talks to the server, with what it is to make its site by.
+        client: the client's id.
+        say: tells the user something, in one line.
+
+    Raises:
+        BadInput: the client's method cannot be spread over processes.
+        RunFailed: the processes do not find each other, or differ.
+    """
+    if processes() == 1:
+        return work(make_site)
+    with Span(client, say) as span:
+        if span.rank == 0:
+            return work(span.leading(make_site))
+        span.follow(make_site)
+    return 0
+
+
+def refuse(site: ClientSetup) -> None:
+    """Raise `BadInput` for a method that is known to train in another way than by gradients that can be averaged."""
+    if not site.experiment.algorithm.local.spans:
+        raise BadInput(
+            f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
+            "without torchrun"
+        )
+
+
+class Span:
+    """This process's place among those of its client."""
+
+    def __init__(self, client: int, say: Callable[[str], None]) -> None:
+        """Meet the others, as torchrun's environment says.
+
+        Raises:
+            RunFailed: they are not there.
+        """
+        self.rank, self.size = int(os.environ["RANK"]), processes()
+        self._client, self._say = client, say
+        self._group: _Group | None = None
+        self._ending = threading.Lock()
+        self._closing = False
+        self._said, self._joined = threading.Event(), threading.Event()
+        self._terminated_before: Any = None
+        try:
+            self._store = _store(self.rank, self.size)
+            numbers = range(1, self.size) if self.rank == 0 else [self.rank]
+            self._pairs = {number: self._meet(number) for number in numbers}
+        except (PeerLost, PeerTimeout, RuntimeError) as error:
+            raise RunFailed(
+                f"client {client}: its {self.size} processes do not find each other: {str(error).splitlines()[0]}"
+            ) from None
+
+    def _meet(self, number: int) -> GlooPair:
+        local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        hostname = "127.0.0.1" if local else None
+        return GlooPair.connect(self._store, f"pair/{number}", self.rank == 0, _MEET_S, hostname)
+
+    # ---- the leader ----
+
+    def leading(self, make_site: MakeSite) -> MakeSite:
+        """Wrap ``make_site`` so that the leader makes its setup and has the others make theirs."""
+
+        def make(config_yaml: str | None) -> ClientSetup:
+            site = make_site(config_yaml)
+            refuse(site)
+            for pair in self._pairs.values():
+                pair.send(Message(Kind.CONFIG, meta={"config_yaml": config_yaml}))
+            for number, pair in self._pairs.items():
+                site = self._compared(site, number, self._hello_of(number, pair))
+            note = f"this client spans {self.size} processes: each trains on its part of every batch"
+            if statistics_of(site.submodels.module):
+                note += "; batch norm normalises by that part alone, and the leader's running statistics count"
+            site.notes.append(note)
+            for number, pair in self._pairs.items():  # before what waits for them
+                threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
+            self._join_group(site)
+            site.trainer.crew = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
+            return site
+
+        return make
+
+    def _hello_of(self, number: int, pair: GlooPair) -> dict[str, Any]:
+        try:
+            return pair.recv(_nothing, _MEET_S).meta
+        except (PeerLost, PeerTimeout, Refused) as error:
+            raise RunFailed(f"client {self._client}: its process {number} did not get ready: {error}") from None
+
+    def _compared(self, site: ClientSetup, number: int, theirs: dict[str, Any]) -> ClientSetup:
+        """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""
+        for name, mine in _hello(site).items():
+            if name != "memory_bytes" and theirs.get(name) != mine:
+                raise RunFailed(
+                    f"client {self._client}: its processes differ in {name}: {mine} in process 0, {theirs.get(name)} in process "
+                    f"{number}"
+                )
+        if theirs["memory_bytes"] is None:
+            return site
+        least = min(site.info.profile.memory_bytes, float(theirs["memory_bytes"]))
+        return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
+
+    def _announce(self, assignment: Assignment, received: FlatTensors) -> None:
+        """Have the followers begin a task."""
+        with self._together():
+            for pair in self._pairs.values():
+                pair.send(Message(Kind.ASSIGN, assignment.id, assignment.incarnation, assignment_to_json(assignment)))
+            self._spread(received)
+
+    def _watch(self, number: int, pair: GlooPair) -> None:
+        """Wait for the end of a follower, who says nothing while it lives."""
+        with suppress(PeerLost, PeerTimeout, Refused):
+            pair.recv(_nothing, _FOR_EVER_S)
+        self._end(f"process {number} of this client is gone: the client ends")
+
+    # ---- a follower ----
+
+    def follow(self, make_site: MakeSite) -> None:
+        """Train what the leader hands on, until it says stop."""
+        (pair,) = self._pairs.values()
+        try:
+            message = pair.recv(_nothing, _FOR_EVER_S)
+        except (PeerLost, PeerTimeout, Refused):
+            return  # the leader has ended before there was anything to do, and has said why
+        if message.kind is not Kind.CONFIG:
+            return
+        try:
+            site = make_site(message.meta["config_yaml"])
+        except BadInput as error:  # the leader has found nothing wrong: it is this process's own
+            raise RunFailed(f"client {self._client}: {error}") from None
+        pair.send(Message(Kind.HELLO, meta=_hello(site)))
+        tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
+        self._join_group(site)
+        site.trainer.crew = ClientProcesses(self.rank, self.size, self._begin_sum)
+        received: FlatTensors | None = None
+        while (assignment := tasks.get()) is not None:
+            layout = site.trainer.payload.layout(assignment.spec, "sent")
+            if received is None or received.layout != layout:
+                received = None
+                received = FlatTensors.empty(layout, site.trainer.fabric.device)
+            with self._together():
+                self._spread(received)
+            with suppress(Stopped):
+                attempt(site.trainer, assignment, received, site.data)
+
+    def _listen(self, pair: GlooPair, tasks: queue.SimpleQueue[Assignment | None]) -> None:
+        try:
+            while (message := pair.recv(_nothing, _FOR_EVER_S)).kind is Kind.ASSIGN:
+                tasks.put(assignment_from_json(message.meta))
+            tasks.put(None)
+            if not self._joined.wait(_WORD_S):
+                self._end("")  # the leader has found something wrong, and will not join
+        except (PeerLost, PeerTimeout, Refused):
+            self._end("")  # the leader has said why
+
+    # ---- all ----
+
+    def _join_group(self, site: ClientSetup) -> None:
+        device, waits = site.trainer.fabric.device, site.experiment.waits
+        self._store.set(f"device/{self.rank}", identity(device))
+        devices = [self._store.get(f"device/{number}").decode() for number in range(self.size)]
+        with self._together():
+            self._group = _Group(self._store, self.rank, self.size, waits.task_s, device, devices)
+        self._joined.set()
+
+    def _begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        assert self._group is not None
+        with self._together():
+            wait = self._group.begin_sum(tensor)
+
+        def ended() -> None:
+            with self._together():
+                wait()
+
+        return ended
+
+    def _spread(self, values: FlatTensors) -> None:
+        assert self._group is not None
+        for buffer in values.buffers.values():
+            if buffer.numel():
+                self._group.spread(buffer)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """End this process when what is done with the others inside fails."""
+        try:
+            yield
+        except (RuntimeError, PeerLost, PeerTimeout) as error:
+            self._said.wait(_WORD_S)
+            self._end(f"the processes of this client have lost each other: {str(error).splitlines()[0]}")
+            raise
+
+    def _end(self, text: str) -> None:
+        """End this process at once; of several threads the first says why."""
+        if self._closing:
+            return
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # until the other thread has ended the process
+        if text and self.rank == 0:
+            self._say(text)
+        sys.stderr.flush()
+        self._said.set()
+        os._exit(1)
+
+    def __enter__(self) -> Span:
+        """Have SIGTERM, by which torchrun ends the others after a death, leave the time to say who died."""
+        self._terminated_before = signal.signal(signal.SIGTERM, self._terminated)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the followers go; one of them keeps its pair, so that the leader may say first what both have found wrong."""
+        self._closing = True
+        signal.signal(signal.SIGTERM, self._terminated_before)
+        for pair in self._pairs.values() if self.rank == 0 else ():
+            with suppress(PeerLost, PeerTimeout):
+                pair.send(Message(Kind.STOP), _WORD_S)
+            pair.close()
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        if self.rank == 0:
+            time.sleep(_WORD_S)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Group:
+    """Sums and broadcasts: over NCCL where each process has a GPU of its own, else over Gloo, by way of the CPU."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
+    ) -> None:
+        self._span, self._device = timedelta(seconds=timeout_s), device
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = self._span, 1
+        options._devices = [_gloo_device()]
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._nccl: Any = None
+        own = all(name.startswith("cuda:") for name in devices) and len(set(devices)) == size
+        if own and dist.is_nccl_available():
+            # half of the time that the others wait for this process's word below
+            self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
+
+    def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        """Make NCCL's group, and a first sum, which joins all."""
+
+        def check(group: Any) -> None:
+            one = torch.ones(1, device=self._device)
+            group.allreduce([one], dist.AllreduceOptions()).wait()
+            if one.item() != size:
+                raise RuntimeError("NCCL does not add what it is given")
+
+        return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
+
+    def _agreed(self, group: Any, problem: str) -> Any:
+        """Keep NCCL's group where all processes have one; else none does."""
+        missing = torch.tensor([int(group is None)])
+        self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
+        if not missing.item():
+            return group
+        if group is not None:
+            group.abort()
+        warnings.warn(
+            f"NCCL is not used, gradients are summed over Gloo: {problem or 'another process has none'}", stacklevel=1
+        )
+        return None
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to replace a tensor by its sum over all processes; return what waits for it."""
+        if tensor.is_cuda and self._nccl is not None:
+            on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
+            return on_gpu
+        there = tensor.cpu()
+        work = self._gloo.allreduce([there], dist.AllreduceOptions())
+
+        def wait() -> None:
+            work.wait(self._span)
+            if there is not tensor:
+                tensor.copy_(there)
+
+        return wait
+
+    def spread(self, tensor: Tensor) -> None:
+        """Replace a tensor by process 0's."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        if tensor.is_cuda and self._nccl is not None:
+            self._nccl.broadcast([tensor.view(torch.uint8)], options).wait()
+            return
+        there = tensor.cpu()
+        self._gloo.broadcast([there.view(torch.uint8)], options).wait(self._span)
+        if there is not tensor:
+            tensor.copy_(there)
+
+
+def _gloo_device() -> Any:
+    from raafl.transport.gloo import _device
+
+    local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return _device("127.0.0.1" if local else None)
+
+
+def _store(rank: int, size: int) -> Any:
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=hosts,
+        timeout=timedelta(seconds=_MEET_S), wait_for_workers=False,
+    )  # fmt: skip
+    return dist.PrefixStore(f"raafl/client/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _hello(site: ClientSetup) -> dict[str, Any]:
+    """Describe the setup that processes of one client must share, and this one's memory."""
+    base, memory_bytes = site.submodels.base, site.info.profile.memory_bytes
+    return {
+        "raafl": __version__,
+        "model": site.submodels.layout().fingerprint,
+        "frozen parameters": base.digest if base is not None else None,
+        "config": dict(site.sections),
+        "num_samples": site.info.num_samples,
+        "memory_bytes": memory_bytes if memory_bytes < math.inf else None,  # JSON knows no infinity
+    }
+
+
+def _nothing(kind: Kind, assignment: int, meta: dict[str, Any]) -> None:
+    return None

@@ -1,0 +1,98 @@
+"""What a client is made of, built once and used for every connection."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from raafl.config.experiment import Experiment
+from raafl.config.shared import sections
+from raafl.core.types import ClientInfo
+from raafl.data.federated import ClientData, FederatedData
+from raafl.data.partition import Iid
+from raafl.devices.gpus import Place
+from raafl.errors import BadInput
+from raafl.local.numerics import set_numerics
+from raafl.local.train import LocalTrainer
+from raafl.runtime.client.memory import settle_heap, with_memory
+from raafl.runtime.client.worker import Client
+from raafl.runtime.setup import client_infos, client_parts, load_data
+from raafl.submodel import Submodels
+from raafl.transport import Pair
+
+
+@dataclass
+class ClientSetup:
+    """A client's parts, built once and used for every connection.
+
+    ``submodels`` are without values; ``sections`` are those of its config that the server compares, ``notes`` are for
+    the user, a line each.
+    """
+
+    experiment: Experiment
+    info: ClientInfo
+    submodels: Submodels
+    trainer: LocalTrainer
+    data: ClientData
+    sections: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls, experiment: Experiment, config_yaml: str, client: int, *, own_data: bool, data_named: bool = False
+    ) -> ClientSetup:
+        """Build a client's parts.
+
+        ``own_data``: all of the training data is this client's, else its share; ``data_named``: the data section is its
+        own, and not to be compared with the server's.
+
+        Raises:
+            BadInput: there is no such client, its model or data cannot be made, or its memory is too small.
+        """
+        replace(experiment, output=None, resume=None).check(needs_end=False)
+        if not 1 <= client <= experiment.clients:
+            raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
+        alike = sections(config_yaml, own_data=own_data or data_named)
+        # torchrun's ranks are all this client's; without it, the processes here are those of `fit --local`, the server's first
+        server_device = None if "RANK" in os.environ else experiment.server_device
+        place = Place.here(server_device, experiment.fabric.device)
+        return cls.make(experiment, client, place, own_data=own_data, alike=alike)
+
+    @classmethod
+    def make(
+        cls, experiment: Experiment, client: int, place: Place, *, own_data: bool = False,
+        alike: dict[str, str] | None = None,
+    ) -> ClientSetup:  # fmt: skip
+        """Make the parts of a client that the run is known to have, of an experiment that is checked.
+
+        ``own_data``: all of the training data is this client's, else its share; ``alike``: sections of the config that
+        the server is to compare.
+        """
+        set_numerics(experiment.threads, experiment.fabric)
+        if own_data:
+            data = whole(experiment)
+            mine = data.make_client(1, copied=True)
+            profile = experiment.profiles()[client - 1]
+            info = ClientInfo(client, mine.num_samples, profile, own_data=True)
+        else:
+            data = load_data(experiment)
+            mine = data.make_client(client, copied=True)
+            info = client_infos(experiment, data)[client - 1]
+        submodels, trainer = client_parts(experiment, data, experiment.fabric.at(place))
+        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device, place)
+        settle_heap(experiment, info, submodels, data, trainer.fabric.device)
+        return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
+
+    def client(self, pair: Pair, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None) -> Client:
+        """Let the client work over a connection; see `Client`."""
+        return Client(
+            self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
+            config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
+            plan=self.experiment.compression_plan(self.submodels),
+        )  # fmt: skip
+
+
+def whole(experiment: Experiment) -> FederatedData:
+    """Return the experiment's data as those of one client, who has all of them."""
+    return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)

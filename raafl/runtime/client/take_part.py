@@ -1,0 +1,36 @@
+"""Work as one client of a run under torchrun, until told to stop."""
+
+from __future__ import annotations
+
+import sys
+
+from raafl.config.experiment import Experiment
+from raafl.devices.gpus import Place
+from raafl.errors import GpuLost, RunFailed
+from raafl.runtime.client.setup import ClientSetup
+from raafl.transport import (
+    PeerLost,
+    PeerTimeout,
+    Refused,
+    Transport,
+)
+from raafl.watch.progress import Progress
+
+
+def take_part(experiment: Experiment, transport: Transport) -> None:
+    """Work as the client whose end of the transport this is, until told to stop; it connects once."""
+    place = Place.here(experiment.server_device, experiment.fabric.device)
+    setup = ClientSetup.make(experiment, transport.client, place)
+    client = setup.info.id
+    for note in setup.notes:
+        Progress("plain", sys.stderr).note(f"raafl, client {client}: {note}")
+    try:
+        with transport.connect(setup.trainer.fabric.device) as pair:
+            reason = setup.client(pair).run()
+    except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
+        Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
+        return
+    except (PeerLost, PeerTimeout, Refused) as error:
+        reason = transport.let_go() or f"failed: the server is gone: {error}"
+    if reason.startswith(("refused", "failed")):
+        raise RunFailed(f"client {client}: {reason}")

@@ -1,0 +1,32 @@
+"""Run an experiment on the ranks that torchrun started: rank 0 hosts, each other rank takes part as a client."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from raafl.config.experiment import Experiment
+from raafl.core.hooks import Watcher
+from raafl.runtime.client.take_part import take_part
+from raafl.runtime.lifecycle import resume
+from raafl.runtime.server.host import host
+from raafl.transport import (
+    TRANSPORTS,
+    Meeting,
+)
+
+
+def fit(
+    experiment: Experiment, config_yaml: str = "", watcher: Watcher | None = None
+) -> tuple[dict[str, Any], Path] | None:
+    """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
+        experiment = resume.after_restart(experiment)
+        experiment.check()
+    join_s = experiment.waits.join_s
+    transport = TRANSPORTS["ranks"](Meeting(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl"))
+    if transport.client == 0:
+        return host(experiment, config_yaml, transport, bears=0, watcher=watcher, note=resume.leave_note)
+    take_part(experiment, transport)
+    return None

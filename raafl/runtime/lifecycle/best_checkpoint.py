@@ -1,0 +1,77 @@
+"""Keep the checkpoint whose metric is best, beside those that a run is resumed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from raafl.config.options import lower_is_better
+from raafl.core.hooks import Hooks
+from raafl.errors import BadInput
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.append_file import say
+from raafl.runfolder.schema import CHECKPOINTS
+from raafl.runtime.lifecycle.checkpointer import cause, with_ties
+from raafl.submodel import FlatTensors
+
+NAME: Final = "best.ckpt"
+
+
+class BestCheckpoint(Hooks):
+    """Writes `checkpoints/best.ckpt` whenever a measured model is better than all before; of equal ones the first stays.
+
+    Attributes:
+        best: version, metric and value of the one that is kept, for the summary; None = there is none yet.
+    """
+
+    def __init__(self, folder: Path, module: nn.Module, metric: str | None, warn: Callable[[str], None] = say) -> None:
+        """Go on from the one in the folder, if a run is resumed.
+
+        Args:
+            folder: the run's.
+            module: asked for its hyper-parameters and the names of its tensors only.
+            metric: less of a loss, a perplexity or an error is better, more of all others; None = nothing is kept.
+            warn: told of the first that cannot be written.
+        """
+        self._folder, self._module, self._metric, self._warn = folder, module, metric, warn
+        self.best: dict[str, Any] | None = self._found() if metric is not None else None
+        self._warned = False
+
+    def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
+        """Write a model that is better than the one that is kept."""
+        value = metrics.get(self._metric, math.nan) if self._metric is not None else math.nan
+        if not math.isfinite(value) or not self._is_better(value):
+            return
+        found = {"version": version, "metric": self._metric, "value": value}
+        try:
+            named = with_ties(self._module, values)
+            checkpoint.save(self._folder, version, named, module=self._module, raafl={"best": found}, name=NAME)
+        except Exception as error:  # torch.save wraps what the disk says in errors of its own
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"the best checkpoint, of version {version}, cannot be written: {cause(error)}; the one before stays"
+                )
+            return
+        self.best = found
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        before = float(self.best["value"])
+        return value < before if lower_is_better(str(self._metric)) else value > before
+
+    def _found(self) -> dict[str, Any] | None:
+        path = self._folder / CHECKPOINTS / NAME
+        if not path.is_file():
+            return None
+        try:
+            found = checkpoint.load(path).raafl["best"]
+            kept = {"version": int(found["version"]), "metric": str(found["metric"]), "value": float(found["value"])}
+        except (BadInput, KeyError, TypeError, ValueError):  # damaged: the next that is measured takes its place
+            return None
+        return kept if kept["metric"] == self._metric else None

@@ -1,0 +1,148 @@
+"""Checkpoints of a run, written from snapshots while it goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raafl.core import saving
+from raafl.core.coordinator import Coordinator
+from raafl.core.hooks import Hooks
+from raafl.errors import BadInput
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.append_file import say
+from raafl.runfolder.record import RunRecord
+from raafl.submodel import FlatTensors
+from raafl.units import size
+
+
+class Saver(Hooks):
+    """Writes checkpoints from snapshots, in a thread of its own.
+
+    One that cannot be written ends no run: it is reported, the one before stays as it is, and the next is tried anew.
+
+    Attributes:
+        num_failed: checkpoints that could not be written since the last that could.
+    """
+
+    def __init__(
+        self, folder: Path, module: nn.Module, keep: int, runtime: str, record: RunRecord, *,
+        every_s: float | None = None, warn: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Write to ``folder``/checkpoints.
+
+        Args:
+            folder: the run's.
+            module: asked for its hyper-parameters and the names of its tensors only.
+            keep: how many checkpoints to keep.
+            runtime: which of the two, for `resume`.
+            record: saved with each checkpoint.
+            every_s: seconds of ``clock`` after which a checkpoint is due, if the one before is written; None = never.
+            warn: told of the first that cannot be written.
+            clock: seconds, monotonic.
+        """
+        self._folder, self._module, self._keep = folder, module, keep
+        self._runtime, self._record, self._warn = runtime, record, warn
+        self._every_s, self._clock, self._saved_s = every_s, clock, clock()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._last: Future[Path | None] | None = None
+        self._warned = False
+        self.num_failed = 0
+
+    def checkpoint_due(self) -> bool:
+        """Check whether the last checkpoint is old enough, and written."""
+        if self._every_s is None or self._clock() - self._saved_s < self._every_s:
+            return False
+        return self._last is None or self._last.done()
+
+    def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
+        """Copy the state and write it; waits for the one before, so that at most one copy is held."""
+        self.wait()
+        self._saved_s = self._clock()
+        # All is copied here, in the thread that changes it in place: what the writer's thread gets, nobody changes any more.
+        values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
+        section = {
+            "runtime": self._runtime,
+            "finished": coordinator.finished,
+            "coordinator": saving.save(coordinator),
+            "record": self._record.save(),
+            "clock": clock,
+        }
+        self._last = self._writer.submit(self._write, version, values, section)
+
+    def _write(self, version: int, values: FlatTensors, section: dict[str, Any]) -> Path | None:
+        named = with_ties(self._module, values)
+        try:
+            path = checkpoint.save(
+                self._folder, version, named, module=self._module, raafl=section, keep_last=self._keep
+            )
+        except Exception as error:  # torch.save wraps what the disk says in errors of its own
+            self.num_failed += 1
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"the checkpoint of version {version} in {self._folder / 'checkpoints'} cannot be written: "
+                    f"{cause(error)}; the run goes on, and tries again at the next"
+                )
+            return None
+        self.num_failed = 0
+        return path
+
+    def wait(self) -> Path | None:
+        """Return the path of the last checkpoint once it is written; None if there is none, or it could not be."""
+        return self._last.result() if self._last is not None else None
+
+    def close(self) -> None:
+        """Finish writing."""
+        self.wait()
+        self._writer.shutdown()
+
+
+def check_space(folder: Path, num_bytes: int, keep: int) -> None:
+    """Raise `BadInput` where a disk has less room than a run's checkpoints and model will take.
+
+    Args:
+        folder: the run's, which need not be there yet.
+        num_bytes: of the global values.
+        keep: checkpoints that are kept; one more is written before the oldest goes.
+    """
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
+    if free < needed:
+        raise BadInput(
+            f"output is '{folder}', where {size(free)} are free: the run will write {size(needed)} or more "
+            f"({keep} + 1 checkpoints and the model, {size(num_bytes)} each): free some, name another folder, or lower "
+            "keep_checkpoints"
+        )
+
+
+def cause(error: BaseException) -> str:
+    """Find the operating system's error, if there is one, in words."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        seen = seen.__cause__ or seen.__context__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:
+    """Return ``values`` under every name of the module's state dict; tied parameters appear under each of theirs."""
+    owners: dict[int, str] = {}
+    named: dict[str, torch.Tensor] = {}
+    flat = dict(values.items())
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        owner = owners.setdefault(id(tensor), name)
+        if owner in flat:
+            named[name] = flat[owner]
+    return named

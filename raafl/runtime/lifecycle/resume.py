@@ -1,0 +1,275 @@
+"""Going on with an interrupted run from its last checkpoint, in its own folder.
+
+A simulated run goes on exactly where the checkpoint was, so that it ends as if it had never been interrupted. Of a
+wall-clock run the clients are gone: what they worked on is lost, they join again as new incarnations, and what was merged
+after the checkpoint is lost too, and reported so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raafl.core import saving
+from raafl.core.coordinator import Coordinator
+from raafl.core.types import Limits
+from raafl.errors import BadInput, RunFailed
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.append_file import read_table, write_table
+from raafl.runfolder.events import JournalRows, read_events
+from raafl.runfolder.record import RunRecord
+from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
+from raafl.sanitize import foreign
+from raafl.submodel import FlatTensors, Layout
+
+if TYPE_CHECKING:
+    from raafl.config.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The last checkpoint of a run.
+
+    Attributes:
+        folder: the run's.
+        state_dict: global values by name.
+        section: what was saved: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, the runtime's own.
+    """
+
+    folder: Path
+    state_dict: dict[str, Any]
+    section: dict[str, Any]
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its clients are gone and join anew, as those of a wall-clock run."""
+        return bool(self.section["runtime"] != "simulated")
+
+    def values(self, layout: Layout) -> FlatTensors:
+        """Return the global values in ``layout``."""
+        return FlatTensors.from_named({entry.name: self.state_dict[entry.name] for entry in layout.entries}, layout)
+
+
+def load(folder: Path, runtime: str) -> SavedRun:
+    """Return the last checkpoint of a run.
+
+    Raises:
+        BadInput: there is none, it is from before the first task, or the run was of the other runtime.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
+    _refuse_links(folder)
+    saved = checkpoint.load(folder)
+    if saved.raafl.get("finished") is not None:
+        raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")
+    if saved.raafl.get("runtime") != runtime:
+        command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
+        raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
+    found = SavedRun(folder, saved.state_dict, saved.raafl)
+    with restoring(found):
+        _check(saved.raafl)
+    return found
+
+
+_WANDB_LOGS = ("loggers", "wandb", "logs")
+"""Folders of a log that W&B links to its cache, `loggers/wandb/RUN/logs/FILE`, without the run's own name."""
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise `BadInput` for a link through which what is written next would go to a place of somebody's choosing.
+
+    Below the folder's top a link may name another place in the folder, as W&B's `latest-run` does; the logs of its own runs,
+    which lead to its cache, are never written again.
+    """
+    inside = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for path in filter(Path.is_symlink, sorted(Path(parent, name) for name in (*folders, *files))):
+            stays = path.parent != folder and path.resolve().is_relative_to(inside)
+            wandb_log = len(parts := path.relative_to(folder).parts) == 5 and parts[:2] + parts[3:4] == _WANDB_LOGS
+            if not stays and not wandb_log:
+                raise BadInput(
+                    f"resume: '{path}' is a link, which is not written to: put what it stands for in its place"
+                )
+
+
+@contextmanager
+def restoring(saved: SavedRun) -> Iterator[None]:
+    """Raise `BadInput` for whatever is missing in what was saved, or is not what raafl writes.
+
+    A checkpoint may come from somebody else: each of its fields is data that may have any type.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        if isinstance(error, BadInput | RunFailed):
+            raise
+        raise BadInput(
+            f"resume: the last checkpoint of '{saved.folder}', or a table beside it, is damaged or was altered "
+            f"({foreign(f'{type(error).__name__}: {error}', 100)}): take an earlier one, or start a new run"
+        ) from error
+
+
+_COUNTS = {"coordinator": ("version", "last_id", "merged"), "record": ("num_events", "num_rows", "bytes", "staleness")}
+_NEEDED = ("memory", "active", "idle", "drawn", "waiting", "evaluated", "started", "wake", "rng")
+_BOOKS = ("counts", "busy", "tasks", "joins", "refused", "clipped", "refused_in_a_row", "times_out")
+_TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", "arrived_s")}
+
+
+def _check(section: dict[str, Any]) -> None:
+    """Raise `KeyError` for what is missing, `ValueError` for a count or a time that is below 0 or not finite, by its name."""
+    for name in _NEEDED:
+        section["coordinator"][name]
+    coordinator, clock = section["coordinator"], section["clock"]
+    counts = {name: section[part][name] for part, names in _COUNTS.items() for name in names}
+    counts |= {name: [number for _, number in coordinator.get(name, [])] for name in _BOOKS}
+    times = {name: section[part][name] for part, names in _TIMES.items() for name in names}
+    times["timers"] = [entry[0] for entry in clock.get("timers", clock.get("heap", []))]
+    for name, value in (counts | times).items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if type(number) not in ((int, float) if name in times or name == "staleness" else (int,)):
+                raise ValueError(f"{name} is no number")
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name} is {number}")
+
+
+def check_limits(saved: SavedRun, limits: Limits) -> None:
+    """Raise `BadInput` for a limit that the run had behind it at the checkpoint."""
+    now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
+    if limits.max_time_s is not None and limits.max_time_s <= now:
+        raise BadInput(
+            f"max_time is {limits.max_time_s:g} s, but the run to resume has had {now:.1f} s: give more, or null"
+        )
+    if limits.max_updates is not None and limits.max_updates <= merged:
+        raise BadInput(
+            f"max_updates is {limits.max_updates}, but the run to resume has merged {merged}: give more, or null"
+        )
+
+
+def after_restart(experiment: Experiment) -> Experiment:
+    """Return ``experiment`` so that it goes on where the attempt before ended, if torchrun has restarted the ranks.
+
+    With ``--max-restarts`` torchrun ends all ranks when one fails and starts them anew. The first attempt leaves the name
+    of its run folder in ``runs/.torchrun``; a later one resumes from that folder's last checkpoint, or starts over in
+    a folder beside it when there is none.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0 or experiment.resume is not None:
+        return experiment
+    note = _note()
+    folder = Path(note.read_text(encoding="utf-8")) if note.is_file() else None
+    if folder is not None and checkpoint.newest(folder) is not None:
+        return replace(experiment, resume=str(folder))
+    return replace(experiment, output=f"{folder}-attempt-{attempt}" if folder is not None else None)
+
+
+def leave_note(folder: Path) -> None:
+    """Leave the name of the run folder for the next attempt, where there may be one."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _note().parent.mkdir(parents=True, exist_ok=True)
+        _note().write_text(str(folder.absolute()), encoding="utf-8")
+
+
+def _note() -> Path:
+    name = re.sub(r"[^\w.-]", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+    return Path("runs") / ".torchrun" / name
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What came of the tables of a run that goes on.
+
+    Attributes:
+        last_id: the highest assignment id in the journal.
+        num_lost: how many assignments are marked lost.
+        num_missing: events from before the checkpoint that are missing in the journal (it could not be written, and the
+            run was killed).
+        joins: how often each client had joined.
+        merged: (client, version) of each update merged after the checkpoint, and so lost again.
+    """
+
+    last_id: int
+    num_lost: int
+    num_missing: int
+    joins: dict[int, int]
+    merged: list[tuple[int, int]]
+
+
+def mend(saved: SavedRun) -> Mended:
+    """Bring the tables of the folder to the state of the checkpoint, and say in them what is lost.
+
+    Rows of a simulated run after the checkpoint are dropped: they will come again. Of a wall-clock run, tasks handed out
+    after the checkpoint are marked lost:restart, whatever had become of them.
+    """
+    section, folder = saved.section, saved.folder
+    coordinator = section["coordinator"]
+    metrics = read_table(folder / METRICS)
+    header = next(metrics)
+    write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
+    last_id, joins = 0, dict[int, int]()
+    later: dict[int, JournalRow] = {}  # handed out after the checkpoint
+    for row in read_events(folder):
+        if row.get("event") == "assigned":
+            last_id = max(last_id, row["id"])
+            if saved.restarts and row["id"] > coordinator["last_id"]:
+                later[row["id"]] = row
+        elif row.get("event") == "gap":
+            last_id = max(last_id, row["last_id"])
+        elif row.get("event") == "joined":
+            joins[row["client"]] = max(joins.get(row["client"], 0), row["incarnation"] + 1)
+    num_rows, rows = section["record"]["num_rows"], read_table(folder / CLIENTS)
+    header = next(rows)
+    client, outcome, version = (header.index(name) for name in ("client", "outcome", "merged_version"))
+    kept, lost = islice(rows, num_rows), (_lost_row(later[number], header) for number in sorted(later))
+    undone = islice(read_table(folder / CLIENTS), 1 + num_rows, None)
+    merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
+    write_table(folder / CLIENTS, chain([header], kept, lost))
+    num_missing = max(section["record"]["num_events"] - JournalRows(folder).num_events, 0)
+    return Mended(last_id, len(later), num_missing, joins, merged)
+
+
+def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
+    """Put a fresh coordinator and record, in place, to where the checkpoint was; the runtime restores its own clock.
+
+    Args:
+        saved: the checkpoint.
+        mended: what came of the tables, which are those of the checkpoint now.
+        coordinator: of the same config.
+        record: of the same folder.
+    """
+    record.restore(saved.section["record"])
+    coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
+    saving.restore(coordinator, saved.section["coordinator"])
+    if not saved.restarts:
+        return
+    roster = coordinator.roster
+    roster.last_id = max(roster.last_id, mended.last_id)  # ids are never used twice, also for tasks that were lost
+    for client, num in mended.joins.items():  # nor are incarnations
+        roster.joins[client] = max(roster.joins[client], num)
+    coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
+    record.lose(mended.num_lost)
+    coordinator.restart()
+
+
+def missing(folder: Path, num_events: int) -> str:
+    """Write the line on a journal in which events are missing."""
+    return (
+        f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
+        "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"
+    )
+
+
+def _lost_row(assigned: JournalRow, header: list[str]) -> list[str]:
+    known: dict[str, Any] = {
+        **assigned,
+        "assignment": assigned["id"],
+        "outcome": LOST_AT_RESTART,
+        "spec": assigned["spec"],
+    }
+    return [str(known.get(column, "")) for column in header]

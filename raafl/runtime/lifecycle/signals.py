@@ -1,0 +1,186 @@
+"""Ctrl-C and SIGTERM: once ends a run between two events, its state whole and its summary written; twice ends it at once.
+
+Either signal asks and either insists. On the command line (`ends_process`) insisting ends the process with exit code
+130, whatever the main thread is doing; in a program that uses raafl as a library it raises `KeyboardInterrupt`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Self
+
+from raafl.runfolder.append_file import drop_unfinished
+
+EXIT_CODE = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ECHO_S = 5.0  # torchrun passes on, once, the signal that its ranks have had already
+_CLEAN_UP_S = 2.0
+_WAKE = b"\0"  # no signal has this number
+
+_ends_process = False
+_running: _Signals | None = None
+
+
+@contextmanager
+def ends_process() -> Iterator[None]:
+    """Within this context a second signal ends the process at once: for a program that is nothing but a run."""
+    global _ends_process
+    before, _ends_process = _ends_process, True
+    try:
+        yield
+    finally:
+        _ends_process = before
+
+
+class Interrupt:
+    """While entered, the first signal only sets ``asked``, and the second insists (see above).
+
+    One entered within another is the same one; signals are as they were when the outermost is left. Outside the main
+    thread, where signals cannot be handled, it never sets ``asked``.
+
+    Args:
+        on_insist: called, in any thread, before the process ends at once.
+    """
+
+    def __init__(self, on_insist: Callable[[], None] = lambda: None) -> None:
+        self._on_insist = on_insist
+        self._signals: _Signals | None = None
+        self._outermost = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to end."""
+        return self._signals is not None and self._signals.asked
+
+    def __enter__(self) -> Self:
+        global _running
+        if threading.current_thread() is threading.main_thread():
+            self._outermost = _running is None
+            if _running is None:
+                _running = _Signals(_ends_process)
+            _running.on_insist.append(self._on_insist)
+            self._signals = _running
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _running
+        if self._outermost and _running is not None:
+            _running.close()
+            _running, self._outermost = None, False
+
+
+class _Count:
+    """Counts signals: the first asks, one more insists, but for the echo of the first."""
+
+    def __init__(self) -> None:
+        self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
+
+    def insists(self) -> bool:
+        """Take one; return whether it insists."""
+        self.num += 1
+        now = time.monotonic()
+        if self.num == 1:
+            self._first_s = now
+            return False
+        if self._echoes and now - self._first_s < _ECHO_S:
+            self._echoes = 0
+            return False
+        return True
+
+
+class _Signals:
+    """The handlers of a process, installed.
+
+    Python runs a handler in the main thread, once that comes back from what it computes or waits for. To end a process
+    whose main thread hangs, a thread of its own is woken by the descriptor to which each signal is also written.
+    """
+
+    def __init__(self, ends_process: bool) -> None:
+        self.asked, self.on_insist = False, list[Callable[[], None]]()
+        self._count, self._ends_process = _Count(), ends_process
+        self._before: dict[signal.Signals, Any] = {n: signal.signal(n, self._take) for n in _SIGNALS}
+        self._ending = threading.Lock()
+        if not ends_process:
+            return
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._watch, name="interrupt", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Leave signals as they were."""
+        if self._ends_process:
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.write(self._writer, _WAKE)
+            self._watcher.join()
+            os.close(self._reader)
+            os.close(self._writer)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def let_go(self) -> None:
+        """In a forked process: it ends with its parent, which Ctrl-C reaches too, and by SIGTERM."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._ends_process:
+            signal.set_wakeup_fd(-1)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._count.insists():
+            if self._ends_process:
+                self._end_process()
+            raise KeyboardInterrupt
+        if not self.asked and number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
+            _say(b"\nraafl: ending after the present task; Ctrl-C once more ends at once\n")
+        self.asked = True
+
+    def _watch(self) -> None:
+        count = _Count()
+        while (byte := os.read(self._reader, 1)) != _WAKE:
+            if byte[0] in _SIGNALS and count.insists():
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """End this process and its children now; whichever thread comes first sees to it."""
+        if not self._ending.acquire(blocking=False):
+            return
+        threading.Thread(target=_end_after, args=(_CLEAN_UP_S,), daemon=True).start()
+        for clean in (_kill_children, drop_unfinished, *self.on_insist):
+            with suppress(Exception):
+                clean()
+        _say(b"raafl: stopped at once, without a summary; --resume RUN goes on from the last checkpoint\n")
+        os._exit(EXIT_CODE)
+
+
+def _end_after(wait_s: float) -> None:
+    time.sleep(wait_s)
+    os._exit(EXIT_CODE)
+
+
+def _kill_children() -> None:
+    multiprocessing = sys.modules.get("multiprocessing")  # not imported by now, it has no children
+    for process in multiprocessing.active_children() if multiprocessing is not None else ():
+        process.kill()
+
+
+def _say(text: bytes) -> None:
+    with suppress(OSError):
+        os.write(2, text)
+
+
+def _after_fork() -> None:
+    global _running
+    if _running is not None:
+        _running.let_go()
+        _running = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

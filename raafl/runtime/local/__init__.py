@@ -1,0 +1,1 @@
+"""Start a server and its clients as processes of this machine, and keep them alive."""

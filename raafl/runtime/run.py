@@ -1,0 +1,347 @@
+"""From an experiment to a finished run folder: hands its parts to one of the two runtimes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from raafl.config.experiment import Experiment, seconds
+from raafl.config.trust import remember
+from raafl.core.hooks import Watcher
+from raafl.core.types import Warn
+from raafl.errors import BadInput, CodeFailed
+from raafl.local.data_faults import fault_in
+from raafl.local.evaluate import Evaluator
+from raafl.local.failure import leave_traceback
+from raafl.local.lightning_hooks import uncalled
+from raafl.local.metrics import MAX_LOGGED
+from raafl.local.sparse_gradients import check_optimizer
+from raafl.local.trial import explained, try_single_samples, try_training
+from raafl.loggers.loggers import Loggers
+from raafl.optimizers import configure
+from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
+from raafl.parts.select.submodels import Full
+from raafl.runfolder.journal import RunFolder, default_run_folder
+from raafl.runfolder.record import RunRecord
+from raafl.runfolder.schema import CLIENT, JournalRow, Summary
+from raafl.runfolder.statistics import Coverage, RunStatistics
+from raafl.runtime.lifecycle import resume
+from raafl.runtime.lifecycle.batch_norm import Filled, StaticStatistics
+from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
+from raafl.runtime.lifecycle.checkpointer import Saver, check_space
+from raafl.runtime.lifecycle.divergence import Divergence
+from raafl.runtime.lifecycle.environment import conditions
+from raafl.runtime.lifecycle.export import save_copy, save_model
+from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
+from raafl.submodel import FULL
+from raafl.transport import Transport
+from raafl.watch.eta import Goals
+from raafl.watch.progress import Progress
+from raafl.watch.state import RunState, follow
+
+if TYPE_CHECKING:
+    from raafl.runtime.executors import Executor
+
+
+class Run:
+    """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
+
+    def __init__(
+        self, parts: ServerSetup, config_yaml: str, runtime: str,
+        saved: resume.SavedRun | None = None, watcher: Watcher | None = None,
+    ) -> None:  # fmt: skip
+        """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
+        experiment = parts.experiment
+        self.parts, self.runtime, self.watcher = parts, runtime, watcher or Watcher()
+        submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
+        num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
+        self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
+        self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
+        self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
+        self._resumed = saved is not None
+        self.folder = self._name_folder(saved)
+        metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
+        self._notes = self._said_before()
+        if saved is not None:
+            self._go_on(saved)
+        else:
+            self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
+            check_space(self.folder, parts.coordinator.state.values.num_bytes, experiment.keep_checkpoints)
+            try:
+                self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
+            except OSError as error:
+                raise BadInput(
+                    f"output is '{self.folder}', which cannot be made: {error}: name another folder"
+                ) from error
+            remember(config_yaml, self.folder)
+            self._show(RunState())
+            self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
+            self.record.evaluated(0, 0.0, metrics)
+        self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
+        self.saver = Saver(
+            self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
+            every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
+        )  # fmt: skip
+        self.loggers = Loggers(
+            experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
+            share=Coverage(submodels).share if experiment.logger else None,
+        )  # fmt: skip
+        self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
+        self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
+        self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
+        self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.best, self.loggers)
+        self._config_yaml = config_yaml
+        self._interrupt = Interrupt(on_insist=self.progress.abandon)
+
+    def _fault(self, client: int | None) -> str | None:
+        """Name a sample that is not finite, as `fault_in`; of a client that trains on data of its own nothing is known."""
+        info = None if client is None else self.parts.coordinator.roster.find(client)
+        return None if info is not None and info.own_data else fault_in(self.parts.data, client)
+
+    def _name_folder(self, saved: resume.SavedRun | None) -> Path:
+        if saved is not None:
+            return saved.folder
+        experiment = self.parts.experiment
+        return Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
+
+    def _figures(self) -> RunStatistics:
+        fleet = self.parts.coordinator.fleet
+        return RunStatistics(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
+
+    def _go_on(self, saved: resume.SavedRun) -> None:
+        """Put everything back to where the checkpoint was; what came after it is marked lost."""
+        coordinator, section = self.parts.coordinator, saved.section
+        resume.check_limits(saved, coordinator.limits)
+        try:
+            with resume.restoring(saved):
+                mended = resume.mend(saved)
+            self._writer = RunFolder.reopen(self.folder, self.progress.warn)
+        except OSError as error:
+            raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
+        self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
+        with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
+            resume.resume(saved, mended, coordinator, self.record)
+        if mended.num_missing:
+            self._writer.gap(mended.num_missing)
+            self.progress.warn(resume.missing(self.folder, mended.num_missing))
+        row: JournalRow = {
+            "time_s": section["clock"]["now"],
+            "event": "resumed",
+            "kept": self.record.num_events,
+            "last_id": coordinator.roster.last_id,
+            "version": coordinator.state.version,
+            "goals": self._goals().to_json(),
+            "restarted": saved.restarts,
+            "start": self._start(),
+        }
+        self._writer.event(row)
+        watched = follow(self.folder)
+        watched.look()
+        self._show(watched.state)
+        self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
+
+    def _show(self, state: RunState) -> None:
+        """Let the view show ``state``, which is told of each row from now on."""
+        state.say = self.progress.note if self.progress.verbose else None
+        self._state = state
+        if self.progress.mode != "quiet":
+            self._writer.reader, self.progress.source = state, state.snapshot
+
+    def _start(self) -> dict[str, Any]:
+        limits = self.parts.coordinator.limits
+        return {"min_clients": limits.min_clients, "count_lost": limits.count_lost}
+
+    def _goals(self) -> Goals:
+        limits = self.parts.coordinator.limits
+        return Goals(limits.max_updates, limits.max_time_s, tuple(self.parts.experiment.targets()))
+
+    def _first_metrics(self, saved: resume.SavedRun | None) -> dict[str, float]:
+        """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
+        module, data = self.evaluator.module, self.parts.data
+        self.watcher.begin(self, saved)
+        self._try_step()
+        with explained(module, "validation_step", next(data.test_batches())[0]):
+            metrics = self.evaluator(self.parts.coordinator.state.values)
+        if not metrics:
+            raise BadInput(
+                f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
+            )
+        kept = {} if saved is None else saved.section["record"]["metrics"]
+        metrics = {**metrics, **kept} if kept else self.watcher.on_measured(0, 0.0, metrics)
+        for target in self.parts.experiment.targets():
+            known = [*metrics, *(CLIENT + name for name in metrics if any(data.test_sizes))]
+            if target.metric not in known:
+                raise BadInput(
+                    f"target is '{target}', but validation_step gives no '{target.metric}': use one of {', '.join(known)}"
+                )
+        if (best := self.parts.experiment.keep_best) is not None and best not in metrics:
+            raise BadInput(
+                f"keep_best is '{best}', but validation_step gives no '{best}': use one of {', '.join(metrics)}, or null"
+            )
+        return metrics
+
+    def _try_step(self) -> None:
+        """Try a training step; find what it logs, and what it changes that starts anew with each task."""
+        module, data, values = self.evaluator.module, self.parts.data, self.parts.coordinator.state.values
+        experiment, size = self.parts.experiment, self.parts.coordinator.fleet.batch_size
+        local = experiment.algorithm.local
+        self.evaluator.fill(values)
+        tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
+        self._logs, self._tried = tried.logged, tried.warnings
+        changed = self.evaluator.restarted(values)
+        check_optimizer(tried.optimizer, local, experiment.fabric.gradient_clip_val)
+        try_single_samples(module, data, experiment.train, values.device)
+        self.evaluator.fill(values)
+        configure(module)
+        configured = self.evaluator.restarted(values)  # what configure_optimizers sets is set anew in each task
+        self._restarted = [name for name in changed if name not in configured]
+        if self._restarted and local.exchange(self.parts.submodels) is not None:
+            raise BadInput(
+                f"'{self._restarted[0]}' changes in training_step, which each side of a model in two halves runs on its own "
+                "module: keep no state in the module, or use a method that trains the whole model"
+            )
+
+    def _said_before(self) -> list[str]:
+        """Collect the notes of the start; raises `BadInput` for warnings where the run is strict."""
+        fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
+        notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
+        algorithm = self.parts.coordinator.algorithm
+        left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
+        notes += [Warn(line) for line in (*self._tried, *left_out)]
+        notes += [_restart_note(self._restarted)] if self._restarted else []
+        refuted = self.parts.submodels.refuted
+        notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
+        notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
+        if len(self._logs) > MAX_LOGGED:
+            notes.append(
+                Warn(f"training_step logs {len(self._logs)} metrics: of each task the first {MAX_LOGGED} are kept")
+            )
+        guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
+        notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
+        axes, is_cut = self.parts.submodels.axes, not isinstance(self.parts.coordinator.algorithm.select, Full)
+        self._leaves = leaves(axes, HALF_AND_QUARTER, fleet.cost) if is_cut and axes else {}
+        notes += [sentence_of(self._leaves)] if self._leaves else []
+        warnings = [note for note in notes if isinstance(note, Warn)]
+        if warnings and self.parts.experiment.strict:
+            raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
+        return notes
+
+    def start(self) -> None:
+        """Start the clock and the view."""
+        experiment, coordinator = self.parts.experiment, self.parts.coordinator
+        described = coordinator.algorithm.describe()
+        title = (
+            f"{experiment.name}: {described['name']} on {len(self.parts.clients)} clients, "
+            f"select {described['select']}, merge {described['merge']}, "
+            f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
+        )
+        self.progress.start(title)
+        for note in self._notes:
+            (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
+        self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
+        self.loggers.start(self._config_yaml)
+        if self._resumed:
+            return
+        row: JournalRow = {
+            "time_s": 0.0, "event": "run", "runtime": self.runtime,
+            "conditions": conditions(experiment, trains=self.runtime == "simulated"), "start": self._start(),
+            "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": experiment.max_norm_ratio},
+        }  # fmt: skip
+        self._writer.event(row)
+        self.record.restart_clock()
+        self.loggers.on_evaluate(0, 0.0, self.record.metrics)
+
+    def train_with(self, executor: Executor) -> None:
+        """Show how an executor trains."""
+        executor.note, executor.warn = self.progress.note, self.progress.warn
+
+        def how() -> tuple[int | None, float | None, float | None]:
+            told = executor.report()
+            return executor.num_processes, told.get("share"), told.get("mean_cohort")
+
+        self._state.how = how
+
+    def finish(
+        self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Write the summary and return it; ``error`` is what has failed of the user's, ``batched`` for the summary."""
+        self.watcher.error = self.watcher.error or error
+        coordinator, reason = self.parts.coordinator, self.watcher.failure or reason
+        summary = self.record.summary(
+            algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
+            version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
+        )  # fmt: skip
+        if batched:
+            summary["batched"] = batched
+        summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
+        summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
+        summary["rates_leave"] = self._leaves
+        summary["axes"] = axis_rows(self.parts.submodels) if self._leaves else []
+        summary["kept_whole"] = self.parts.submodels.reasons
+        self.saver.close()
+        with self.statistics.filled(coordinator.state.values, anew=False):
+            summary["model"] = save_model(
+                self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
+            )
+            summary["best"] = self.best.best
+            # a run that was stopped may end without a checkpoint of its last version: then none has failed
+            failed = self.saver.num_failed > 0 or callable(getattr(self.parts.module, "save_pretrained", None))
+            lacks = summary["model"] is None and failed
+            summary["model_copy"] = (
+                save_copy(self.folder, self.parts.module, coordinator.state, self.progress) if lacks else None
+            )
+        self.watcher.end(cast(dict[str, Any], summary))
+        summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason
+        outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
+        summary["loggers"] = self.loggers.finish(outcome, summary)
+        if self.watcher.error is not None:
+            summary["traceback"] = leave_traceback(self.folder, reason, self.watcher.error)
+        self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
+        return cast(dict[str, Any], summary)
+
+    def close(self) -> None:
+        """Give the terminal back, end the saver and flush the folder, however the run ended."""
+        self.progress.stop()
+        self._writer.close()
+        self.saver.close()
+        self.loggers.close()
+        self._interrupt.__exit__(None, None, None)
+
+
+def _restart_note(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"starts anew with each task, as the model is made: {shown}; a floating-point buffer is averaged and carries over"
+
+
+def simulate(
+    experiment: Experiment, config_yaml: str = "", watcher: Watcher | None = None,
+    transport: Transport | None = None,
+) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    """Run on a virtual clock; return the summary and the run folder. Ranks that ``transport`` brings train, too."""
+    from raafl.runtime.executors import OverRanks
+    from raafl.runtime.simulation import Simulation
+
+    experiment.check()
+    saved = resume.load(Path(experiment.resume), "simulated") if experiment.resume else None
+    parts = build(experiment, pace=False)
+    with ExitStack() as stack:
+        executor = make_executor(parts, experiment.workers, ranks=transport is not None)
+        stack.callback(executor.close)
+        run = Run(parts, config_yaml, "simulated", saved, watcher)
+        stack.callback(run.close)
+        run.train_with(executor)
+        if transport is not None and isinstance(executor, OverRanks):
+            take_on = executor.take_on
+            transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
+        run.start()
+        simulation = Simulation(
+            parts.coordinator, parts.clients, executor, run.record, run.evaluator,
+            hooks=run.hooks, progress=run.progress,
+        )  # fmt: skip
+        if saved is not None:
+            with resume.restoring(saved):
+                simulation.restore(saved.section["clock"])
+        reason = simulation.run()
+        return run.finish(reason, simulation.now, simulation.error, executor.report()), run.folder

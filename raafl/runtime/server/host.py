@@ -1,0 +1,91 @@
+"""Coordinate the clients that any transport brings, from an experiment to a finished run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raafl.compression.plan import CompressionPlan
+from raafl.config.experiment import Experiment
+from raafl.core.hooks import Watcher
+from raafl.runtime.lifecycle import resume
+from raafl.runtime.run import Run
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.session import Session, Terms
+from raafl.runtime.server.wall_clock import Server
+from raafl.runtime.setup import build
+from raafl.transport import (
+    Admit,
+    Kind,
+    Message,
+    Pair,
+    Refused,
+    Transport,
+)
+
+_GREET_S = 30.0  # for a client that has called to greet; it may have to load its data first
+
+
+def host(
+    experiment: Experiment, config_yaml: str, transport: Transport, *,
+    inbox: Inbox | None = None, bears: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
+    note: Callable[[Path], None] = lambda folder: None, watcher: Watcher | None = None,
+) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    """Coordinate the clients that a transport brings; return the summary and the run folder.
+
+    ``transport`` is this end of it, not entered yet; events pass through ``inbox``; ``bears`` is how many failures
+    alike of a client's code end no run (see `Server`); ``min_clients`` None = all that are to be there, or as many as
+    the run to resume began with; ``note`` is told the run folder before any client is let in, and may raise `BadInput`.
+    """
+    with transport:
+        saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+        if transport.comes_and_goes:
+            before = None if saved is None else saved.section["coordinator"].get("min_clients")
+            min_clients = min_clients or before or experiment.clients
+        parts = build(
+            experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
+            count_lost=not transport.comes_and_goes,
+        )  # fmt: skip
+        run = Run(parts, config_yaml, "distributed", saved, watcher)
+        run.progress.stamped = bears is None  # clients of others come and go: the server's output is a log
+        note(run.folder)
+        server = Server(
+            parts.coordinator, inbox or Inbox(), run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
+            progress=run.progress, announce=transport.announce, bears=bears,
+            patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
+        )  # fmt: skip
+        transport.listen(_admit(run, server, terms), run.record.turned_away, parts.coordinator.state.values.device)
+        if transport.address:
+            run.progress.note(f"listening at {transport.address}")
+        try:
+            if saved is not None:
+                with resume.restoring(saved):
+                    server.restore(saved.section["clock"])
+            run.start()
+            reason = server.run()
+            return run.finish(reason, server.now, server.error), run.folder
+        finally:
+            server.close()
+            run.close()
+
+
+def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
+    """Make what gives each client that a transport lets in a session of the server."""
+    parts, plan = run.parts, CompressionPlan.on(run.parts.coordinator)
+    experiment, waits = parts.experiment, parts.experiment.waits
+    waits = waits if terms is None else replace(waits, join_s=_GREET_S)
+
+    def admit(client: int, peer: str, connect: Callable[[], Pair]) -> None:
+        if not 1 <= client <= experiment.clients:
+            problem = f"client is {client}: this run has clients 1 to {experiment.clients}"
+            connect().send(Message(Kind.STOP, meta={"reason": f"refused: {problem}"}))
+            raise Refused("unknown-client", problem)
+        known = parts.clients[client - 1]
+        server.enter(client, lambda incarnation: Session(
+            client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
+            parts.coordinator.state.values.device, terms, plan, known, parts.coordinator.algorithm.local,
+        ))  # fmt: skip
+
+    return admit

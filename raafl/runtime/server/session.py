@@ -1,0 +1,379 @@
+"""The server's side of one client: its pair, and the thread that sends it work and receives its answers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raafl._version import __version__
+from raafl.compression.plan import CompressionPlan
+from raafl.compression.streams import Down, Up
+from raafl.config.options import Waits
+from raafl.core.exchange import Exchange
+from raafl.core.local import Local
+from raafl.core.payload import Payload
+from raafl.core.quarantine import DAMAGED
+from raafl.core.types import (
+    OUT_OF_MEMORY,
+    Arrived,
+    Assignment,
+    ClientInfo,
+    Joined,
+    Lost,
+    Update,
+    assignment_to_json,
+)
+from raafl.errors import GpuLost, TaskFailed, Unsound
+from raafl.local.failure import GPU_LOST, from_meta, out_of_memory
+from raafl.local.train import Stopped
+from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
+from raafl.runtime.exchange import Conversation, ServerSide
+from raafl.runtime.server.inbox import Inbox
+from raafl.sanitize import foreign
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+
+MAX_DAMAGED = 3
+"""Damaged messages in a row after which a connection is given up."""
+
+_LOOK_S = 0.5  # how often an idle session looks whether its client is still there
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a client must agree on with the server.
+
+    Attributes:
+        config_yaml: the run's config, for a client that has none.
+        sections: digest of each section of it that both must have alike; None = not compared (they share one file).
+        own_data: whether it may train on data of its own.
+    """
+
+    config_yaml: str = ""
+    sections: Mapping[str, str] | None = None
+    own_data: bool = True
+
+    def problem(self, theirs: Any) -> str | None:
+        """Name the section of a client's config that is not the server's, or None."""
+        if self.sections is None:
+            return None
+        if not isinstance(theirs, dict):
+            return "the client names no config"
+        for name, digest in self.sections.items():
+            if theirs.get(name) != digest and not (name == "data" and theirs.get(name) == "own"):
+                return f"different config: '{name}' is not as in the server's config.yaml"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    assignment: Assignment
+    snapshot: FlatTensors
+
+
+class Session(threading.Thread):
+    """Greets one client, then sends an assignment and receives its answer in turn, until stopped or the client is lost.
+
+    Everything that happens goes to the inbox as an event. The received tensors are this session's own storage, used
+    again for the next answer; that cannot come before the coordinator has seen this one, since it assigns the next.
+    """
+
+    def __init__(
+        self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
+        waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
+        plan: CompressionPlan | None = None, known: ClientInfo | None = None, local: Local | None = None,
+    ) -> None:  # fmt: skip
+        """Prepare; `start` connects.
+
+        ``connect`` makes the pair; ``moved`` is told of bytes over the link, (down, up); received tensors are to lie on
+        ``device``; ``terms`` are what the client must agree on beside raafl's version and the model; ``known`` is what the run
+        has of it: its share of the data, its profile (None = nothing); ``plan`` None = nothing is compressed, ``local``
+        None = nothing is exchanged in the middle of a task.
+        """
+        super().__init__(name=f"client-{client}", daemon=True)
+        self.client, self.incarnation = client, incarnation
+        self._connect, self._submodels, self._inbox, self._waits, self._moved = connect, submodels, inbox, waits, moved
+        self._outbox: queue.SimpleQueue[_Task | str] = queue.SimpleQueue()
+        self._storage: dict[Layout, FlatTensors] = {}
+        self._out: Assignment | None = None
+        self._device = device
+        self._pair: Pair | None = None
+        self._terms = terms or Terms()
+        self._plan = plan or CompressionPlan(Payload(submodels))
+        self._down, self._up = Down(self._plan), Up(self._plan)
+        self._received: FlatTensors | None = None  # what the client has been sent, as it has it
+        # While it greets and while a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time.
+        # `_stopping` is set before the lock is tried, and looked at after it is given back, so that one of the two tells the
+        # client, once.
+        self._sending = threading.Lock()
+        self._stopping: str | None = None
+        self._told, self._welcomed = False, False
+        self._known = known or ClientInfo(client, 0)
+        self._num_samples, self._num_damaged = 0, 0
+        self._local = local or Local()
+        self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
+
+    def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
+        """Send work; returns at once."""
+        self._outbox.put(_Task(assignment, snapshot))
+
+    def stop(self, reason: str, wait_s: float | None = None) -> None:
+        """Tell the client to stop, also in the middle of a task, or while it builds its model.
+
+        ``wait_s`` is for one that takes nothing in.
+        """
+        self._stopping = reason
+        self._outbox.put(reason)
+        # While the thread waits for an answer nobody sends; if it is about to, it will find the reason itself.
+        if (self._out is not None or not self._welcomed) and self._sending.acquire(blocking=False):
+            try:
+                self._say_stop(reason, wait_s)
+            finally:
+                self._sending.release()
+
+    def abandon(self) -> None:
+        """Close the pair under a thread that has not ended in time; its client finds the server gone."""
+        if self._pair is not None:
+            self._pair.close()
+
+    def run(self) -> None:
+        """Serve the client; every end becomes a `Lost` event, but for a client that was told to stop before."""
+        pair: Pair | None = None
+        failure: TaskFailed | None = None
+        counts = False
+        try:
+            pair = self._pair = self._connect()
+            self._say_if_stopping()
+            info, hello = self._greet(pair)
+            self._num_samples = info.num_samples
+            self._inbox.put(Joined(info))
+            self._take_late(hello)
+            self._serve(pair)
+            reason = "stopped"
+        except GpuLost as lost:
+            reason = f"{GPU_LOST}: {lost.where}: {lost.error}"
+        except TaskFailed as failed:
+            failure, reason = failed, f"failed: {failed.where}: {failed.error}"
+            self._part(failed, reason)
+        except PeerTimeout as error:
+            reason, counts = f"timeout: {error}", self._out is not None
+        except (PeerLost, Refused, OSError, RuntimeError) as error:
+            reason = f"disconnected: {error}"
+        except Exception as error:  # whatever it is, the run must hear that nothing more will come
+            reason = f"failed: {type(error).__name__}: {foreign(error)}"
+        finally:
+            if pair is not None:
+                pair.close()
+        if self._stopping is None and failure is None:
+            self._inbox.put(Lost(self.client, reason, self.incarnation, counts=counts))
+
+    def _part(self, failure: TaskFailed, reason: str) -> None:
+        """Report a failure, and let the client go once the run has taken it in."""
+        self._out = None
+        if self._stopping is None:
+            self._inbox.put(Lost(self.client, reason, self.incarnation, failure))
+        with suppress(queue.Empty):
+            self._outbox.get(timeout=self._waits.stop_s)
+        self._say_stop(reason)
+
+    def _greet(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
+        """Welcome the client, or tell it why not; return what it is, and its HELLO."""
+        try:
+            info, hello = self._checked(pair)
+        except Refused as refused:  # told, or it would try again and again
+            if not pair.closed:
+                with self._sending:
+                    self._say_stop(f"refused: {refused.detail}")
+            raise
+        refuted = {"kept_whole": sorted(self._submodels.refuted)} if self._submodels.refuted else {}
+        with self._sending:
+            pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
+        self._welcomed = True
+        return info, hello
+
+    def _checked(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
+        """Check that the client runs the same raafl, config and model."""
+        hello = pair.recv(_nothing, self._waits.join_s)
+        if hello.kind is Kind.CONFIG and self._terms.config_yaml:
+            with self._sending:
+                pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
+            self._say_if_stopping()
+            hello = pair.recv(_nothing, self._waits.join_s)
+        base = self._submodels.base
+        expected = {"raafl": __version__, "model": self._submodels.layout().fingerprint}
+        problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
+        for field, value in expected.items():
+            if problem is None and hello.meta.get(field) != value:
+                problem = f"different {field}: the server has {value}, client {self.client} has {foreign(hello.meta.get(field))}"
+            if problem is None and field == "raafl":  # before the model, which follows from the config
+                problem = self._terms.problem(hello.meta.get("config"))
+        if problem is None and base is not None and hello.meta.get("base") != base.digest:
+            problem = (
+                f"different frozen parameters: the server's have digest {base.digest[:16]}, those of client {self.client} "
+                f"{foreign(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
+            )
+        if problem is not None:
+            raise Refused("incompatible", problem)
+        return client_of(hello.meta, self._known, self.incarnation, own_data=self._terms.own_data), hello.meta
+
+    def _take_late(self, hello: dict[str, Any]) -> None:
+        """Report an answer that a client still held when its connection broke; the coordinator refuses it by id."""
+        if hello.get("unsent") is not None:
+            nothing = FlatTensors.empty(Layout(()))
+            number = count_of(hello, "unsent", least=1)
+            self._inbox.put(Arrived(Update(number, self.client, self.incarnation, nothing, 0, refusal="late")))
+
+    def _serve(self, pair: Pair) -> None:
+        idle_s = 0.0
+        while True:
+            try:
+                command = self._outbox.get(timeout=_LOOK_S)
+            except queue.Empty:
+                idle_s += _LOOK_S
+                if idle_s >= self._waits.idle_s / 3:
+                    with self._sending:
+                        pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {}, None))
+                    idle_s = 0.0
+                pair.check()
+                continue
+            if isinstance(command, str):
+                with self._sending:
+                    self._say_stop(command)
+                return
+            self._task(pair, command)
+            self._out, idle_s = None, 0.0
+
+    def _say_if_stopping(self) -> None:
+        """Tell a client that is greeted of a stop that came when there was no pair yet, or when this thread sent."""
+        if self._stopping is not None:
+            with self._sending:
+                self._say_stop(self._stopping)
+
+    def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
+        """Tell the client, once."""
+        if self._pair is None or self._told:
+            return
+        self._told = True
+        message = Message(Kind.STOP, 0, self.incarnation, {"reason": reason}, None)
+        with suppress(PeerLost, PeerTimeout):
+            self._pair.send(message, self._waits.stop_s if wait_s is None else wait_s)
+
+    def _task(self, pair: Pair, task: _Task) -> None:
+        """Send a task and take in its answer; where it has an exchange, train the server's side in between."""
+        assignment, spec = task.assignment, task.assignment.spec
+        exchange = self._local.exchange(self._submodels, assignment.extra)
+        talk = Conversation(
+            pair, assignment, self._waits.task_s, lambda message: self._send(pair, message),
+            lambda: self._stopping is not None,
+        )  # fmt: skip
+        values = task.snapshot
+        if exchange is not None:
+            values = FlatTensors.empty(exchange.client.layout(spec, "sent"), values.device).take_(values)
+        self._out = assignment
+        packed = self._down.pack(assignment, values)
+        talk.send(Kind.ASSIGN, assignment_to_json(assignment), packed)
+        if self._plan.sender_unpacks:
+            self._received = self._down.unpack(spec, packed)
+        told = ""
+        try:
+            update = self._answered(exchange, task, talk)
+            told = update.refusal or ""
+        except Stopped:
+            return  # what is next in the outbox says why
+        except Refused as refused:
+            update, told = self._refused(assignment, refused), str(refused)
+        # the client may wait for a reply, and forgets its residual
+        if exchange is not None and told and not pair.closed:
+            talk.send(Kind.REFUSED, {"reason": told[:200]})
+        self._arrived(pair, update, talk.down_bytes, talk.up_bytes)
+
+    def _answered(self, exchange: Exchange | None, task: _Task, talk: Conversation) -> Update:
+        """Return the client's update, joined with that of the server's side where there is one."""
+        assignment, spec = task.assignment, task.assignment.spec
+        own = None if exchange is None else self._side.run(exchange, assignment, task.snapshot, talk)
+        travels = self._plan.payload if exchange is None else exchange.client
+        plain, up = travels.layout(spec, "trained"), self._plan.up
+        layout = plain if up is None else up.layout(plain)
+        update = self._update(talk.recv(Kind.UPDATE, lambda meta: self._buffer(layout)), spec)
+        if own is not None:
+            whole = self._buffer(self._submodels.layout(spec, "trained"))
+            update.tensors = whole.take_(update.tensors).take_(own.tensors)
+            update.num_steps, update.refusal = own.num_steps, own.refusal
+            update.metrics |= own.metrics  # the loss is known to this side alone
+        return update
+
+    def _refused(self, assignment: Assignment, refused: Refused) -> Update:
+        """Make the update that stands for a refused answer; raises `TaskFailed` where the client says that its code failed."""
+        meta = refused.message.meta if refused.message is not None else {}
+        if refused.reason == GIVEN_UP and meta.get("reason") != OUT_OF_MEMORY:
+            raise from_meta(self.client, meta) from None
+        if refused.reason == GIVEN_UP:
+            return out_of_memory(assignment)
+        nothing = self._nothing(assignment.spec)
+        return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
+
+    def _send(self, pair: Pair, message: Message) -> int:
+        """Send a message of a task; return its bytes."""
+        with self._sending:
+            sent = pair.send(message)
+        if self._stopping is not None:  # while this had the lock, `stop` could not say it
+            with self._sending:
+                self._say_stop(self._stopping)
+        self._moved(sent, 0)
+        return sent
+
+    def _arrived(self, pair: Pair, update: Update, down_bytes: int, up_bytes: int) -> None:
+        update.bytes_down, update.bytes_up = down_bytes, up_bytes
+        self._moved(0, up_bytes)
+        self._inbox.put(Arrived(update))
+        if pair.closed:
+            raise PeerLost("connection-broken", f"after a message refused as {update.refusal}")
+        self._num_damaged = self._num_damaged + 1 if update.refusal in DAMAGED else 0
+        if self._num_damaged >= MAX_DAMAGED:
+            raise PeerLost(
+                "connection-broken", f"{MAX_DAMAGED} messages in a row were damaged, the last: {update.refusal}"
+            )
+
+    def _nothing(self, spec: Spec) -> FlatTensors:
+        """Make the tensors of a refused update: as received, or zeros where they travel compressed."""
+        if self._plan.up is not None:
+            return self._up.nothing(spec, torch.device(self._device))
+        return self._buffer(self._plan.payload.layout(spec, "trained"))
+
+    def _update(self, answer: Message, spec: Spec) -> Update:
+        meta = answer.meta
+        if answer.kind is not Kind.UPDATE or answer.tensors is None:
+            raise Refused("bad-kind", f"expected UPDATE, got {answer.kind.name}")
+        if answer.incarnation != self.incarnation:
+            raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
+        if (num_samples := count_of(meta, "num_samples", least=1)) > self._num_samples:
+            raise Refused("too-many-samples", f"{num_samples}, of {self._num_samples} that the client has said it has")
+        if spec.base is not None and meta.get("base") != self._submodels.bases.digest(spec.base):
+            raise Refused("other-base", f"the frozen parameters, held as {spec.base}, are not those of the server")
+        try:
+            tensors = self._up.unpack(spec, answer.tensors, self._received)
+        except Unsound as unsound:
+            raise Refused(unsound.reason, str(unsound)) from None
+        return Update(
+            answer.assignment, self.client, self.incarnation, tensors, num_samples,
+            count_of(meta, "num_steps"), metrics_of(meta), extra=extra_of(meta),
+        )  # fmt: skip
+
+    def _buffer(self, layout: Layout) -> FlatTensors:
+        """Return storage for ``layout``, the same each time; only the last few layouts are kept."""
+        buffer = self._storage.get(layout)
+        if buffer is None:
+            while len(self._storage) >= 2:
+                self._storage.pop(next(iter(self._storage)))
+            buffer = self._storage[layout] = FlatTensors.empty(layout, self._device)
+        return buffer
+
+
+def _nothing(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
+    return None

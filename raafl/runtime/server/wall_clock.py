@@ -1,0 +1,354 @@
+"""A run on the wall clock: rank 0 coordinates real ranks, one pair of processes to each client.
+
+One thread per client sends and receives; the loop below takes what they report, in order, and is the only one to touch
+the global state. Evaluation and checkpoints work on snapshots in a thread of their own, so that neither delays a merge.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from raafl.config.options import Waits
+from raafl.core.admission import ERROR
+from raafl.core.coordinator import TIME_UP, Coordinator
+from raafl.core.hooks import Hooks
+from raafl.core.snapshots import Snapshots
+from raafl.core.types import (
+    RESTART,
+    Arrived,
+    Assignment,
+    Event,
+    Joined,
+    Lost,
+    Stop,
+    Timer,
+)
+from raafl.errors import CodeFailed, TaskFailed, said
+from raafl.local.evaluate import Evaluator
+from raafl.local.failure import leave_traceback, of_server
+from raafl.runfolder.record import RunRecord
+from raafl.runtime.driver import Driver
+from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.runtime.server.evaluator import SnapshotEvaluator
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.session import Session
+from raafl.submodel import FlatTensors
+from raafl.transport import Refused
+from raafl.units import duration
+from raafl.watch.progress import Progress
+
+_Life = tuple[int, int]  # client, incarnation
+_MAX_ENTERING = 4
+_MAX_KEPT = 20  # tracebacks of clients
+_MAX_LIVES = 8  # sessions of one client, those that are on their way in or out included
+_PARTING_S = 0.5  # for a session that was replaced to end by itself
+
+
+class Server(Driver):
+    """Drives a coordinator on the wall clock."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        inbox: Inbox,
+        record: RunRecord,
+        evaluator: Evaluator | None,
+        *,
+        waits: Waits | None = None,
+        hooks: Hooks | None = None,
+        progress: Progress | None = None,
+        announce: Callable[[int | None, str], None] = lambda client, reason: None,
+        patience_s: float | None = None,
+        bears: int | None = None,
+    ) -> None:
+        """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
+
+        With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
+        without, all enter before `run`, which starts their sessions, and it fails when none is left. A client in which the
+        user's code fails in the same way more than ``bears`` times ends it too; None = it does not, others have sound data.
+        """
+        super().__init__(coordinator, record, evaluator, hooks, progress)
+        self._bears, self._failures, self._num_failures = bears, Counter[tuple[int, str, str]](), 0
+        self._announce = announce
+        self._patience_s, self._alone_since = patience_s, 0.0
+        self.inbox, self.waits = inbox, waits or Waits()
+        self.sessions: dict[int, Session] = {}
+        self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
+        self._snapshots = Snapshots(coordinator)
+        # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
+        # session has ended; only then are they given back, to be overwritten.
+        self._sent: dict[_Life, tuple[int, FlatTensors]] = {}
+        # The lock guards the next two, which the transport's threads write in `enter`. All else, global state, coordinator
+        # and record included, is the loop's alone.
+        self._entering: dict[_Life, Session] = {}  # not yet joined
+        self._lives: Counter[int] = Counter()
+        self._enter_lock = threading.Lock()
+        self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
+        self._timers: list[tuple[float, int]] = []
+        self._start = self._resumed_at = 0.0
+        self._interrupt = Interrupt()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._start
+
+    def save(self) -> dict[str, Any]:
+        """Return the time and the timers as plain data."""
+        return {"now": self.now, "timers": [[at, number] for at, number in self._timers]}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on from what `save` returned; the clients of that time are gone."""
+        self._resumed_at = data["now"]
+        self._timers = [(at, number) for at, number in data["timers"] if number != TIME_UP]
+        limit = self.coordinator.limits.max_time_s
+        if limit is not None and self.coordinator.started:
+            self._timers.append((limit, TIME_UP))
+        heapq.heapify(self._timers)
+
+    def enter(self, client: int, make: Callable[[int], Session]) -> None:
+        """Let a client in, from any thread: ``make(incarnation)`` gives its session, which is started here if clients come and go.
+
+        Once it has joined it replaces the client's earlier session, if there is one: a client that comes back may be
+        the first to know that its old connection is dead.
+
+        Raises:
+            Refused: too many connections of this client are on their way in.
+        """
+        if self._patience_s is None:
+            self.sessions[client] = make(self.coordinator.roster.joins[client])
+            return
+        with self._enter_lock:
+            entering = sum(client == other for other, _ in self._entering)
+            lives = entering + sum(client == session.client for _, session in list(self._leaving)) + 1
+            if entering >= _MAX_ENTERING or lives >= _MAX_LIVES:
+                raise Refused("busy", f"client {client} has {lives} connections, {entering} of them on their way in")
+            incarnation = max(self._lives[client], self.coordinator.roster.joins[client])
+            self._lives[client] = incarnation + 1
+            session = self._entering[client, incarnation] = make(incarnation)
+            session.start()  # under the lock: `close`, which takes it, finds a thread to end, or none that will begin
+
+    def run(self) -> str:
+        """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
+        self._start = time.perf_counter() - self._resumed_at
+        self._alone_since = time.perf_counter()
+        roster = self.coordinator.roster
+        for client in sorted([*roster.clients.values(), *roster.kept_out.values()], key=lambda client: client.id):
+            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # of an earlier life
+        if self._evaluator is not None:
+            self._evaluator.start()
+        for session in self.sessions.values():
+            session.start()
+        if self._patience_s is not None and not self.coordinator.started:
+            self._note(
+                f"waiting for {self.coordinator.limits.min_clients} clients, for {duration(self._patience_s)} at most"
+            )
+        with self._interrupt:
+            try:
+                if self.record.reached:  # by the initial model
+                    self._tell(Stop("target"))
+                while not self.reason:
+                    self._turn()
+            except KeyboardInterrupt:
+                self.stop("interrupted")
+            except Exception as error:  # no client's: what one says is caught where it is worked with (`Admission`)
+                self._fail(of_server(error))
+            finally:
+                self._end()
+        return self._ended()
+
+    def _blame(self, client: int, error: Exception) -> None:
+        self.record.turned_away(ERROR)
+        self._keep_traceback(f"client {client} was turned away: {said(error)}", error)
+
+    def _keep_traceback(self, why: str, error: Exception) -> None:
+        """Warn of an error that ends no run, and leave its traceback in the folder; of very many the first."""
+        self._num_failures += 1
+        if self.progress is not None:
+            self.progress.warn(why)
+        if self.record.folder is not None and self._num_failures <= _MAX_KEPT:
+            leave_traceback(self.record.folder.path, why, error)
+
+    def _turn(self) -> None:
+        """Wait for one event, or the next timer, and see to it."""
+        wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
+        event = self.inbox.get(max(wait, 0.0))
+        if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
+            self.stop("interrupted")
+            return
+        while self._timers and self._timers[0][0] <= self.now and not self.reason:
+            self._tell(Timer(heapq.heappop(self._timers)[1]))
+        if event is not None and not self.reason:
+            self._tell(event)
+        if self._evaluator is not None and not self.reason:
+            self._take_metrics(self._evaluator.done())
+            self._fail(self._evaluator.failure)
+        self._stop_if_asked()
+        if not self.reason:
+            self._look_after_sessions()
+        if event is None and self.progress is not None:
+            self.progress.update()  # seconds go by in it
+
+    def _fail(self, error: CodeFailed | None) -> None:
+        """End the run for what has failed of the user's, if anything has."""
+        if error is not None:
+            self.error = self.error or error
+            self.stop(f"failed: {error}")
+
+    def _look_after_sessions(self) -> None:
+        """End the run when it has been left alone for too long, and sessions that were replaced and do not end."""
+        now, there = time.perf_counter(), len(self.sessions)
+        for until, session in list(self._leaving):
+            if not session.is_alive():
+                self._leaving.remove((until, session))
+                self._sent_no_more(session.client, session.incarnation)
+            elif until <= now:
+                session.abandon()
+        if self._patience_s is None:
+            if not there:
+                self.stop("failed: every client was lost")
+            return
+        good = self.coordinator.num_good
+        if good and self.coordinator.started:
+            self._alone_since = now
+        elif now - self._alone_since > self._patience_s:
+            wanted = "" if self.coordinator.started else f" of {self.coordinator.limits.min_clients}"
+            bad = f", and {there - good} whose updates are refused," if there > good else ""
+            self.stop(f"failed: {good}{wanted} clients{bad} for {self._patience_s:g} s (waits.alone_s)")
+
+    def _admit(self, event: Event, now: float) -> bool:
+        if isinstance(event, Arrived):
+            assignment = self.coordinator.roster.active.get(event.update.assignment)
+            event.update.train_s = now - assignment.assigned_s if assignment is not None else 0.0
+            self._sent_no_more(event.update.client, event.update.incarnation, event.update.assignment)
+        elif isinstance(event, Joined):
+            self._take_in(event)
+        elif isinstance(event, Lost):
+            return self._let_go(event)  # of one that never joined the coordinator has not heard
+        return True
+
+    def _handle(self, event: Event, now: float) -> None:
+        super()._handle(event, now)
+        if isinstance(event, Lost) and event.failure is not None:
+            self._take_failure(event.failure)
+
+    def _take_failure(self, failure: TaskFailed) -> None:
+        """Say that the user's code has failed in a client; where that ends no run, leave the traceback."""
+        if self._bears is not None:
+            self._failures[failure.kind] += 1
+            if self._failures[failure.kind] > self._bears:
+                self._fail(failure)
+                return
+        self._keep_traceback(str(failure), failure)
+
+    def _deliver(self, assignment: Assignment) -> None:
+        self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
+        session = self.sessions.get(assignment.client)
+        if session is not None:
+            snapshot = self._snapshots.cut(assignment)
+            self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
+            session.assign(assignment, snapshot)
+
+    def _set_timer(self, id: int, at: float) -> None:
+        heapq.heappush(self._timers, (at, id))
+
+    def _measure(self, version: int, now: float) -> None:
+        assert self._evaluator is not None
+        self._evaluator.offer(version, now, self.coordinator.state.values)
+
+    def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
+        """Tell a client that there is no work for it, and see that it goes."""
+        if self._is_current(client, incarnation):
+            session = self.sessions.pop(client)
+            self._announce(client, f"refused: {reason}")
+            session.stop(f"refused: {reason}")
+            self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
+        super()._dismiss(client, incarnation, reason)
+
+    def _take_metrics(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
+        for version, at_s, measured in results:
+            if self._measured(version, at_s, measured) and not self.reason:
+                self._tell(Stop("target"))
+
+    def _end(self) -> None:
+        """Let the clients go, then take in the last evaluation."""
+        # before any pair is closed: a client that finds it so looks there
+        self._announce(None, self.reason or "failed")
+        for session in self.sessions.values():
+            session.stop(self.reason or "failed")
+        if self._evaluator is not None and self._evaluator.is_alive():
+            self._take_metrics(self._evaluator.finish(self.waits.eval_s))
+            self.error = self.error or self._evaluator.failure
+            if self._evaluator.is_alive() and self.progress is not None:
+                self.progress.warn(f"the last evaluation was not done within waits.eval_s = {self.waits.eval_s:g} s")
+        deadline = time.monotonic() + self.waits.stop_s
+        for session in self.sessions.values():
+            session.join(timeout=max(deadline - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Break with the clients that have not let go by now; harmless when there are none."""
+        with self._enter_lock:
+            everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
+        for session in everyone:
+            if session.is_alive():
+                session.abandon()
+        for session in everyone:
+            if session.is_alive():
+                session.join(timeout=1.0)
+
+    def _take_in(self, event: Joined) -> None:
+        """Give a client that has joined its place; the session it replaces is told and, if need be, broken with."""
+        client = event.client.id
+        with self._enter_lock:
+            session = self._entering.pop((client, event.client.incarnation), None)
+        if session is None:  # one that was there from the start
+            return
+        earlier, self.sessions[client] = self.sessions.get(client), session
+        self._note_clients(f"client {client} joined{' again' if event.client.incarnation else ''}")
+        if earlier is not None:
+            earlier.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
+            self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), earlier))
+
+    def _let_go(self, event: Lost) -> bool:
+        """Forget a session that has ended; return whether its client had joined."""
+        client, incarnation = event.client, event.incarnation or 0
+        self._sent_no_more(client, incarnation)
+        with self._enter_lock:
+            entering = self._entering.pop((client, incarnation), None)
+        if entering is not None:
+            kind, _, detail = event.reason.partition(": ")
+            self.record.turned_away(detail.partition(":")[0] if kind == "disconnected" else kind)
+        elif self._is_current(client, incarnation):
+            session = self.sessions.pop(client)
+            if event.failure is not None:  # it waits for a word
+                session.stop(event.reason)
+                self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
+            self._announce(client, f"lost: {event.reason}")
+        text = f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}"
+        (self._note if self._patience_s is None else self._note_clients)(text)
+        return entering is None
+
+    def _note_clients(self, text: str) -> None:
+        """Note who came or went, how many are here, and how many the run waits for."""
+        if self.progress is None:
+            return
+        there, wanted = len(self.sessions), self.coordinator.limits.min_clients
+        here = f"{there} client{'s are' if there != 1 else ' is'} here"
+        if not self.coordinator.started and there < wanted:
+            here += f", the run starts with {wanted}"
+        self._note(f"{text}; {here}")
+
+    def _is_current(self, client: int, incarnation: int) -> bool:
+        return client in self.sessions and self.sessions[client].incarnation == incarnation
+
+    def _sent_no_more(self, client: int, incarnation: int, assignment: int | None = None) -> None:
+        """Note that a session has sent what it was given, or sends no more."""
+        number, snapshot = self._sent.get((client, incarnation), (None, None))
+        if snapshot is not None and assignment in (None, number):
+            del self._sent[client, incarnation]
+            self._snapshots.give_back(snapshot)

@@ -1,0 +1,54 @@
+"""`torchrun ... -m raafl simulate`: a virtual clock on rank 0, and every rank trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from raafl.config.experiment import Experiment
+from raafl.devices.gpus import Place
+from raafl.errors import BadInput, GpuLost, RunFailed
+from raafl.local.evaluate import Evaluator
+from raafl.local.numerics import set_numerics
+from raafl.runtime.executors import work
+from raafl.runtime.run import simulate
+from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
+from raafl.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
+from raafl.watch.progress import Progress
+
+
+def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[dict[str, Any], Path] | None:
+    """Run on a virtual clock over the ranks that torchrun started; rank 0 returns summary and run folder, the others None."""
+    num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
+    if experiment.workers > 1:
+        raise BadInput(
+            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: give --workers 1"
+        )
+    transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
+    if transport.client == 0:
+        with transport:
+            return simulate(experiment, config_yaml, transport=transport)
+    train(experiment, transport)
+    return None
+
+
+def train(experiment: Experiment, transport: Transport) -> None:
+    """Train what rank 0 sends, until the run has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get them; rank 0 sees to the run's end, and this one's
+        signal.signal(number, signal.SIG_IGN)
+    set_numerics(experiment.threads, experiment.fabric)
+    data = load_data(experiment)
+    options, num_built = experiment.fabric.at(Place.here(None)), min(MAX_BUILT, 2 * experiment.clients)
+    submodels, trainer = client_parts(experiment, data, options, num_built)
+    device = trainer.fabric.device
+    try:
+        with transport.connect(device) as pair:
+            inner = within_process(experiment, trainer, data.client)
+            work(pair, trainer, inner, lambda: Evaluator(submodels, data.test_batches, device))
+    except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
+        Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
+    except (PeerLost, PeerTimeout, Refused) as error:
+        raise RunFailed(f"rank 0 is gone: {error}") from None

@@ -1,0 +1,286 @@
+"""A run on a virtual clock: device profiles say how long each task takes; the training itself is real."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raafl.compression.streams import CompressedSnapshots
+from raafl.core.coordinator import TIME_UP, Coordinator
+from raafl.core.hooks import Hooks
+from raafl.core.saving import from_plain, to_plain
+from raafl.core.types import (
+    Action,
+    Arrived,
+    Assignment,
+    ClientInfo,
+    Dismiss,
+    Event,
+    Joined,
+    Lost,
+    Stop,
+    Timer,
+    Work,
+    assignment_from_json,
+    assignment_to_json,
+    event_from_json,
+    event_to_json,
+)
+from raafl.devices.profiles import TaskTime
+from raafl.errors import BadInput, CodeFailed, TaskFailed
+from raafl.local.evaluate import Evaluator
+from raafl.local.failure import measuring, of_server
+from raafl.runfolder.record import RunRecord
+from raafl.runtime.driver import Driver
+from raafl.runtime.executors import Executor
+from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.submodel import FlatTensors
+from raafl.watch.progress import Progress
+
+# at the same instant: who reports is heard before who leaves, joins, or is awaited
+ARRIVED, LOST, JOINED, TIMER = range(4)
+
+LOST_FOR_EACH_CLIENT = 100
+"""Tasks lost with none finished between them, for each client, after which a run has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A task's answer, due at the far end of its simulated time."""
+
+    assignment: Assignment
+    time: TaskTime
+
+
+class Simulation(Driver):
+    """Drives a coordinator through virtual time: a heap of (time, priority, sequence)."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        clients: Iterable[ClientInfo],
+        executor: Executor,
+        record: RunRecord,
+        evaluator: Evaluator | None,
+        *,
+        hooks: Hooks | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(coordinator, record, evaluator, hooks, progress)
+        self.executor = executor
+        self._has_raised = False  # a part of the method: the event at hand is half handled
+        self._now = 0.0
+        self._heap: list[tuple[float, int, int, Event | _Due]] = []
+        self._sequence = 0
+        self._num_lost = 0  # since the last arrival
+        self._snapshots = CompressedSnapshots(coordinator)
+        self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
+        for client in clients:
+            self._plan_join(client, 0.0)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the run began."""
+        return self._now
+
+    # ---- interrupted and resumed ----
+
+    def save(self) -> dict[str, Any]:
+        """Return the clock, what is queued, and what the tasks under way started from, as plain data and tensors."""
+        snapshots = {id(snapshot): snapshot for _, snapshot in self._out.values()}
+        return {
+            "now": self.now,
+            "sequence": self._sequence,
+            "num_lost": self._num_lost,
+            "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
+            "out": [[client, number, id(snapshot)] for client, (number, snapshot) in self._out.items()],
+            "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
+        }
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on from what `save` returned; the coordinator and the record are restored apart."""
+        self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
+        self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
+        limit = self.coordinator.limits.max_time_s
+        if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):  # it is another than it was
+            self._heap = [entry for entry in self._heap if entry[3] != Timer(TIME_UP)]
+            if limit is not None and self.coordinator.started:
+                self._push(limit, TIMER, Timer(TIME_UP))
+        heapq.heapify(self._heap)
+        device = self.coordinator.state.values.device
+        snapshots = {key: self._snapshots.adopt(from_plain(plain, device)) for key, plain in data["snapshots"]}
+        due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
+        for client, number, key in data["out"]:
+            at, item = due[number]
+            snapshot = self._snapshots.share(snapshots[key])
+            self._out[client] = (number, snapshot)
+            self.executor.submit(item.assignment, snapshot, at)
+
+    def run(self) -> str:
+        """Go on until the coordinator finishes, or nothing can happen any more; return the reason."""
+        if self.record.reached:  # by the initial model
+            self._tell(Stop("target"))
+        with Interrupt() as interrupt:
+            self._stop_if_asked()
+            while self._heap and not self.reason:
+                self._turn()
+                if self.error is not None:
+                    self.stop(f"failed: {self.error}")
+                if interrupt.asked:
+                    self.stop("interrupted")
+                self._stop_if_asked()
+        self.stop("failed: no client is left or will come back")
+        return self._ended()
+
+    def _turn(self) -> None:
+        """See to the next that is due."""
+        coordinator, most = self.coordinator, self.coordinator.limits.max_updates
+        if most is not None:
+            trigger, num_waiting = coordinator.algorithm.trigger, len(coordinator.waiting)
+            self.executor.needed = trigger.needed(most - coordinator.merged, num_waiting)
+        entry = heapq.heappop(self._heap)
+        self._now, _, _, item = entry
+        try:
+            event = self._arrive(item) if isinstance(item, _Due) else item
+        except TaskFailed as failed:
+            heapq.heappush(self._heap, entry)  # it is trained again when the run is resumed
+            self.error, event = failed, None
+        if event is not None:
+            self._tell(event)
+
+    # ---- events ----
+
+    def _push(self, at: float, priority: int, item: Event | _Due) -> None:
+        heapq.heappush(self._heap, (at, priority, self._sequence, item))
+        self._sequence += 1
+
+    def _plan_join(self, client: ClientInfo, not_before: float) -> None:
+        """Queue the client's next arrival in the fleet, and its leaving after that."""
+        profile = client.profile
+        at = not_before if profile.available(not_before) else profile.next_change_s(not_before)
+        if at < float("inf"):
+            self._push(at, JOINED, Joined(client))
+            leaves = profile.next_change_s(at)
+            if leaves < float("inf"):
+                self._push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
+
+    def _arrive(self, due: _Due) -> Event | None:
+        """Return the arrival of a task's answer, or None when its client was lost meanwhile."""
+        assignment = due.assignment
+        number, snapshot = self._out.get(assignment.client, (0, None))
+        if number != assignment.id or snapshot is None:
+            return None
+        update = self.executor.result(assignment.id)
+        del self._out[assignment.client]
+        self._snapshots.returned(assignment, update, snapshot)
+        self._snapshots.give_back(snapshot)
+        update.train_s = due.time.total_s
+        cost = self.coordinator.fleet.cost(assignment.spec, assignment.extra)
+        update.bytes_down, update.bytes_up = cost.down_bytes + self._snapshots.more_bytes(assignment), cost.up_bytes
+        self.record.moved(up=cost.up_bytes)
+        return Arrived(update)
+
+    def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
+        if isinstance(event, Arrived):
+            self._num_lost = 0
+        elif lost is not None:
+            self._forget(lost, event)
+        super()._handled(event, now, lost)
+
+    def _forget(self, lost: ClientInfo, event: Event) -> None:
+        """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
+        number, snapshot = self._out.pop(lost.id, (0, None))
+        self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
+        if snapshot is None:
+            return
+        self.executor.cancel(number)
+        self._snapshots.give_back(snapshot)
+        self._num_lost += 1
+        if self._num_lost >= LOST_FOR_EACH_CLIENT * len(self.record.participation) and not self.reason:
+            reason = event.reason if isinstance(event, Lost) else ""
+            self.stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}")
+
+    # ---- parts that raise ----
+
+    def _decide(self, event: Event, now: float) -> list[Action]:
+        try:
+            return super()._decide(event, now)
+        except Exception as error:  # a hook's comes out as it is
+            self._take_raised(error, None)
+            return []
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Dismiss) and action.error is not None:
+            self._blame(action.client, action.error)
+        else:
+            super()._do(action)
+
+    def _blame(self, client: int, error: Exception) -> None:
+        """Take it that the method is at fault: what a client says here is this process's own, and it is not let go."""
+        self._take_raised(error, client)
+
+    def _take_raised(self, error: Exception, client: int | None) -> None:
+        if isinstance(error, BadInput):
+            raise error
+        self._has_raised = True
+        self.error = self.error or of_server(error, client)
+
+    def _checkpoint(self) -> None:
+        """Save the run, unless a part has raised: from the checkpoint before, the mended run goes on as if none had."""
+        if not self._has_raised:
+            super()._checkpoint()
+
+    # ---- actions ----
+
+    def _set_timer(self, id: int, at: float) -> None:
+        self._push(max(at, self.now), TIMER, Timer(id))
+
+    def _deliver(self, assignment: Assignment) -> None:
+        snapshot = self._snapshots.cut(assignment)
+        task_time = self._task_time(assignment)
+        self.record.assigned(assignment)
+        down_bytes = self.coordinator.fleet.cost(assignment.spec, assignment.extra).down_bytes
+        self.record.moved(down=down_bytes + self._snapshots.more_bytes(assignment))
+        at = self.now + task_time.total_s
+        self._out[assignment.client] = (assignment.id, snapshot)
+        self.executor.submit(assignment, snapshot, at)
+        self._push(at, ARRIVED, _Due(assignment, task_time))
+
+    def _task_time(self, assignment: Assignment) -> TaskTime:
+        fleet = self.coordinator.fleet
+        client = self.coordinator.roster.clients[assignment.client]
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
+        time = fleet.task_time(client, work)
+        more_bytes = self._snapshots.more_bytes(assignment)
+        if more_bytes:
+            time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
+        return client.profile.as_it_goes(time, self.now)
+
+    def _measure(self, version: int, now: float) -> None:
+        assert self.evaluator is not None
+        try:
+            with measuring(version):
+                measured = self.executor.evaluate(self.evaluator, self.coordinator.state.values)
+        except CodeFailed as failed:
+            self.error = failed
+            return
+        self.hooks.on_values(version, measured, self.coordinator.state.values)
+        if self._measured(version, now, measured) and self.coordinator.finished is None:
+            self._push(now, ARRIVED, Stop("target"))
+
+
+def _item_to_plain(item: Event | _Due) -> dict[str, Any]:
+    if isinstance(item, _Due):
+        return {
+            "due": assignment_to_json(item.assignment),
+            "time": [item.time.down_s, item.time.compute_s, item.time.up_s],
+        }
+    return event_to_json(item)
+
+
+def _item_from_plain(data: dict[str, Any]) -> Event | _Due:
+    if "due" in data:
+        return _Due(assignment_from_json(data["due"]), TaskTime(*data["time"]))
+    return event_from_json(data)

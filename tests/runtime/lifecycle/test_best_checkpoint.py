@@ -1,0 +1,69 @@
+"""The best checkpoint by a metric, beside those that a run is resumed from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_zoo import MLP
+from raafl.errors import BadInput
+from raafl.runfolder.checkpoints import load
+from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
+from raafl.submodel import FlatTensors, Submodels
+from tests.federation import experiment, finish
+
+
+@pytest.fixture
+def model():
+    return MLP(4, (3,), 2)
+
+
+def values_of(model, number):
+    values = Submodels(model).state(model)
+    for buffer in values.buffers.values():
+        buffer.fill_(number)
+    return values
+
+
+def kept(folder):
+    saved = load(folder / "checkpoints" / "best.ckpt")
+    return saved.version, next(iter(saved.state_dict.values())).flatten()[0].item()
+
+
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", (3, 3.0)), ("loss", (2, 2.0))])
+def test_the_best_is_kept_and_of_equal_ones_the_first(tmp_path, model, metric, best):
+    watcher = BestCheckpoint(tmp_path, model, metric)
+    for version, value in enumerate((0.5, float("nan"), 0.2, 0.7, 0.7, 0.3), start=0):
+        watcher.on_values(version, {metric: value}, values_of(model, float(version)))
+    assert kept(tmp_path) == best and watcher.best["version"] == best[0]
+
+
+def test_a_resumed_run_goes_on_from_the_one_in_its_folder(tmp_path, model):
+    BestCheckpoint(tmp_path, model, "accuracy").on_values(5, {"accuracy": 0.8}, values_of(model, 5.0))
+    again = BestCheckpoint(tmp_path, model, "accuracy")
+    again.on_values(6, {"accuracy": 0.7}, values_of(model, 6.0))
+    assert kept(tmp_path) == (5, 5.0)
+    BestCheckpoint(tmp_path, model, "loss").on_values(7, {"loss": 9.0}, values_of(model, 7.0))  # by another metric
+    assert kept(tmp_path) == (7, 7.0)
+
+
+def test_a_run_keeps_the_model_of_its_best_version(tmp_path):
+    run = finish(experiment(tmp_path / "run", "fed_async", eval_every=1, keep_best="loss"))
+    losses = {int(row["version"]): float(row["loss"]) for row in run.rows("metrics.csv") if row["version"] != "0"}
+    version = min(losses, key=losses.get)
+    assert run.summary["best"] == {"version": version, "metric": "loss", "value": pytest.approx(losses[version])}
+    best = load(run.folder / "checkpoints" / "best.ckpt")
+    assert best.version == version
+    if version == run.summary["versions"]:
+        module = MLP.load_from_checkpoint(best.path, map_location="cpu")
+        assert (
+            isinstance(Submodels(module).state(module), FlatTensors)
+            and run.digest == Submodels(module).state(module).model_digest()
+        )
+    assert all(torch.isfinite(tensor).all() for tensor in best.state_dict.values())
+
+
+def test_a_metric_that_there_is_not_is_named_before_the_run(tmp_path):
+    with pytest.raises(BadInput, match="keep_best is 'f1', but validation_step gives no 'f1': use one of "):
+        finish(experiment(tmp_path / "run", keep_best="f1"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,117 @@
+"""Checkpoints by time, and those that cannot be written: the run goes on, the last good one stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+
+from raafl.runfolder import append_file
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.lifecycle.checkpointer import Saver
+from raafl.runtime.run import simulate
+from tests.federation import experiment
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def saver(tmp_path):
+    """A saver whose checkpoints are made here, with a clock that is set by hand."""
+    import torch
+
+    made = Saver(tmp_path, torch.nn.Linear(1, 1), 2, "simulated", record=None, every_s=10.0, clock=Clock())
+    yield made
+    made.close()
+
+
+def test_a_checkpoint_is_due_when_the_last_is_old_enough_and_written(saver):
+    clock = saver._clock
+    assert not saver.checkpoint_due()
+    clock.now = 9.9
+    assert not saver.checkpoint_due()
+    clock.now = 10.0
+    assert saver.checkpoint_due()
+    from concurrent.futures import Future
+
+    saver._last = Future()  # one is being written
+    assert not saver.checkpoint_due()
+    saver._last.set_result(None)
+    assert saver.checkpoint_due()
+    saver._every_s = None
+    assert not saver.checkpoint_due()
+
+
+@pytest.mark.parametrize(("checkpoint_s", "least", "most"), [(1e-9, 2, 3), (3600.0, 1, 1), (None, 1, 1)])
+def test_checkpoints_by_time_change_nothing_else_and_are_bounded(tmp_path, checkpoint_s, least, most):
+    plain, _ = simulate(experiment(tmp_path / "plain", "fed_async", checkpoint_s=None))
+    summary, folder = simulate(experiment(tmp_path / "run", "fed_async", checkpoint_s=checkpoint_s))
+    assert summary["model_digest"] == plain["model_digest"]
+    files = list((folder / "checkpoints").glob("*.ckpt"))
+    assert least <= len(files) <= most
+    assert checkpoint.newest(folder).stem == f"version-{summary['versions']:06d}"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_is_tried(tmp_path, monkeypatch, capsys):
+    """Two of them meet a full disk within torch.save, which says so in words of its own."""
+    sync, calls = os.fsync, []
+
+    def full(descriptor):
+        if ".ckpt" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            calls.append(descriptor)
+            if len(calls) in (2, 3):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(append_file.os, "fsync", full)
+    settings = experiment(tmp_path / "run", "fed_async", checkpoint_every=2, keep_checkpoints=9)
+    summary, folder = simulate(settings)
+    assert [file.stem for file in checkpoint._versions(folder / "checkpoints")] == [
+        "version-000002", "version-000008", "version-000010", "version-000012",
+    ]  # fmt: skip
+    assert summary["unwritten"] == {} and len(summary["warnings"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
+    assert "the checkpoint of version 4 in" in line and "No space left on device" in line
+    assert len(list((folder / "checkpoints").iterdir())) == 4  # no temporary file
+
+
+def test_the_last_checkpoint_fails_and_the_one_before_is_good(tmp_path, monkeypatch):
+    save = checkpoint.save
+
+    def fail_last(folder, version, *args, **options):
+        if version == 12:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return save(folder, version, *args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", fail_last)
+    summary, folder = simulate(experiment(tmp_path / "run", "fed_async", checkpoint_every=5))
+    assert summary["unwritten"] == {"checkpoints": 1}
+    assert "Read-only file system" in summary["warnings"][0]
+    assert checkpoint.load(folder).version == 10
+
+
+def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monkeypatch):
+    on_settled, seen = Saver.on_settled, []
+
+    def delete(self, settled, now):
+        seen.append(settled)
+        if len(seen) == 6:
+            shutil.rmtree(tmp_path / "run")
+        on_settled(self, settled, now)
+
+    plain, _ = simulate(experiment(tmp_path / "plain", "fed_async"))
+    monkeypatch.setattr(Saver, "on_settled", delete)
+    summary, folder = simulate(experiment(tmp_path / "run", "fed_async"))
+    assert summary["model_digest"] == plain["model_digest"]
+    assert checkpoint.load(folder).version == summary["versions"]
+    assert summary["unwritten"]["events.jsonl"] > 6 and summary["unwritten"]["clients.csv"] >= 6
+    assert any("deleted under the run" in line for line in summary["warnings"])
+    assert (folder / "config.yaml").exists() and (folder / "summary.json").exists()

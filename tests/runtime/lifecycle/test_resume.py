@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import signal
+import time
+import tracemalloc
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from raafl.commands.replay import replay
+from raafl.errors import BadInput
+from raafl.local.train import LocalTrainer
+from raafl.runfolder.append_file import write_table
+from raafl.runfolder.checkpoints import newest
+from raafl.runtime.lifecycle.resume import SavedRun, load, mend
+from raafl.watch.state import follow
+from tests import warm
+from tests.crashed import crashed, simulated
+from tests.forked import command, wait_for
+
+pytestmark = pytest.mark.timeout(400)
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+DEVICES = (
+    '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
+    ' "availability": [[0.0, 0.3]], "period_s": 0.5}]'
+)
+
+
+SMALL = ("--model.hidden=[24]", "--train.num_epochs=null", "--train.num_steps=3", "--eval_every=10")
+
+
+def dawdle() -> None:
+    """From now on let each task take its time, so that a run does not end before it is killed."""
+    run = LocalTrainer.run
+
+    def slow(*args):
+        time.sleep(0.015)
+        return run(*args)
+
+    LocalTrainer.run = slow
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def metric_rows(folder: Path) -> list[list[str]]:
+    """Rows without the wall-clock column."""
+    return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
+
+
+def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch):
+    targets = '["accuracy=0.15", "accuracy=0.5", "accuracy=2"]'
+    options = ["--config", CONFIG, f"--target={targets}", "--max_updates=40", "--eval_every=1", "--checkpoint_every=1"]
+    whole = simulated(*options, f"--output={tmp_path / 'whole'}")
+    assert [at_s is None for at_s in whole["time_to"].values()] == [False, False, True]
+    for cut in (13, 30):
+        folder = tmp_path / f"cut-{cut}"
+        crashed(monkeypatch, cut, *options, f"--output={folder}")
+        resumed = simulated("--resume", str(folder))
+        assert metric_rows(folder) == metric_rows(tmp_path / "whole")
+        header, *table = rows(folder / "metrics.csv")
+        for target, at_s in whole["time_to"].items():
+            cells = [row[header.index(f"time_to/{target}")] for row in table]
+            written = set() if at_s is None else {str(float(f"{at_s:.12g}"))}
+            assert resumed["time_to"][target] == at_s and set(cells) == {"", *written}
+
+
+def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):
+    """Real processes, SIGKILL, wherever it hits."""
+    small = ("--config", CONFIG, *SMALL, "--max_updates=200")
+    whole = simulated(*small, f"--output={tmp_path / 'whole'}")
+    cut = tmp_path / "cut"
+    start = ("simulate", "--progress=quiet", *small, "--checkpoint_every=5")
+    for version, options in [(20, (*start, f"--output={cut}")), (60, ("simulate", "--resume", str(cut)))]:
+        with command(tmp_path / f"to-{version}", *options, before=dawdle) as started:
+            wait_for_version(cut, version)
+            started.send(signal.SIGKILL)
+            started.end()
+    assert 60 <= newest_version(cut) < 200
+    assert simulated("--resume", str(tmp_path / "cut"))["model_digest"] == whole["model_digest"]
+
+
+def newest_version(folder: Path) -> int:
+    return max((int(file.stem.split("-")[1]) for file in folder.glob("checkpoints/version-*.ckpt")), default=0)
+
+
+TORCHRUN = ("--standalone", "--nproc-per-node=4", "-m", "raafl", "fit", "--progress=quiet")
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Start torchrun of four ranks, all forked; also returns a rank's process."""
+    notes = tmp_path / "started"
+    notes.mkdir()
+
+    @contextmanager
+    def start(name, *argv):
+        with command(
+            tmp_path / name, *argv, before=warm.start, entry=warm.torchrun, **{warm.STARTED: str(notes)}
+        ) as started:
+            yield started, lambda rank: next(one.process for one in warm.started(notes) if one.rank == rank)
+
+    return start
+
+
+def wait_for_version(folder: Path, version: int) -> None:
+    wait_for(lambda: newest_version(folder) >= version, f"version {version}")
+
+
+@pytest.mark.long
+def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tmp_path, torchrun):
+    folder = tmp_path / "run"
+    options = ("--config", CONFIG, "--clients=3", "--max_updates=120", "--checkpoint_every=10", f"--output={folder}")
+    with torchrun("first", *TORCHRUN, *options) as (first, rank):
+        wait_for_version(folder, 30)
+        rank("0").kill()
+        assert first.end() != 0 and not (folder / "summary.json").exists()
+    with torchrun("second", *TORCHRUN, "--resume", str(folder)) as (second, _):
+        assert second.end() == 0, second.err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates_merged"] == 120 == summary["versions"]
+    assert summary["updates_lost_by_reason"]["restart"] >= 3  # three clients were at work, at the least
+    table = rows(folder / "clients.csv")
+    number, outcome = table[0].index("assignment"), table[0].index("outcome")
+    ids = [row[number] for row in table[1:]]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert sorted(map(int, ids)) == sorted(row["id"] for row in events if row["event"] == "assigned")
+    assert len(ids) == len(set(ids))  # each assignment is accounted for exactly once
+    assert sum(row[outcome] == "lost:restart" for row in table) == summary["updates_lost_by_reason"]["restart"]
+    assert replay(folder)["equal"] is True
+
+
+def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path, torchrun):
+    """With --max-restarts: a killed client ends all ranks of the node; the next attempt goes on."""
+    folder = tmp_path / "run"
+    options = ("--config", CONFIG, "--clients=3", "--max_updates=60", "--checkpoint_every=5", f"--output={folder}")
+    with torchrun("first", "--max-restarts=1", *TORCHRUN, *options) as (started, rank):
+        wait_for_version(folder, 10)
+        rank("2").kill()
+        assert started.end() == 0, started.err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates_merged"] == 60 and summary["updates_lost_by_reason"]["restart"] > 0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in events].count("resumed") == 1
+    assert replay(folder)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("--max_time=60", "--max_time=0.385"), ("--max_time=0.341", "--max_time=0.385"), ("--max_updates=45", "--max_updates=50"),
+     ("--max_updates=60", "--max_updates=50"), ("--max_time=0.341 --max_updates=45", "--max_time=null --max_updates=50")],
+)  # fmt: skip
+def test_a_resumed_run_keeps_the_limits_that_it_is_given(tmp_path, monkeypatch, first, then):
+    """Fewer or more than it had, it ends as a run that had them from the beginning."""
+    base = ["--config", CONFIG, *SMALL, "--algorithm=fed_buff", "--algorithm.buffer_size=7", "--max_updates=null"]
+    whole = simulated(*base, *then.split(), f"--output={tmp_path / 'whole'}")
+    crashed(monkeypatch, 40, *base, *first.split(), "--checkpoint_every=1", f"--output={tmp_path / 'cut'}")
+    assert newest_version(tmp_path / "cut") > 2
+    resumed = simulated("--resume", str(tmp_path / "cut"), *then.split())
+    same = ("model_digest", "finished", "time_s", "updates_merged", "versions")
+    assert {name: resumed[name] for name in same} == {name: whole[name] for name in same}
+    assert rows(tmp_path / "cut" / "clients.csv") == rows(tmp_path / "whole" / "clients.csv")
+    assert replay(tmp_path / "cut")["equal"] is True
+    view = follow(tmp_path / "cut")
+    view.look()
+    goals = view.state.goals
+    assert set(then.split()) & {f"--max_updates={goals.max_updates}", f"--max_time={goals.max_time_s}"}
+
+
+@pytest.mark.long
+def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
+    folder = tmp_path / "run"
+    fit = ("fit", "--local=2", "--progress=quiet", "--max_updates=null")
+    first = (*fit, "--config", CONFIG, "--max_time=3600", "--checkpoint_every=5", f"--output={folder}")
+    with command(tmp_path / "first", *first, before=warm.start) as started:
+        wait_for_version(folder, 10)
+        started.send(signal.SIGINT)
+        assert started.end() == 130
+    limit = json.loads((folder / "summary.json").read_text())["time_s"] + 2
+    second = (*fit, "--resume", str(folder), f"--max_time={limit}")
+    with command(tmp_path / "second", *second, before=warm.start) as started:
+        assert started.end() == 0, started.err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"] == "max_time" and limit <= summary["time_s"] < limit + 2
+    assert replay(folder)["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("--max_time=0.1", r"max_time is 0\.1 s, but the run to resume has had \d\.\d s: give more, or null"),
+     ("--max_updates=6", r"max_updates is 6, but the run to resume has merged \d\d: give more, or null")],
+)  # fmt: skip
+def test_a_limit_that_lies_behind_a_run_is_named_before_anything_changes(tmp_path, monkeypatch, option, says):
+    folder = tmp_path / "cut"
+    crashed(monkeypatch, 30, "--config", CONFIG, "--max_updates=60", "--checkpoint_every=1", f"--output={folder}")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(BadInput, match=says):
+        simulated("--resume", str(folder), option)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_what_cannot_be_resumed_is_named(tmp_path):
+    simulated("--config", CONFIG, "--max_updates=8", f"--output={tmp_path / 'done'}")
+    with pytest.raises(BadInput, match=r"whose run is finished \(max_updates\)"):
+        simulated("--resume", str(tmp_path / "done"))
+    with pytest.raises(BadInput, match="which is not a run folder"):
+        simulated("--resume", str(tmp_path / "nowhere"))
+
+
+def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
+    """20,000 tasks, of which the checkpoint knows 15,000; as lists and dictionaries they took 40 MB."""
+    num, kept = 20_000, 15_000
+    journal = [{"event": "joined", "client": 7, "incarnation": 2, "time_s": 0.0}]
+    for number in range(1, num + 1):
+        journal += [{"event": "assigned", "id": number, "time_s": 1.0}, {"event": "arrived", "time_s": 2.0}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
+    write_table(tmp_path / "metrics.csv", [["version", "loss"], ["0", "3.5"], ["100", "2.5"], ["16000", "1.5"]])
+    header = ["client", "outcome", "merged_version", "assignment"]
+    table = ([str(number % 9), "merged", str(number), str(number)] for number in range(1, num + 1))
+    write_table(tmp_path / "clients.csv", chain([header], table))
+    record = {"num_rows": kept, "num_events": kept + 1}
+    section = {"runtime": "simulated", "coordinator": {"version": kept, "last_id": kept}, "record": record}
+    tracemalloc.start()
+    try:
+        mended = mend(SavedRun(tmp_path, {}, section))
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert (mended.last_id, mended.num_lost, mended.num_missing, mended.joins) == (num, 0, 0, {7: 3})
+    assert mended.merged == [(number % 9, number) for number in range(kept + 1, num + 1)]
+    assert rows(tmp_path / "clients.csv")[-1][3] == str(kept) and len(rows(tmp_path / "clients.csv")) == 1 + kept
+    assert [row[0] for row in rows(tmp_path / "metrics.csv")] == ["version", "0", "100"]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """The folder of a simulated run that was cut off."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        options = ["--config", CONFIG, *SMALL, "--algorithm=fed_buff", "--max_updates=40", "--checkpoint_every=1"]
+        crashed(patch, 20, *options, f"--output={folder}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        (("coordinator", "waiting"), None, "KeyError: 'waiting'"),
+        (("coordinator",), None, "KeyError: 'coordinator'"),
+        (("clock",), 5, "TypeError"),
+        (("clock", "now"), float("nan"), "now is nan"),
+        (("clock", "now"), "late", "now is no number"),
+        (("clock", "heap", 0, 0), -1.0, "timers is -1.0"),
+        (("clock", "heap", 0, 3), "x", "Error"),
+        (("record", "num_rows"), -5, "num_rows is -5"),
+        (("record", "bytes"), [-1, 0], "bytes is -1"),
+        (("coordinator", "joins"), [[1, -3]], "joins is -3"),
+        (("coordinator", "rng"), [3, [1], None], "Error"),
+        (("coordinator", "memory"), {"__pairs__": 3}, "TypeError"),
+    ],
+)
+def test_a_checkpoint_that_somebody_altered_is_refused_in_a_line(tmp_path, interrupted, where, value, says):
+    folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    file = newest(folder)
+    content = torch.load(file, weights_only=True)
+    place = content["raafl"]["state"]
+    for name in where[:-1]:
+        place = place[name]
+    if value is None:
+        del place[where[-1]]
+    else:
+        place[where[-1]] = value
+    torch.save(content, file)
+    with pytest.raises(
+        BadInput, match=rf"^resume: the last checkpoint .* was altered \(.*{re.escape(says)}.*: take an"
+    ) as refused:
+        simulated("--resume", str(folder))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_link_below_the_top_of_a_folder_may_only_stay_in_it(tmp_path, interrupted):
+    """As W&B's `latest-run` does; a foreign folder might send a logger's files elsewhere."""
+    folder = Path(shutil.copytree(interrupted, tmp_path / "run"))
+    (folder / "loggers" / "wandb" / "run-1").mkdir(parents=True)
+    (folder / "loggers" / "wandb" / "latest-run").symlink_to("run-1")
+    (folder / "loggers" / "wandb" / "run-1" / "logs").mkdir()
+    (folder / "loggers" / "wandb" / "run-1" / "logs" / "debug-core.log").symlink_to("/var/log/wandb.log")
+    load(folder, "simulated")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "loggers" / "csv").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match=r"'.*loggers/csv' is a link, which is not written to"):
+        load(folder, "simulated")
+
+
+def test_nothing_is_written_through_a_link_that_somebody_left_in_a_folder(tmp_path):
+    """A torn last line would be cut off there, and rows added."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("not to be touched")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").symlink_to(mine)
+    with pytest.raises(BadInput, match=r"'.*events.jsonl' is a link, which is not written to"):
+        load(tmp_path / "run", "simulated")
+    assert mine.read_text() == "not to be touched"

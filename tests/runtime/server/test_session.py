@@ -1,0 +1,249 @@
+"""The server's side of one client, against clients that behave and clients that do not, over a real pair."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raafl.config.options import Waits
+from raafl.core.types import Arrived, Joined, Lost
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.session import Session
+from raafl.submodel import FlatTensors
+from raafl.transport import Kind, PeerLost, codec
+from raafl.transport.gloo import GlooPair
+from tests.runtime.server.sessions import INFO, WAIT_S, Table
+from tests.tools import filled, line_state
+
+pytestmark = pytest.mark.timeout(120)
+HOST = "127.0.0.1"
+
+
+def test_a_client_is_greeted_given_work_and_let_go(table):
+    event = table.greet()
+    assert event == Joined(INFO)
+    message = table.assign()
+    assert (message.kind, message.assignment, message.meta["seed"]) == (Kind.ASSIGN, 1, 5)
+    assert message.tensors.fingerprint() == table.state.values.fingerprint()
+    sent = table.update()
+    event = table.event()
+    assert isinstance(event, Arrived)
+    update = event.update
+    assert (update.assignment, update.client, update.num_samples, update.num_steps) == (1, 4, 17, 2)
+    assert (update.metrics, update.refusal, update.bytes_up) == ({"loss": 0.5}, None, sent)
+    assert update.tensors.fingerprint() == filled(table.state, 3.0).fingerprint()
+    assert table.moved == [(update.bytes_down, 0), (0, sent)]
+    table.session.stop("max_updates")
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.session.join(timeout=WAIT_S)
+    assert table.event(0.0) is None
+
+
+# what a client may answer, and why it is refused; the session must be usable afterwards
+BAD_ANSWERS = {
+    "another assignment": ("unknown-assignment", lambda t: t.update(number=9)),
+    "not an update": ("bad-kind", lambda t: t.say(Kind.KEEPALIVE)),
+    "another hello": ("bad-kind", lambda t: t.hello()),
+    "no tensors": ("wrong-layout", lambda t: t.say(Kind.UPDATE, 1, {"num_samples": 1, "num_steps": 1})),
+    "too few values": ("wrong-layout", lambda t: t.update(tensors=FlatTensors.from_named({"w": torch.ones(3)}))),
+    "not a number": ("non-finite", lambda t: t.update(tensors=filled(t.state, float("nan")))),
+    "infinity": ("non-finite", lambda t: t.update(tensors=filled(t.state, float("-inf")))),
+    "no counts": ("bad-json", lambda t: t.say(Kind.UPDATE, 1, {}, filled(t.state, 1.0))),
+    "a negative count": ("bad-json", lambda t: t.update(meta={"num_samples": -4})),
+    "no samples at all": ("bad-json", lambda t: t.update(meta={"num_samples": 0})),
+    "more samples than it has": ("too-many-samples", lambda t: t.update(meta={"num_samples": 18})),
+    "as many samples as there are": ("too-many-samples", lambda t: t.update(meta={"num_samples": 2**53 - 1})),
+    "a count that is true": ("bad-json", lambda t: t.update(meta={"num_steps": True})),
+    "metrics that are a list": ("bad-json", lambda t: t.update(meta={"metrics": [1, 2]})),
+    "too many metrics": ("bad-json", lambda t: t.update(meta={"metrics": {str(i): 1.0 for i in range(101)}})),
+    "a metric beyond all floats": ("bad-json", lambda t: t.update(meta={"metrics": {"loss": 10**400}})),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_bad_answer_is_refused_by_name_and_the_next_one_is_taken(table, name):
+    reason, answer = BAD_ANSWERS[name]
+    table.greet()
+    table.assign(1)
+    answer(table)
+    event = table.event()
+    assert isinstance(event, Arrived), event
+    assert (event.update.refusal, event.update.assignment, event.update.client) == (reason, 1, 4)
+    table.assign(2)
+    table.update(2)
+    event = table.event()
+    assert (event.update.refusal, event.update.assignment) == (None, 2)
+
+
+def test_an_answer_from_another_life_is_refused(table):
+    table.greet()
+    table.assign()
+    table.update(incarnation=3)
+    update = table.event().update
+    assert (update.assignment, update.incarnation, update.refusal) == (1, 0, "wrong-incarnation")
+
+
+def test_a_client_that_goes_is_lost_at_once_idle_or_not():
+    for in_task in (True, False):
+        table = Table(idle_s=0.3)
+        table.greet()
+        if in_task:
+            table.assign()
+        table.pair.close()
+        began = time.monotonic()
+        event = table.event()
+        assert isinstance(event, Lost) and event.reason.startswith("disconnected: "), event
+        assert time.monotonic() - began < WAIT_S / 2
+        table.close()
+
+
+def test_a_client_that_never_answers_is_lost_at_the_deadline():
+    table = Table(task_s=0.5)
+    table.greet()
+    table.assign()
+    event = table.event()
+    assert event == Lost(4, "timeout: nothing from the peer within 0.5 s", 0, counts=True)
+    with pytest.raises(PeerLost):
+        table.hear()
+    table.close()
+
+
+def test_a_client_that_never_says_hello_is_lost_at_the_deadline():
+    table = Table(join_s=0.4)
+    assert table.event() == Lost(4, "timeout: nothing from the peer within 0.4 s", 0)
+    table.close()
+
+
+def test_an_idle_client_hears_that_the_server_is_alive():
+    table = Table(idle_s=0.3)
+    table.greet()
+    assert [table.hear().kind for _ in range(3)] == [Kind.KEEPALIVE] * 3
+    table.close()
+
+
+def test_abandoning_wakes_a_session_that_waits_for_an_answer():
+    table = Table()
+    table.greet()
+    table.assign()
+    began = time.monotonic()
+    table.session.abandon()
+    table.session.join(timeout=WAIT_S)
+    assert not table.session.is_alive()
+    assert time.monotonic() - began < WAIT_S / 2
+    table.close()
+
+
+def test_a_client_that_does_not_come_is_lost_at_the_deadline():
+    state, inbox = line_state(), Inbox()
+    store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=1), wait_for_workers=False)
+    session = Session(
+        4,
+        0,
+        lambda: GlooPair.connect(store, "pair", True, 0.5, HOST),
+        state.submodels,
+        inbox,
+        Waits(),
+        lambda d, u: None,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(session.run)
+        event = inbox.get(20.0)
+    assert isinstance(event, Lost) and event.reason.startswith(("timeout: ", "disconnected: "))
+
+
+def test_an_answer_from_a_broken_connection_is_reported_and_refused_by_its_id(table):
+    """A client that hung past its deadline still holds its answer when it comes back."""
+    table.hello(unsent=7)
+    assert table.hear().kind is Kind.WELCOME
+    assert isinstance(table.event(), Joined)
+    late = table.event()
+    assert isinstance(late, Arrived)
+    assert (late.update.assignment, late.update.client, late.update.refusal) == (7, 4, "late")
+    assert late.update.tensors.num_bytes == 0  # nothing of it has been sent
+
+
+@pytest.mark.parametrize("unsent", [0, -1, "7", 1.5, True, 10**30])
+def test_an_unsent_answer_that_makes_no_sense_loses_the_client(table, unsent):
+    table.hello(unsent=unsent)
+    assert isinstance(table.event(), Joined)
+    event = table.event()
+    assert isinstance(event, Lost) and "unsent is" in event.reason
+
+
+def test_a_stop_reaches_a_client_in_the_middle_of_its_task(table):
+    table.greet()
+    table.assign()
+    table.session.stop("max_updates")
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.pair.close()
+    table.session.join(timeout=WAIT_S)
+    assert table.event(0.0) is None  # not lost: let go
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_stop_reaches_a_client_that_still_builds_its_model(table, connected):
+    while connected and table.session._pair is None:
+        time.sleep(0.001)
+    table.session.stop("max_updates")
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.hello()
+    assert table.hear().kind is Kind.WELCOME
+    table.session.join(timeout=WAIT_S)
+    assert not table.session.is_alive()  # and is not told again
+    with pytest.raises(PeerLost):
+        table.hear()
+
+
+def test_a_stop_reaches_a_client_whose_task_is_just_being_sent(table):
+    """`stop` comes when the message has gone out and its sender is about to let go of the pair."""
+
+    class Late:
+        def __init__(self, lock):
+            self.lock, self.acquire, self.release, self.stopped = lock, lock.acquire, lock.release, False
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            if not self.stopped:
+                self.stopped = True
+                table.session.stop("max_updates")
+            self.lock.release()
+
+    table.greet()
+    table.session._sending = Late(table.session._sending)
+    assert table.assign().kind is Kind.ASSIGN
+    message = table.hear()
+    assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
+    table.pair.close()
+    table.session.join(timeout=WAIT_S)
+    assert table.event(0.0) is None
+
+
+def test_a_connection_on_which_three_answers_in_a_row_were_damaged_is_given_up(table, monkeypatch):
+    footer = codec.Checksum.footer
+
+    def damaged_here(self):  # what the test sends; the session reckons right
+        return bytes(8) if threading.current_thread() is threading.main_thread() else footer(self)
+
+    table.greet()
+    reasons = []
+    for number, damaged in enumerate([True, True, False, True, True, True], start=1):
+        table.assign(number)
+        with monkeypatch.context() as patch:
+            if damaged:
+                patch.setattr(codec.Checksum, "footer", damaged_here)
+            table.update(number)
+        reasons.append(table.event().update.refusal)
+    assert reasons == ["bad-checksum", "bad-checksum", None, *["bad-checksum"] * 3]
+    why = "disconnected: connection-broken: 3 messages in a row were damaged, the last: bad-checksum"
+    assert table.event().reason == why

@@ -1,0 +1,182 @@
+"""What a session makes of a client's greeting: version, model, config, data, names."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from raafl.core.types import Lost, client_to_json
+from raafl.devices.profiles import Profile
+from raafl.runtime.answers import hello_of
+from raafl.runtime.server.session import Terms
+from raafl.transport import Kind
+from tests.runtime.server.sessions import INFO, Table
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"raafl": "0.0.0"}, "different raafl: the server has"), ({"model": "0" * 32}, "different model: the server has")],
+)
+def test_a_client_with_another_version_or_model_is_told_so_and_lost(table, changes, named):
+    table.hello(**changes)
+    message = table.hear()
+    assert message.kind is Kind.STOP
+    assert message.meta["reason"].startswith("refused: ") and named in message.meta["reason"]
+    event = table.event()
+    assert (event.client, event.incarnation) == (4, 0)
+    assert named in event.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_samples": -1}, {"num_samples": 0},
+        {"num_samples": "many"}, {"num_samples": True}, {"num_samples": 10**30}, {"profile": None},
+        {"profile": 3}, {"profile": {"flops_per_s": -1.0}}, {"profile": {"flops_per_s": "fast"}},
+        {"profile": {"unheard_of": 1}}, {"profile": {"flops_per_s": 10**400}},
+    ],
+)  # fmt: skip
+def test_a_hello_that_makes_no_sense_loses_the_client_and_never_hangs(table, changes):
+    table.hello(**changes)
+    event = table.event()
+    assert isinstance(event, Lost), event
+    assert event.client == 4
+
+
+def test_a_client_that_does_not_say_hello_is_lost(table):
+    table.update()
+    event = table.event()
+    assert isinstance(event, Lost)
+    assert "wrong-layout: declared float32[13], expected no tensors" in event.reason  # a hello has none
+
+
+def test_a_client_that_begins_with_something_else_is_lost(table):
+    table.say(Kind.KEEPALIVE)
+    assert "expected HELLO, got KEEPALIVE" in table.hear().meta["reason"]
+    assert "expected HELLO, got KEEPALIVE" in table.event().reason
+
+
+def test_the_config_is_given_to_a_client_that_asks_and_compared_with_one_that_has_its_own():
+    table = Table(terms=Terms("name: x\n", {"model": "aa", "data": "bb"}))
+    try:
+        table.say(Kind.CONFIG)
+        assert table.hear().meta == {"config_yaml": "name: x\n"}
+        table.hello(config={"model": "aa", "data": "cc"})
+        reason = table.hear().meta["reason"]
+        assert reason == "refused: different config: 'data' is not as in the server's config.yaml"
+        assert "different config" in table.event().reason
+    finally:
+        table.close()
+
+
+@pytest.mark.parametrize("data", ["bb", "own"])
+def test_a_client_may_have_data_of_its_own(data):
+    table = Table(terms=Terms("name: x\n", {"model": "aa", "data": "bb"}))
+    try:
+        table.hello(config={"model": "aa", "data": data}, own_data=data == "own")
+        assert table.hear().kind is Kind.WELCOME
+        assert table.event().client.own_data is (data == "own")
+    finally:
+        table.close()
+
+
+def test_a_client_has_no_more_samples_than_it_was_dealt():
+    table = Table(share=16)
+    try:
+        table.hello()
+        reason = table.hear().meta["reason"]
+        assert reason.startswith("refused: client 4 says that it has 17 samples, but its share of the run's data is 16")
+        assert table.event().reason.startswith("disconnected: too-many-samples: ")
+    finally:
+        table.close()
+
+
+@pytest.mark.parametrize("fields", [{"own_data": True}, {"num_samples": 16}, {"num_samples": 3}])
+def test_a_client_with_data_of_its_own_or_fewer_than_its_share_may_come(fields):
+    table = Table(share=16)
+    try:
+        table.hello(**fields)
+        assert table.hear().kind is Kind.WELCOME
+    finally:
+        table.close()
+
+
+HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 12) + "\nnews"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"raafl": HOSTILE}, {"model": [HOSTILE]}, {"config": {HOSTILE: 1}}, {"num_samples": HOSTILE},
+     {"profile": {"name": HOSTILE, "flops_per_s": -1.0}}, {"profile": {HOSTILE: 1}}],
+)  # fmt: skip
+def test_what_a_client_says_of_itself_reaches_no_log_raw(changes):
+    table = Table(terms=Terms("", {"model": "aa"}))
+    try:
+        table.hello(**{"config": {"model": "aa"}, **changes})
+        event = table.event()
+        assert isinstance(event, Lost) and event.reason.isprintable() and len(event.reason) < 600
+    finally:
+        table.close()
+
+
+def test_names_that_a_client_gives_are_cleaned_where_they_come_in(table):
+    table.hello(profile={**client_to_json(INFO)["profile"], "name": HOSTILE})
+    assert table.hear().kind is Kind.WELCOME
+    name = table.event().client.profile.name
+    assert name.isprintable() and len(name) == 200 and name.startswith(r"\x1b[2J\u202e")
+    table.assign()
+    table.update(meta={"metrics": {HOSTILE: 1.0, "loss": 0.5}})
+    metrics = table.event().update.metrics
+    assert sorted(map(len, metrics)) == [4, 200] and all(name.isprintable() for name in metrics)
+
+
+LONG = tuple((2.0 * i, 2.0 * i + 1.0) for i in range(300))
+
+
+def test_a_hello_of_more_than_sixteen_kilobytes_is_refused_and_the_client_told(table):
+    table.hello(profile={**client_to_json(INFO)["profile"], "name": "x" * (17 << 10)})
+    assert re.fullmatch(r"refused: HELLO of 17\d{3} bytes, at most 16384", table.hear().meta["reason"])
+    assert table.event().reason.startswith("disconnected: bad-length: HELLO of")
+
+
+@pytest.mark.parametrize("name", ["availability", "speed_changes"])
+def test_a_series_of_more_than_a_hundred_pairs_is_refused_with_the_remedy(table, name):
+    table.hello(profile={**client_to_json(INFO)["profile"], name: LONG[:101]})
+    reason = table.hear().meta["reason"]
+    assert (
+        f"{name} has 101 pairs, at most 100 are sent: give client 4 the same devices in the server's config" in reason
+    )
+
+
+@pytest.mark.parametrize("name", ["availability", "speed_changes"])
+def test_a_long_series_that_the_server_has_goes_by_its_digest(name):
+    profile = Profile(**{name: LONG})
+    hello = hello_of(replace(INFO, profile=profile))
+    assert len(json.dumps(hello)) < 1000
+    for known, welcome in ((profile, True), (Profile(**{name: LONG[1:]}), False), (Profile(), False)):
+        table = Table(profile=known)
+        try:
+            table.hello(**hello)
+            heard = table.hear()
+            assert (heard.kind is Kind.WELCOME) is welcome
+            assert welcome or "is a series of digest" in heard.meta["reason"]
+            assert not welcome or table.event().client.profile == profile
+        finally:
+            table.close()
+
+
+def test_data_of_ones_own_may_be_forbidden():
+    table = Table(terms=Terms("", own_data=False))
+    try:
+        table.hello(own_data=True)
+        assert table.hear().meta["reason"] == (
+            "refused: client 4 has data of its own, which guard.own_data of this run forbids"
+        )
+        assert table.event().reason.startswith("disconnected: own-data: ")
+    finally:
+        table.close()

@@ -1,0 +1,82 @@
+"""How many connections of one client the server of real ranks bears."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raafl.core.types import Lost
+from raafl.runtime.server.wall_clock import Server
+from raafl.transport import Refused
+
+
+class Life:
+    """Stands for a session: who, in which life, and whether it was started or told to stop."""
+
+    def __init__(self, client: int, incarnation: int) -> None:
+        self.client, self.incarnation, self.started = client, incarnation, False
+        self.stopped: list[str] = []
+
+    def start(self) -> None:
+        self.started = True
+
+    def stop(self, reason: str, wait_s: float = 0.0) -> None:
+        self.stopped.append(reason)
+
+
+def server() -> Server:
+    parts = {"state": None, "payload": None, "algorithm": SimpleNamespace(merge=None)}
+    coordinator: Any = SimpleNamespace(roster=SimpleNamespace(joins=Counter()), **parts)
+    unused: Any = SimpleNamespace()
+    return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go
+
+
+def test_the_log_says_who_joined_and_left_and_how_many_the_run_waits_for():
+    house, said = server(), []
+    house.progress = SimpleNamespace(note=said.append)
+    house.record, house._announce = SimpleNamespace(turned_away=lambda reason: None), lambda client, reason: None
+    house.coordinator.limits, house.coordinator.started = SimpleNamespace(min_clients=2), False
+
+    def joins(client, incarnation=0):
+        house.enter(client, lambda incarnation: Life(client, incarnation))
+        house._take_in(SimpleNamespace(client=SimpleNamespace(id=client, incarnation=incarnation)))
+
+    joins(1)
+    joins(2)
+    house.coordinator.started = True
+    house._let_go(Lost(1, "disconnected: the peer is gone", 0))
+    joins(1, 1)
+    assert said == [
+        "client 1 joined; 1 client is here, the run starts with 2",
+        "client 2 joined; 2 clients are here",
+        "client 1 was lost: disconnected: the peer is gone; 1 client is here",
+        "client 1 joined again; 2 clients are here",
+    ]
+
+
+def test_a_client_may_have_four_connections_on_their_way_in_and_others_are_not_kept_out_by_them():
+    house = server()
+    for _ in range(4):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    with pytest.raises(Refused, match="client 1 has 5 connections, 4 of them on their way in"):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    house.enter(2, lambda incarnation: Life(2, incarnation))
+    assert sorted(house._entering) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
+    assert all(life.started for life in house._entering.values())
+
+
+def test_a_client_that_comes_again_and_again_is_refused_while_seven_of_its_sessions_are_ending():
+    house = server()
+    for number in range(8):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+        house._take_in(SimpleNamespace(client=SimpleNamespace(id=1, incarnation=number)))
+    assert len(house._leaving) == 7 and house.sessions[1].incarnation == 7  # one current session, seven that end
+    assert all(life.stopped for _, life in house._leaving)
+    with pytest.raises(Refused, match="client 1 has 8 connections, 0 of them on their way in"):
+        house.enter(1, lambda incarnation: Life(1, incarnation))
+    house.enter(2, lambda incarnation: Life(2, incarnation))
+    del house._leaving[0]  # one has ended
+    house.enter(1, lambda incarnation: Life(1, incarnation))

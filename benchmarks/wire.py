@@ -1,8 +1,8 @@
 """One task's round trip over the wire against the raw Gloo transfer of the same bytes.
 
 A task is an assignment out and an update back, with every check: header, JSON, checksum of both payloads, finiteness of
-the update. It goes over `GlooPair` (torchrun), `TcpPair` (serve and join), and `TcpPair` with encryption. Raw is one
-Gloo send and receive of one buffer each way. All run between the same two processes, in turn, one thread each for
+the update. It goes over `GlooConnection` (torchrun), `TcpConnection` (serve and join), and `TcpConnection` with encryption.
+Raw is one Gloo send and receive of one buffer each way. All run between the same two processes, in turn, one thread each for
 torch; a row holds the medians and the ratio to raw. The last rows are the ciphers that encryption could use, alone.
 
 `python -m benchmarks.wire counts` has another table, which needs no time: how often a task between two GPUs is copied and
@@ -32,10 +32,10 @@ import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
 from raafl.submodel.flat import FlatTensors, Layout
-from raafl.transport import Kind, Message, Pair
-from raafl.transport.gloo import GlooPair
+from raafl.transport import Connection, Kind, Message
+from raafl.transport.gloo import GlooConnection
 from raafl.transport.tcp.cipher import RECORD_BYTES
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.handshake import load_secret
 from raafl.transport.tcp.listener import Listener, call
 
@@ -53,7 +53,7 @@ def rows() -> list[Row]:
 
 
 def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None = None) -> list[Row]:
-    """Measure round trips with a second process as the client; the tensors of `GlooPair` and `TcpPair` are on ``device``.
+    """Measure round trips with a second process as the client; tensors of Gloo and TCP connections are on ``device``.
 
     ``only`` names the one transport that is measured beside the raw transfer; None = all.
     """
@@ -115,14 +115,16 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
     return found
 
 
-def _gloo_ends(pool: ThreadPoolExecutor) -> list[Pair]:
+def _gloo_ends(pool: ThreadPoolExecutor) -> list[Connection]:
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
-    meeting = [pool.submit(GlooPair.connect, store, "pair", server, _TIMEOUT_S, _HOST) for server in (True, False)]
+    meeting = [
+        pool.submit(GlooConnection.connect, store, "pair", server, _TIMEOUT_S, _HOST) for server in (True, False)
+    ]
     return [one.result() for one in meeting]
 
 
-def _tcp_ends() -> list[Pair]:
-    return [TcpPair(one, _TIMEOUT_S) for one in socket.socketpair()]
+def _tcp_ends() -> list[Connection]:
+    return [TcpConnection(one, _TIMEOUT_S) for one in socket.socketpair()]
 
 
 def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[float]) -> Row:
@@ -137,7 +139,7 @@ def _run(
     torch.set_num_threads(1)
     raw_group = _raw_group(store, 0 if server else 1)
     measured: dict[int, dict[str, list[float]]] = {}
-    pairs = {"gloo": GlooPair.connect(store, "pair", server, _TIMEOUT_S, _HOST), **_tcp_pairs(store, server)}
+    pairs = {"gloo": GlooConnection.connect(store, "pair", server, _TIMEOUT_S, _HOST), **_tcp_pairs(store, server)}
     for name in [name for name in pairs if only not in (None, name)]:
         pairs.pop(name).close()
     for num_bytes, repeats in sizes.items():
@@ -161,14 +163,14 @@ def _run(
     return measured
 
 
-def _tcp_pairs(store: Any, server: bool) -> dict[str, Pair]:
+def _tcp_pairs(store: Any, server: bool) -> dict[str, Connection]:
     """Return this end's pairs through a door, plain and encrypted."""
-    secret, pairs = load_secret(), dict[str, Pair]()
+    secret, pairs = load_secret(), dict[str, Connection]()
     for name, encrypt in (("tcp", False), ("tcp, encrypted", True)):
         if not server:
             pairs[name] = call(store.get(name).decode(), secret.for_client(1), timeout_s=_TIMEOUT_S)
             continue
-        admitted: queue.SimpleQueue[Pair] = queue.SimpleQueue()
+        admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         with Listener(f"{_HOST}:0", secret, lambda pair, *_, q=admitted: q.put(pair), print, encrypt=encrypt) as door:
             store.set(name, door.address)
             pairs[name] = admitted.get(timeout=_TIMEOUT_S)
@@ -221,7 +223,7 @@ def _raw_trip(group: Any, down: torch.Tensor, up: torch.Tensor, server: bool) ->
 _META = {"id": 1, "client": 1, "incarnation": 0, "task": 0, "version": 1, "region": 0, "seed": 1 << 61, "spec": {}}
 
 
-def _serve_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
+def _serve_task(pair: Connection, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
     def step() -> None:
         pair.send(Message(Kind.ASSIGN, 1, 0, _META, down))
         pair.recv(lambda kind, assignment, meta: up, _TIMEOUT_S, finite=True)
@@ -229,7 +231,7 @@ def _serve_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[], 
     return step
 
 
-def _answer_task(pair: Pair, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
+def _answer_task(pair: Connection, down: FlatTensors, up: FlatTensors) -> Callable[[], None]:
     def step() -> None:
         pair.recv(lambda kind, assignment, meta: down, _TIMEOUT_S)
         pair.send(Message(Kind.UPDATE, 1, 0, {"num_samples": 600, "metrics": {"loss": 0.5}}, up))

@@ -68,7 +68,7 @@ class GpuLost(TaskFailed):
     """An error of the GPU itself, after which it takes no more work from the client's process; others may go on."""
 
 
-class Unsound(ValueError):
+class InvalidPayload(ValueError):
     """What was received cannot be used; whoever has sent it is told, and goes on.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Text that somebody else wrote, made fit for a terminal, a log and a table: the one function for it.
 
-Whatever a peer says that is shown or kept goes through `foreign` where it comes in: names in HELLO, reasons of a STOP or a
+Whatever a peer says that is shown or kept goes through `sanitize_text` where it comes in: names in HELLO, reasons of a STOP or a
 refusal, names of metrics, fields of a config that differ. So does what is shown of a run folder that somebody else may have
-made (`cleaned`).
+made (`sanitize_tree`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LARGEST = 2**63 - 1
 _MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
 
 
-def foreign(text: object, most: int = MOST) -> str:
+def sanitize_text(text: object, most: int = MOST) -> str:
     """Return ``text`` on one line, of at most ``most`` characters, none of which steers a terminal or turns text around.
 
     Line breaks, control and escape characters, bidi and other invisible controls, and halves of surrogate pairs appear as
@@ -30,16 +30,16 @@ def foreign(text: object, most: int = MOST) -> str:
     return clean if len(clean) <= most and len(whole) <= most else clean[: most - 1] + "…"
 
 
-def cleaned(value: Any, most: int = 1000) -> Any:
-    """Return plain data, nested as it may be, with each of its texts, names of fields among them, made `foreign`."""
+def sanitize_tree(value: Any, most: int = 1000) -> Any:
+    """Return plain data, nested as it may be, with each of its texts, names of fields among them, made `sanitize_text`."""
     if isinstance(value, str):
-        return foreign(value, most)
+        return sanitize_text(value, most)
     if isinstance(value, dict):
-        return {cleaned(name, most): cleaned(item, most) for name, item in value.items()}
-    return [cleaned(item, most) for item in value] if isinstance(value, list) else value
+        return {sanitize_tree(name, most): sanitize_tree(item, most) for name, item in value.items()}
+    return [sanitize_tree(item, most) for item in value] if isinstance(value, list) else value
 
 
-def table_of(text: str) -> dict[str, Any]:
+def load_untrusted_yaml(text: str) -> dict[str, Any]:
     """Return the table that a YAML text holds, aliases followed, if it is one of plain values and of bounded size.
 
     Raises:

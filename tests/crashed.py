@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raafl.config.parse import parse
-from raafl.runtime.lifecycle.checkpointer import Saver
+from raafl.runtime.lifecycle.checkpointer import Checkpointer
 from raafl.runtime.run import simulate
 from tests import remembered
 from tests.federation import whole
@@ -31,13 +31,13 @@ def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
     """End the run within this context once so many tasks are settled."""
     seen = []
 
-    def on_settled(self: Saver, settled: Any, now: float) -> None:
+    def on_settled(self: Checkpointer, settled: Any, now: float) -> None:
         seen.append(settled)
         if len(seen) == num_settled:
             raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr(Saver, "on_settled", on_settled)
+        patch.setattr(Checkpointer, "on_settled", on_settled)
         with pytest.raises(Crash):
             yield
 

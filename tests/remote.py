@@ -18,9 +18,9 @@ from typing import Any
 from raafl.commands.serve import serve
 from raafl.config.experiment import Experiment
 from raafl.errors import BadInput, Replaced, RunFailed
+from raafl.runtime.client import worker as client_side
 from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
-from raafl.runtime.client.worker import worker as client_side
 from raafl.runtime.server.inbox import Inbox
 from raafl.transport.tcp.handshake import Secret
 from tests import ranks, remembered

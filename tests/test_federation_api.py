@@ -343,7 +343,7 @@ def test_the_blocks_of_the_docs_run(tmp_path, monkeypatch, capsys):
         names = {"__name__": "block"}
         exec(block, names)
     assert "runs/run-" in capsys.readouterr().out
-    result = federation(tmp_path / "run", callbacks=names["Watch"]()).simulate(small_mlp, digits())
+    result = federation(tmp_path / "run", callbacks=names["SizeTracker"]()).simulate(small_mlp, digits())
     assert result.final["error"] == 1 - result.final["accuracy"]
 
 

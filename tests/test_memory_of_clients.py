@@ -14,8 +14,8 @@ from raafl.devices.gpus import Place
 from raafl.devices.measure import Room
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
+from raafl.runtime.client import memory
 from raafl.runtime.client.setup import ClientSetup
-from raafl.runtime.client.worker import memory
 from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
 from tests.federation import experiment, unequal

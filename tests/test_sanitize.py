@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.sanitize import MOST, cleaned, foreign
+from raafl.sanitize import MOST, sanitize_text, sanitize_tree
 
 
 @pytest.mark.parametrize(
@@ -23,22 +23,22 @@ from raafl.sanitize import MOST, cleaned, foreign
     ],
 )
 def test_what_steers_a_terminal_is_shown_and_not_done(text, shown):
-    assert foreign(text) == shown and foreign(foreign(text)) == shown
+    assert sanitize_text(text) == shown and sanitize_text(sanitize_text(text)) == shown
 
 
 def test_every_character_comes_out_printable():
-    assert all(foreign(chr(code)).isprintable() for code in range(0x110000))
+    assert all(sanitize_text(chr(code)).isprintable() for code in range(0x110000))
 
 
 @pytest.mark.parametrize("text", ["x" * 201, "x" * (1 << 20), "\x1b" * 200, "\x1b" * 51])
 def test_a_long_text_is_cut(text):
-    assert len(foreign(text)) == MOST and foreign(text).endswith("…")
-    assert foreign("x" * 200) == "x" * 200
-    assert foreign("abcdef", 4) == "abc…"
+    assert len(sanitize_text(text)) == MOST and sanitize_text(text).endswith("…")
+    assert sanitize_text("x" * 200) == "x" * 200
+    assert sanitize_text("abcdef", 4) == "abc…"
 
 
 def test_plain_data_are_cleaned_within():
-    assert cleaned({"a\x1b": [1, None, {"b": "\u202ec"}], "d": 2.5}) == {
+    assert sanitize_tree({"a\x1b": [1, None, {"b": "\u202ec"}], "d": 2.5}) == {
         r"a\x1b": [1, None, {"b": r"\u202ec"}],
         "d": 2.5,
     }

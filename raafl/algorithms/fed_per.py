@@ -29,7 +29,7 @@ from raafl.core.types import Update, Warn
 from raafl.errors import nearest, one_of
 from raafl.parts.local.capture import linear_in
 from raafl.parts.merge.averaging import averaging
-from raafl.parts.merge.client_values import keep_, restore_
+from raafl.parts.merge.client_values import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels
@@ -99,12 +99,12 @@ class Personal(Wrapped):
 
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Put the client's own layers in."""
-        restore_(state, OWN, client, spec, values, self.own(state.submodels))
+        load_(state, OWN, client, spec, values, self.own(state.submodels))
         super().hand(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Keep the client's own layers, and pass the update on."""
-        keep_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
+        store_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:

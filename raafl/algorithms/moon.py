@@ -30,10 +30,10 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import at_least, positive
-from raafl.parts.local.capture import Entering, linear_in
+from raafl.parts.local.capture import InputCapture, linear_in
 from raafl.parts.local.swap_parameters import at
 from raafl.parts.merge.averaging import averaging
-from raafl.parts.merge.client_values import keep_, restore_
+from raafl.parts.merge.client_values import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels
@@ -104,7 +104,7 @@ class _Steps(Hook):
 
     def __init__(self, task: Task, local: Contrastive) -> None:
         super().__init__(task)
-        self._local, self._entering = local, Entering(task.module, local.layer)
+        self._local, self._entering = local, InputCapture(task.module, local.layer)
 
     def _seen_at(self, values: FlatTensors, batch: Any, index: int) -> Tensor:
         with at(self.task.module, values), torch.no_grad():
@@ -134,9 +134,9 @@ class WithLastModels(Wrapped):
     def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill in the client's last model."""
         bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
-        restore_(state, LAST, client, spec, bundles[LAST])
+        load_(state, LAST, client, spec, bundles[LAST])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Keep the values, and pass them on."""
-        keep_(state, LAST, update.client, spec, update.tensors)
+        store_(state, LAST, update.client, spec, update.tensors)
         super().receive(state, update, spec, staleness)

@@ -16,7 +16,7 @@ from raafl.api.modules import ModuleSpec, called
 from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, marked
-from raafl.config.options import Rounds, Waits
+from raafl.config.options import Rounds, Timeouts
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.config.trainer_flags import unknown
 from raafl.core.algorithm import Algorithm, Training
@@ -78,7 +78,7 @@ class Settings(TypedDict, total=False):
     output: str | Path | None
     progress: str
     logger: Any
-    waits: Waits | Mapping[str, Any]
+    waits: Timeouts | Mapping[str, Any]
     strict: bool
 
 

@@ -20,7 +20,7 @@ from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, one_o
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
@@ -257,7 +257,9 @@ def _replay(argv: list[str]) -> int:
             client_data=files,
             trust_config=options.trust_config,
         )
-    print(json.dumps(result) if options.json else "\n".join(foreign(line, 1000) for line in _replay_lines(result)))
+    print(
+        json.dumps(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in _replay_lines(result))
+    )
     return 1 if result["equal"] is False else 0
 
 

@@ -19,7 +19,7 @@ from raafl.errors import BadInput, parse_address
 from raafl.runtime.server.host import host
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Terms
-from raafl.transport import TRANSPORTS, Meeting
+from raafl.transport import TRANSPORTS, ConnectOptions
 from raafl.transport.tcp.secret_files import bind, check_run
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def serve(
     if min_clients is not None and not 1 <= min_clients <= experiment.clients:
         raise BadInput(f"min_clients is {min_clients}: give 1 to {experiment.clients}, the run's number of clients")
     idle_s = experiment.waits.idle_s
-    meeting = Meeting(experiment.clients, piece_s=idle_s, address=listener(address), secret=secret, encrypt=encrypt)
+    meeting = ConnectOptions(
+        experiment.clients, piece_s=idle_s, address=listener(address), secret=secret, encrypt=encrypt
+    )
     check_run(secret, Path(experiment.resume) if experiment.resume else None)
 
     def note(folder: Path) -> None:

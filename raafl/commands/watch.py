@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
-from raafl.runfolder.tail import Following
+from raafl.runfolder.tail import RunTail
 from raafl.units import duration
 from raafl.watch.progress import Progress
 from raafl.watch.show import plain, sentence
@@ -106,7 +106,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
         progress.stop()
 
 
-def _silence(watched: Following[RunState]) -> str | None:
+def _silence(watched: RunTail[RunState]) -> str | None:
     if not watched.begun:
         return "waiting: there is no run in it yet"
     silent_s = watched.silent_s

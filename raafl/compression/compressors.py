@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raafl.compression.options import NAMES, Compress
-from raafl.errors import BadInput, Unsound, nearest
+from raafl.errors import BadInput, InvalidPayload, nearest
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry, is_merged, reals
 
 ROW = 32
@@ -72,7 +72,7 @@ class Compressor(ABC):
             Unsound: no `encode` of finite tensors can have made it; ``out`` may have been written to.
         """
         if finite and not wire.is_finite():
-            raise Unsound("non-finite")
+            raise InvalidPayload("non-finite")
         taken, others = _split(self, out.layout)
         for entry in others:
             out.view(entry).copy_(wire[entry.name])
@@ -166,7 +166,7 @@ class Int8(Compressor):
         for entry in taken:
             scales = wire[_scales(entry)]
             if bool((scales < 0).any()):
-                raise Unsound("bad-scale", f"a scale of '{entry.name}' is below 0")
+                raise InvalidPayload("bad-scale", f"a scale of '{entry.name}' is below 0")
             levels = wire[entry.name].reshape(len(scales), -1).to(torch.promote_types(entry.dtype, torch.float32))
             _reals_of(out, entry).copy_((levels * scales.unsqueeze(1)).view(entry.shape))
 
@@ -219,7 +219,7 @@ class TopK(Compressor):
         for dtype, entries in _by_dtype(taken).items():
             chosen, numel = wire[f"{dtype} places"].long(), sum(entry.numel for entry in entries)
             if int(chosen[0]) < 0 or int(chosen[-1]) >= numel or not bool((chosen[1:] > chosen[:-1]).all()):
-                raise Unsound("bad-indices", f"not {len(chosen)} ascending places below {numel}")
+                raise InvalidPayload("bad-indices", f"not {len(chosen)} ascending places below {numel}")
             flat = torch.zeros(numel, dtype=dtype, device=chosen.device)
             flat[chosen] = wire[f"{dtype} elements"]
             for entry, part in zip(entries, torch.split(flat, [entry.numel for entry in entries]), strict=True):
@@ -257,7 +257,7 @@ class Bits(Compressor):
             packed = wire[entry.name]
             bits = ((packed.unsqueeze(1) >> _places(packed)) & 1).view(-1)
             if bool(bits[entry.numel :].any()):
-                raise Unsound("bad-bits", f"'{entry.name}' has more than {entry.numel}")
+                raise InvalidPayload("bad-bits", f"'{entry.name}' has more than {entry.numel}")
             _reals_of(out, entry).copy_(bits[: entry.numel].view(entry.shape))
 
 

@@ -19,7 +19,7 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Way
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
-from raafl.errors import Unsound
+from raafl.errors import InvalidPayload
 from raafl.submodel import FlatTensors, Layout, Spec
 
 COPY, RESIDUAL = "compressed copy", "compressed residual"
@@ -196,7 +196,7 @@ class Up(_End):
             for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
         if not out.is_finite():
-            raise Unsound("non-finite")
+            raise InvalidPayload("non-finite")
         return out
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
@@ -302,7 +302,7 @@ class CompressedSnapshots(Snapshots):
             if self._part is not None:
                 whole = self._scratch("whole", trained.layout, trained.device).copy_(trained)
                 update.tensors = whole.take_(update.tensors)
-        except Unsound as unsound:
+        except InvalidPayload as unsound:
             update.tensors, update.refusal = up.nothing(assignment.spec, trained.device), unsound.reason
         if self._part is not None and update.refusal is not None:
             self.refused(assignment)

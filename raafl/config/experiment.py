@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
 from raafl.config.loggers import entries, specs
-from raafl.config.options import MODES, About, Rounds, Target, Waits, about
+from raafl.config.options import MODES, About, Rounds, Target, Timeouts, about
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
@@ -144,7 +144,7 @@ class Experiment:
     logger: Any = field(default=None, metadata=about(
         "Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments; one or "
         "a list", "NAME", group="shown", may_change=True, again=False))
-    waits: Waits = field(default_factory=Waits, metadata=about(
+    waits: Timeouts = field(default_factory=Timeouts, metadata=about(
         "deadlines of a wall-clock run", told=True, may_change=True))
     strict: bool = field(default=False, metadata=about(
         "a warning said before the run starts is an error, and so is a run that diverges",

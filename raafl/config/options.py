@@ -126,7 +126,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class Timeouts:
     """Deadlines, in seconds.
 
     Attributes:

@@ -22,7 +22,7 @@ from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
-from raafl.sanitize import LARGEST, foreign, inside, table_of
+from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""
@@ -75,7 +75,7 @@ _LOGGERS_TAKE: Final = ("name", "project", "offline", "prefix", "experiment_name
 """Arguments of a logger that say neither whose account nor which folder it writes to."""
 
 
-class Foreign(ValueError):
+class UntrustedValue(ValueError):
     """Something in a config that is neither a name of raafl's nor a plain value where it stands."""
 
 
@@ -95,7 +95,7 @@ def from_server(text: str) -> str:
         for name in marked("told"):
             if name in tree:
                 check.section(name, tree[name])
-    except Foreign as problem:
+    except UntrustedValue as problem:
         raise RunFailed(
             f"the server's config is not taken: {problem}: get the config yourself and give it as --config FILE"
         ) from None
@@ -117,7 +117,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
         tree = {name: value for name, value in tree.items() if name not in without}
         if not trusted:
             _check_names(tree)
-    except Foreign as problem:
+    except UntrustedValue as problem:
         raise BadInput(
             f"the config of '{folder}' is not taken: {problem}: its author would choose what code runs here; if you trust "
             "who made that folder, add --trust_config (in Python trust_config=True)"
@@ -154,12 +154,12 @@ def remember(config_yaml: str, run_folder: Path) -> None:
     """Note that this user runs a config here, where it names more than raafl's own: `is_trusted` then takes it."""
     try:
         _check_names(_tree(config_yaml))
-    except Foreign:
+    except UntrustedValue:
         own_runs.remember(config_yaml, run_folder)
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:
-    """Raise `Foreign` for what is more than raafl's own."""
+    """Raise `UntrustedValue` for what is more than raafl's own."""
     check = _Check(on_this_machine=True)
     for name, value in tree.items():
         check.section(name, value)
@@ -181,13 +181,13 @@ def imports_only(paths: Sequence[str]) -> Iterator[None]:
 
 def _tree(text: str) -> dict[str, Any]:
     try:
-        return table_of(text)
+        return load_untrusted_yaml(text)
     except ValueError as error:
-        raise Foreign(str(error)) from None
+        raise UntrustedValue(str(error)) from None
 
 
 class _Check(Check):
-    """Raises `Foreign` for what is neither plain nor raafl's own."""
+    """Raises `UntrustedValue` for what is neither plain nor raafl's own."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
         """Begin; ``on_this_machine``: the config may name files and folders, and what Python gave."""
@@ -199,14 +199,14 @@ class _Check(Check):
         if name == "json":  # an option of the command line, which configs are written with
             return self.value(value, bool, name, name)
         if name not in self.hints:
-            raise Foreign(f"there is no field {name!r:.60}")
+            raise UntrustedValue(f"there is no field {name!r:.60}")
         if name in MADE:
             return self.made(name, value, name)
         if name == "logger":
             return self.loggers(value, name)
         most = _MOST.get(f"Experiment.{name}")
         if most is not None and type(value) is int and value > most and not self._local:
-            raise Foreign(f"{name} is {value}, above {most:,}")
+            raise UntrustedValue(f"{name} is {value}, above {most:,}")
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def made(self, kind: str, value: Any, where: str) -> None:
@@ -227,7 +227,7 @@ class _Check(Check):
 
     def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise for an argument that ``owner`` does not take."""
-        _refuse(f"{where}.{foreign(name, 60)}", value, f"which {owner} does not take")
+        _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: Any) -> bool:
         """Tell whether a table may have this key: a word that no parser takes for the beginning of an object."""
@@ -289,7 +289,7 @@ class _Check(Check):
                 _refuse(where, spec.get("class_path"), "which is not one of " + ", ".join(SHORT_NAMES))
             for name, one in _table(spec.get("init_args"), where).items():
                 if name not in _LOGGERS_TAKE:
-                    _refuse(f"{where}.{foreign(name, 60)}", one, "which says more than how a run is called")
+                    _refuse(f"{where}.{sanitize_text(name, 60)}", one, "which says more than how a run is called")
                 if not isinstance(one, bool | int | float | None) and not (isinstance(one, str) and _is(_WORD, one)):
                     _refuse(f"{where}.{name}", one, "which is no plain word or number")
 
@@ -322,4 +322,4 @@ def _is(pattern: re.Pattern[str], text: str) -> bool:
 
 def _refuse(where: str, value: Any, why: str) -> NoReturn:
     shown = ascii(value)
-    raise Foreign(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")
+    raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")

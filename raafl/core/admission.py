@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from raafl.core.algorithm import Algorithm, Fleet
-from raafl.core.quarantine import DAMAGED, Standing
+from raafl.core.algorithm import Algorithm, SelectContext
+from raafl.core.quarantine import DAMAGED, RefusalBackoff
 from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
 from raafl.core.state import GlobalState
@@ -20,11 +20,11 @@ from raafl.core.types import (
     Dismiss,
     Fail,
     Joined,
-    KeepOut,
     Limits,
     Lost,
     SetTimer,
     Settled,
+    Suspend,
     Update,
 )
 from raafl.errors import said
@@ -49,11 +49,11 @@ class Admission:
 
     algorithm: Algorithm
     absent: set[int]
-    fleet: Fleet
+    fleet: SelectContext
     limits: Limits
     refused: Counter[str]
     roster: Roster
-    standing: Standing
+    standing: RefusalBackoff
     started: bool
     state: GlobalState
     _actions: list[Action]
@@ -122,7 +122,7 @@ class Admission:
             said_bytes = self.roster.said_bytes.get(client.id)
             self._drop(client.id, "kept-out")
             self.roster.keep_out(client, said_bytes)
-            self._actions += [SetTimer(-client.id, until), KeepOut(client.id, until, problem)]
+            self._actions += [SetTimer(-client.id, until), Suspend(client.id, until, problem)]
         if self.standing.is_bad(client.id):
             most = self.limits.max_refused
             self._fail_if_hopeless(
@@ -139,7 +139,7 @@ class Admission:
             return
         until = self.standing.refuse(client, now)
         if until is not None:
-            self._actions += [SetTimer(-client, until), KeepOut(client, until, "not answered")]
+            self._actions += [SetTimer(-client, until), Suspend(client, until, "not answered")]
 
     def _fail_if_hopeless(self, why: str) -> None:
         if self._is_hopeless():

@@ -35,7 +35,18 @@ from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Spec
 
 __all__ = [
-    "Algorithm", "Fleet", "Hook", "Local", "Merge", "OwnTests", "Restart", "Select", "Task", "Training", "Trigger", "Waiting",
+    "Algorithm",
+    "Hook",
+    "Local",
+    "Merge",
+    "OwnTests",
+    "Restart",
+    "Select",
+    "SelectContext",
+    "Task",
+    "Training",
+    "Trigger",
+    "TriggerContext",
 ]  # fmt: skip
 
 Restart = Literal["arrival", "merge"]
@@ -66,7 +77,7 @@ class OwnTests:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SelectContext:
     """What a `select` part may know when it chooses.
 
     Attributes:
@@ -95,7 +106,7 @@ class Fleet:
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
 
-    def of(self, clients: Iterable[ClientInfo]) -> Fleet:
+    def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
         """Return the fleet as it is when ``clients`` have joined, with nothing computed yet."""
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
@@ -159,22 +170,22 @@ class Select(Part, ABC):
     """Which submodel, and how much work, does this client get?"""
 
     @abstractmethod
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Note that ``client`` is in the fleet now, for the first time, again, or as another device."""
         self.forget(client, fleet)
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Note that ``client`` is no longer in the fleet."""
         self.forget(client, fleet)
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Take out of the cache what depends on who is in the fleet: all of it, unless a part knows better."""
         fleet.cache.clear()
 
-    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
+    def drawn(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Note that clients have been drawn; they are asked for their work after this.
 
         Args:
@@ -183,21 +194,21 @@ class Select(Part, ABC):
         """
         return
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Note that a task's update came in ``seconds`` after it was handed out."""
         return
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Return every problem found before training starts, one line each."""
         return []
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class TriggerContext:
     """What a `trigger` part may know.
 
     Attributes:
@@ -235,10 +246,10 @@ class Trigger(Part, ABC):
         return False
 
     @abstractmethod
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: TriggerContext) -> bool:
         """Check whether to merge now; asked after every event while at least one update waits."""
 
-    def wake_at(self, waiting: Waiting) -> float | None:
+    def wake_at(self, waiting: TriggerContext) -> float | None:
         """Return when to ask again even if nothing happens, or None."""
         return None
 
@@ -341,7 +352,7 @@ class Algorithm:
         parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
         return {"name": self.name, "paper": self.paper, **parts}
 
-    def notes(self, fleet: Fleet, num_clients: int) -> list[str]:
+    def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
         """Collect the notes of its parts at the start."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (

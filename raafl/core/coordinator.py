@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from raafl.core.admission import ERROR, LATE, Admission
-from raafl.core.algorithm import Algorithm, Fleet, OwnTests, Training, Waiting
+from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
 from raafl.core.payload import Wire
-from raafl.core.quarantine import Standing
+from raafl.core.quarantine import RefusalBackoff
 from raafl.core.roster import Roster
 from raafl.core.state import GlobalState
 from raafl.core.types import (
@@ -54,7 +54,7 @@ class Coordinator(Admission):
         seed: int = 0, pace: bool = False, plan: Wire | None = None, own_tests: OwnTests | None = None,
         drop_last: bool = False,
     ) -> None:  # fmt: skip
-        """Start with nobody there; what decides the cost of tasks is told to the parts as `Fleet` says.
+        """Start with nobody there; what decides the cost of tasks is told to the parts as `SelectContext` says.
 
         ``pace`` makes a wall-clock client take its profile's time for each task.
         """
@@ -63,7 +63,7 @@ class Coordinator(Admission):
         self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
         self.arrived_s: list[float] = []
         self.merged = self.evaluated = 0
-        self.standing = Standing(limits.max_refused)
+        self.standing = RefusalBackoff(limits.max_refused)
         self.refused: Counter[str] = Counter()
         self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
@@ -72,7 +72,7 @@ class Coordinator(Admission):
         self.payload = algorithm.local.payload(state.submodels)
         state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))
-        self.fleet = Fleet(
+        self.fleet = SelectContext(
             state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, plan=plan,
             own_tests=own_tests or OwnTests(), drop_last=drop_last,
         )  # fmt: skip
@@ -190,7 +190,7 @@ class Coordinator(Admission):
         if self.waiting:
             trigger = self.algorithm.trigger
             there, memory = len(self.roster.clients), self.state.memory
-            waiting = Waiting(self.arrived_s, self.roster.num_out, there, self.opened_s, now, memory)
+            waiting = TriggerContext(self.arrived_s, self.roster.num_out, there, self.opened_s, now, memory)
             if trigger.due(waiting):
                 self._merge()
                 self.opened_s = now

@@ -50,7 +50,7 @@ class ServerLink(Protocol):
 
         Args:
             expect: returns the layout that the tensors must have, from the question's plain data, which is the client's word;
-                raises `raafl.errors.Unsound` to refuse it, which ends the task. Nothing is allocated before.
+                raises `raafl.errors.InvalidPayload` to refuse it, which ends the task. Nothing is allocated before.
         """
         ...
 

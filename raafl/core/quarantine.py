@@ -15,7 +15,7 @@ DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-seal", "sl
 """Refusals of a frame that may have been damaged on its way: they speak against a connection, not against a client."""
 
 
-class Standing:
+class RefusalBackoff:
     """Counts each client's refusals in a row; after so many it is kept out, for longer each time.
 
     An update that is accepted clears the client. One that comes back from being kept out is on probation: the next

@@ -246,7 +246,7 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepOut:
+class Suspend:
     """A client whose updates were refused too often in a row is asked for nothing until then; it may stay connected."""
 
     client: int
@@ -268,7 +268,7 @@ class Finish:
     reason: str
 
 
-Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | KeepOut | Fail | Finish
+Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | Suspend | Fail | Finish
 
 ENDS = ("max_updates", "max_time", "target")
 """Reasons of a run that has come to its end; one that ends for any other can be resumed."""

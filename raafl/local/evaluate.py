@@ -11,7 +11,7 @@ import torch
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.metric_partials import Noting, Unshared, add
+from raafl.local.metric_partials import Noting, NotMergeable, add
 from raafl.local.metrics import begin, end, step
 from raafl.local.record import Recorder
 from raafl.local.rng import generators, same_generators
@@ -130,9 +130,9 @@ class Evaluator:
         try:
             step(self.module, recorder, self._numbered(start, stop), self.device)
             if not same_generators(drawn, generators()):
-                raise Unshared("validation_step draws random numbers")
+                raise NotMergeable("validation_step draws random numbers")
             if changed := self._state.changed(metrics=False):
-                raise Unshared(f"validation_step changes the attribute {changed[0]}")
+                raise NotMergeable(f"validation_step changes the attribute {changed[0]}")
             return recorder.taken()
         finally:
             recorder.clear()

@@ -14,7 +14,7 @@ from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import LONGEST, BadInput, CodeFailed, GpuLost, TaskFailed, said
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
@@ -116,9 +116,9 @@ def to_meta(failure: TaskFailed, *, private: bool) -> dict[str, str]:
 def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:
     """Return the failure that `to_meta` described, or anybody else's words, cleaned and cut."""
     lines = str(meta.get("traceback", ""))[-_LONG:].splitlines()
-    told = "\n".join(map(foreign, lines))
+    told = "\n".join(map(sanitize_text, lines))
     made = GpuLost if meta.get("reason") == GPU_LOST else TaskFailed
-    return made(client, foreign(meta.get("where", "")), foreign(meta.get("error", ""), 2 * LONGEST), told)
+    return made(client, sanitize_text(meta.get("where", "")), sanitize_text(meta.get("error", ""), 2 * LONGEST), told)
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from raafl.local.record import Recorder, logged_value
 
 
-class Unshared(Exception):
+class NotMergeable(Exception):
     """What is measured cannot be shared out among processes; says why."""
 
 
@@ -63,14 +63,14 @@ def _states(name: str, metric: Any) -> dict[str, Any]:
     for state, value in states.items():
         is_sum = getattr(reductions.get(state), "__name__", "") == "dim_zero_sum"
         if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not is_sum:
-            raise Unshared(f"the metric '{name}' has a state '{state}' that is no sum of whole numbers")
+            raise NotMergeable(f"the metric '{name}' has a state '{state}' that is no sum of whole numbers")
     if not states:
-        raise Unshared(f"the metric '{name}' has no states of torchmetrics' kind")
+        raise NotMergeable(f"the metric '{name}' has no states of torchmetrics' kind")
     return {state: value.tolist() for state, value in states.items()}
 
 
 def _plain(value: Tensor | float) -> str:
     """Return a number as text, which JSON has of infinities and NaN too."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise Unshared("what is logged is not one number")
+        raise NotMergeable("what is logged is not one number")
     return repr(float(value))

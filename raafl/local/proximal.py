@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from raafl.submodel import FlatTensors
 
 
-class Pull:
+class ProximalTerm:
     """The gradient of ``prox/2 * ||theta - theta_received||^2``, added after the loss's own."""
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
@@ -16,7 +16,7 @@ class Pull:
         self.parameters, self.anchors = parameters, anchors
 
     @classmethod
-    def towards(cls, received: FlatTensors, module: nn.Module) -> Pull:
+    def towards(cls, received: FlatTensors, module: nn.Module) -> ProximalTerm:
         """Return the pull of what trains of a module towards the values received."""
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return cls([p for _, p in trained], [received[name].to(p.device) for name, p in trained])

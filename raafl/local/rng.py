@@ -38,7 +38,7 @@ def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return one[0] == other[0] and numpys and torch.equal(one[2], other[2])
 
 
-class Draws:
+class RngStream:
     """A stream of the global generators: within it, everything that draws draws from here; outside, nothing has changed.
 
     The generators are the whole process's, so one stream is in use at a time, whatever the thread; others wait.

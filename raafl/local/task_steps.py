@@ -20,11 +20,11 @@ from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.client_group import ClientProcesses
 from raafl.local.options import FabricOptions
-from raafl.local.proximal import Pull
+from raafl.local.proximal import ProximalTerm
 from raafl.local.record import widened
-from raafl.local.rng import Draws
+from raafl.local.rng import RngStream
 from raafl.local.sparse_gradients import backward_of
-from raafl.local.trainable import Built
+from raafl.local.trainable import TrainableSubmodel
 from raafl.optimizers import step_scheduler
 from raafl.submodel import FlatTensors, Submodels
 
@@ -67,8 +67,8 @@ class TaskSteps:
             epochs, steps = self.training.num_epochs, self.training.num_steps
         return (epochs, None) if steps is None else (None, steps)
 
-    def announce(self, built: Built, assignment: Assignment, data: ClientData) -> None:
-        """Tell a module's stand-in for a Trainer how long the task is; before `Built.reset` makes its optimizer anew."""
+    def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
+        """Tell a module's stand-in Trainer how long the task is, before `TrainableSubmodel.reset` rebuilds its optimizer."""
         epochs, steps = self.length(assignment)
         per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
         num_whole, rest = divmod(steps or 0, per_epoch) if epochs is None else (epochs, 0)
@@ -82,7 +82,7 @@ class TaskSteps:
         )  # fmt: skip
 
     def _steps(
-        self, built: Built, assignment: Assignment, received: FlatTensors, data: ClientData
+        self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, data: ClientData
     ) -> tuple[int, float | None, dict[str, Any]]:
         """Do the local steps; return the number of optimizer steps, the mean loss (None without any), and the hook's answer."""
         epochs, steps = self.length(assignment)
@@ -105,19 +105,21 @@ class TaskSteps:
         finally:
             loop.hook.close()
 
-    def _hook(self, built: Built, assignment: Assignment, received: FlatTensors, num_batches: int, loop: _Loop) -> Hook:
-        pull = Pull.towards(received, built.module) if self.local.prox else None
+    def _hook(
+        self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, num_batches: int, loop: _Loop
+    ) -> Hook:
+        pull = ProximalTerm.towards(received, built.module) if self.local.prox else None
         task = Task(
             assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
             loss=lambda batch, index: self._loss(built, batch, index % loop.per_epoch),
             backward=backward_of(lambda loss, _: self._backward(built, loss), built.module, built.optimizer, self.local,
                                  self.options.gradient_clip_val, 1 if self.crew is None else self.crew.size),
             update=lambda: self._update(built, pull), down=built.down, up=built.up,
-            draws=lambda seed: Draws(self.fabric.device, seed), link=self.link,
+            draws=lambda seed: RngStream(self.fabric.device, seed), link=self.link,
         )  # fmt: skip
         return self.local.hook(task)
 
-    def _loss(self, built: Built, batch: Any, index: int) -> Tensor:
+    def _loss(self, built: TrainableSubmodel, batch: Any, index: int) -> Tensor:
         with self.fabric.strategy.precision.forward_context() if self._mixed else nullcontext():
             answer = built.module.training_step(batch, index)  # type: ignore[operator]
         if answer is None:
@@ -129,7 +131,7 @@ class TaskSteps:
         loss: Tensor = answer["loss"]
         return loss
 
-    def _backward(self, built: Built, loss: Tensor) -> None:
+    def _backward(self, built: TrainableSubmodel, loss: Tensor) -> None:
         if built.hooks is None or "backward" not in built.hooks.overridden:
             self.fabric.strategy.backward(loss, None)
         else:
@@ -139,7 +141,7 @@ class TaskSteps:
     def _scaler(self) -> Any:  # of 16-mixed
         return getattr(self.fabric.strategy.precision, "scaler", None)
 
-    def _update(self, built: Built, pull: Pull | None) -> None:
+    def _update(self, built: TrainableSubmodel, pull: ProximalTerm | None) -> None:
         optimizer, clip_val, hooks = built.optimizer, self.options.gradient_clip_val, built.hooks
         if self._scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
             self._scaler.unscale_(optimizer)
@@ -173,7 +175,7 @@ class _Loop:
 
     hook: Hook
 
-    def __init__(self, steps: TaskSteps, built: Built, per_epoch: int, num_expected: int) -> None:
+    def __init__(self, steps: TaskSteps, built: TrainableSubmodel, per_epoch: int, num_expected: int) -> None:
         self._steps, self._built, self.per_epoch, self._num_expected = steps, built, per_epoch, num_expected
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
         self._total: Tensor | float = 0.0

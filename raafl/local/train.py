@@ -21,12 +21,12 @@ from raafl.local.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.options import FabricOptions
 from raafl.local.rng import current, seed_everything
 from raafl.local.task_steps import Stopped, TaskSteps
-from raafl.local.trainable import Built
+from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
 
-__all__ = ["Built", "FabricOptions", "LocalTrainer", "Stopped"]
+__all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
@@ -68,7 +68,7 @@ class LocalTrainer(TaskSteps):
         self.payload = local.payload(submodels)
         self._pooling = Pooling.of(submodels.module, submodels.batch_norm) if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
-        self._built: OrderedDict[Spec, Built] = OrderedDict()
+        self._built: OrderedDict[Spec, TrainableSubmodel] = OrderedDict()
         self._max_built = max_built
         self._generator = torch.Generator()
         self._checked: WeakSet[FrozenBase] = WeakSet()
@@ -104,7 +104,7 @@ class LocalTrainer(TaskSteps):
         return self.ended(built, assignment, received, data, num_steps, loss, extra, classes)
 
     def ended(
-        self, built: Built, assignment: Assignment, received: FlatTensors, data: ClientData, num_steps: int,
+        self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, data: ClientData, num_steps: int,
         loss: float | None, extra: dict[str, Any], classes: list[int],
     ) -> Update:  # fmt: skip
         """Make the update of a task whose steps are done, of what ``built`` holds.
@@ -129,7 +129,7 @@ class LocalTrainer(TaskSteps):
         update.refusal = None if update.tensors.is_finite() else "non-finite"
         return update
 
-    def _test(self, built: Built, data: ClientData) -> dict[str, float]:
+    def _test(self, built: TrainableSubmodel, data: ClientData) -> dict[str, float]:
         """Measure the trained submodel on the client's test part."""
 
         def batches() -> Iterator[Sized]:
@@ -147,7 +147,7 @@ class LocalTrainer(TaskSteps):
             built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, context, norms
         )
 
-    def _check_base(self, built: Built) -> None:
+    def _check_base(self, built: TrainableSubmodel) -> None:
         """See that a task has left the frozen base as it was: other tasks and clients share it, and cut copies live on.
 
         Counters of changes in place are looked at after each task; the values, which `.data` changes past them, after the
@@ -175,11 +175,11 @@ class LocalTrainer(TaskSteps):
             torch.cuda.empty_cache()
         give_back(0)
 
-    def make_built(self, spec: Spec) -> Built:
+    def make_built(self, spec: Spec) -> TrainableSubmodel:
         """Make a small module that nobody else uses."""
-        return Built(self.submodels, spec, self.local, self.payload, self.fabric)
+        return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
-    def built(self, spec: Spec) -> Built:
+    def built(self, spec: Spec) -> TrainableSubmodel:
         """Return the small module in which tasks of ``spec`` are trained, one after the other."""
         built = self._built.get(spec)
         if built is None:

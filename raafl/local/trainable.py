@@ -19,7 +19,7 @@ from raafl.submodel.module_state import ModuleState
 from raafl.trainer_stand_in import attach
 
 
-class Built:
+class TrainableSubmodel:
     """A small module that lives on between tasks while only its values change, with its optimizer.
 
     Attributes:

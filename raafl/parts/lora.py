@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from raafl.core.algorithm import Algorithm, Fleet, Local
+from raafl.core.algorithm import Algorithm, Local, SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest
 from raafl.parts.merge.low_rank import MEMORY, FedEx, FlexLoRA, FLoRA, HetLoRA, LowRank, RaFLoRA, pairs
@@ -125,13 +125,13 @@ def _check_base(module: Any, pair: Pair, lora: str) -> None:
 class Starting(WrappedSelect):
     """A select for a merge that must know from which version each client started."""
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, and note the version."""
         work = super().__call__(client, fleet)
         fleet.state.memory.setdefault(MEMORY, {}).setdefault("at_work", {})[client.id] = fleet.state.version
         return work
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget the client's version, and pass it on."""
         fleet.state.memory.get(MEMORY, {}).get("at_work", {}).pop(client.id, None)
         super().lost(client, fleet)
@@ -141,7 +141,7 @@ class Starting(WrappedSelect):
 class Alternating(WrappedSelect):
     """A select whose submodels train B, but not A, from even versions, and A, but not B, from odd ones."""
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, with one factor left out of what trains."""
         work, submodels = super().__call__(client, fleet), fleet.state.submodels
         still = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from raafl.core.algorithm import Restart, Trigger, Waiting
+from raafl.core.algorithm import Restart, Trigger, TriggerContext
 from raafl.errors import BadInput, fraction, one_of, positive
 
 
@@ -14,7 +14,7 @@ from raafl.errors import BadInput, fraction, one_of, positive
 class EachArrival(Trigger):
     """Fully asynchronous: every update is merged as it arrives."""
 
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: TriggerContext) -> bool:
         """Return True: whatever waits is merged."""
         return True
 
@@ -44,7 +44,7 @@ class Buffered(Trigger):
     def __post_init__(self) -> None:
         positive("buffer_size", self.size)
 
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: TriggerContext) -> bool:
         """Check whether K updates wait."""
         return len(waiting.arrived_s) >= self.size
 
@@ -85,14 +85,14 @@ class AllReported(Trigger):
         """Whether a round may close without some of its tasks."""
         return self.close_at < 1 or self.deadline is not None
 
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: TriggerContext) -> bool:
         """Check whether nothing is out any more, enough have reported, or the deadline has passed."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
-    def wake_at(self, waiting: Waiting) -> float | None:
+    def wake_at(self, waiting: TriggerContext) -> float | None:
         """Return when the round closes whoever is out, or None while that is not known."""
         arrived_s = waiting.arrived_s
         total = len(arrived_s) + waiting.num_active
@@ -125,14 +125,14 @@ class MinRatio(Trigger):
         if self.wait_s < 0:
             positive("wait_s", self.wait_s)
 
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: TriggerContext) -> bool:
         """Check whether enough have reported for long enough, or everyone has."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
-    def wake_at(self, waiting: Waiting) -> float | None:
+    def wake_at(self, waiting: TriggerContext) -> float | None:
         """Return when the wait ends, or None while too few have reported."""
         total = len(waiting.arrived_s) + waiting.num_active
         needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # 0.28 * 25 is a little more than 7

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.core.algorithm import Algorithm, Fleet, Merge
+from raafl.core.algorithm import Algorithm, Merge, SelectContext
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Payload
 from raafl.core.state import GlobalState
@@ -96,7 +96,7 @@ class World:
         own = self.experiment.algorithm
         return self.submodels(replace(own, select=Rated()) if type(own.select) is Full else own)
 
-    def fleet(self, algorithm: Algorithm) -> Fleet:
+    def fleet(self, algorithm: Algorithm) -> SelectContext:
         """Collect the parts' notes on all clients, whether the algorithm suits them or not."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)

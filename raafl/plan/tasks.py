@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import median_low
 
-from raafl.core.algorithm import Fleet
+from raafl.core.algorithm import SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.parts.select import leading
 from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs
@@ -87,7 +87,7 @@ class Advice:
     participation: float
 
 
-def submodel_rows(fleet: Fleet, select: object = None) -> list[SubmodelRow]:
+def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelRow]:
     """Return the model at each rate, the first units of each axis, and the pieces that ``select`` chooses from, if any."""
     axes = axes_of(fleet.state.submodels)
     named: dict[Spec, str] = {FULL: "1"}
@@ -110,7 +110,9 @@ def submodel_rows(fleet: Fleet, select: object = None) -> list[SubmodelRow]:
     return rows
 
 
-def device_rows(fleet: Fleet, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]) -> list[DeviceRow]:
+def device_rows(
+    fleet: SelectContext, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]
+) -> list[DeviceRow]:
     """Return a row for each kind of device, by the name of its profile, in the order of the clients."""
     kinds: dict[str, list[ClientInfo]] = {}
     everyone = list(clients)
@@ -138,13 +140,13 @@ def device_rows(fleet: Fleet, clients: Iterable[ClientInfo], submodels: Sequence
     return rows
 
 
-def stragglers(fleet: Fleet, clients: Sequence[ClientInfo]) -> list[int]:
+def stragglers(fleet: SelectContext, clients: Sequence[ClientInfo]) -> list[int]:
     """Return the ids of the clients that are; see `STRAGGLER`."""
     limit_s = STRAGGLER * median_low(_cost_s(fleet, client) for client in clients)
     return [c.id for c in clients if _cost_s(fleet, c) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
 
 
-def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
+def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
     """Return the choices that follow from what tasks take."""
     slow = set(stragglers(fleet, clients))
     whole_s = {client.id: _cost_s(fleet, client) for client in clients}
@@ -164,6 +166,6 @@ def advise(fleet: Fleet, clients: Sequence[ClientInfo]) -> Advice:
     )  # fmt: skip
 
 
-def _cost_s(fleet: Fleet, client: ClientInfo, spec: Spec = FULL) -> float:
+def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
     """Return the seconds of a task of ``spec``, with what the method has a client do in the middle of it."""
     return fleet.cost_s(client, Work(spec, extra=fleet.terms(client)))

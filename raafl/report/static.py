@@ -13,7 +13,7 @@ from raafl.errors import BadInput, installing
 from raafl.report.curves import TIME, band, curve
 from raafl.report.groups import Group
 from raafl.report.overview import model_metrics
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 
 FORMATS = (".svg", ".pdf")
 _MAX_PANELS, _MAX_LABEL, _MAX_POINTS = 2, 60, 1000
@@ -85,4 +85,4 @@ def _clock(groups: Sequence[Group]) -> str:
 
 def _text(text: str) -> str:
     """Return a text of a run folder's as plain text: `$` would begin a formula."""
-    return foreign(text, _MAX_LABEL).replace("$", r"\$")
+    return sanitize_text(text, _MAX_LABEL).replace("$", r"\$")

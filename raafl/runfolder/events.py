@@ -11,7 +11,7 @@ from typing import cast
 
 from raafl.errors import BadInput
 from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, misfits
-from raafl.sanitize import cleaned, foreign
+from raafl.sanitize import sanitize_text, sanitize_tree
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
@@ -49,7 +49,7 @@ def read_summary(folder: Path) -> Summary | None:
     if not (folder / SUMMARY).is_file():
         return None
     try:
-        found = cleaned(json.loads((folder / SUMMARY).read_text(encoding="utf-8", errors="replace")))
+        found = sanitize_tree(json.loads((folder / SUMMARY).read_text(encoding="utf-8", errors="replace")))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict):
@@ -116,7 +116,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRo
     try:
         rows, summary = JournalRows(folder), read_summary(folder)
     except ValueError as error:
-        raise BadInput(f"{foreign(error)}: only a journal as it was written can be replayed") from None
+        raise BadInput(f"{sanitize_text(error)}: only a journal as it was written can be replayed") from None
     num_events = 0
     for row in rows:
         if row.get("event") == "gap":

@@ -12,7 +12,7 @@ from typing import Any
 from raafl.core.types import Update
 from raafl.local.metrics import LOSS, MAX_LOGGED, PEAK, TEST
 from raafl.runfolder.schema import TRAIN
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 
 MAX_NAME = 100
 """Characters kept of a metric's name."""
@@ -28,7 +28,7 @@ Sums = dict[str, list[float]]
 def logged_values(update: Update) -> dict[str, float]:
     """Return the values that `training_step` has logged in a task, by name, in the order of the names."""
     found = (
-        (foreign(name, MAX_NAME), value) for name, value in update.metrics.items()
+        (sanitize_text(name, MAX_NAME), value) for name, value in update.metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE
     )  # fmt: skip
     return dict(sorted(islice(found, MAX_LOGGED)))
@@ -54,7 +54,7 @@ class LoggedMeans:
 
     def expect(self, names: Iterable[str]) -> None:
         """Take it that `training_step` logs these; no client can keep them out."""
-        self._names |= {foreign(name, MAX_NAME): True for name in names}
+        self._names |= {sanitize_text(name, MAX_NAME): True for name in names}
 
     def add(self, values: Mapping[str, float], num_samples: int) -> None:
         """Add what was logged in a task that has been merged, weighted by its samples."""

@@ -31,7 +31,7 @@ from raafl.runfolder.schema import (
     Summary,
     kind_of,
 )
-from raafl.sanitize import table_of
+from raafl.sanitize import load_untrusted_yaml
 
 Numbers = npt.NDArray[np.float64]
 
@@ -201,7 +201,7 @@ def read(path: Path) -> RecordedRun:
 def _read_config(run: RecordedRun, path: Path) -> None:
     run.config_text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        run.config = {str(name): value for name, value in table_of(run.config_text).items()}
+        run.config = {str(name): value for name, value in load_untrusted_yaml(run.config_text).items()}
     except ValueError as error:
         if run.config_text.strip() not in ("", "null"):  # as it is where a run was made in Python
             run.notes.append(f"config.yaml is not one of raafl's: {error}")

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from raafl.runfolder.events import Undone, read_summary
 from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary, misfits
-from raafl.sanitize import cleaned
+from raafl.sanitize import sanitize_tree
 
 _RESUMED = '"resumed"'
 _KIND = re.compile(r'"event": ?"(\w+)"')
@@ -75,7 +75,7 @@ class Reader(Protocol):
 R = TypeVar("R", bound=Reader)
 
 
-class Following(Generic[R]):
+class RunTail(Generic[R]):
     """A run folder whose rows are told to a reader as they come; the folder need not be there yet.
 
     Attributes:
@@ -146,7 +146,7 @@ class Following(Generic[R]):
 
     def _event(self, line: str) -> JournalRow | None:
         try:
-            row = cleaned(json.loads(line))
+            row = sanitize_tree(json.loads(line))
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or misfits(row, JournalRow):
@@ -156,7 +156,7 @@ class Following(Generic[R]):
 
     def _row(self, name: str, line: str, take: Callable[[Mapping[str, str]], None]) -> None:
         try:
-            cells = cleaned(next(csv.reader([line])))
+            cells = sanitize_tree(next(csv.reader([line])))
             header = self._header.setdefault(name, cells)
             self.begun = True
             if header is not cells:

@@ -6,7 +6,7 @@ from typing import Any
 
 from raafl.core.types import ClientInfo, client_from_json, client_to_json
 from raafl.devices.series import long_series, restored, shortened, too_long
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.transport import Refused
 
 
@@ -28,7 +28,9 @@ def metrics_of(meta: dict[str, Any]) -> dict[str, float]:
     if not isinstance(metrics, dict) or len(metrics) > 100:
         raise Refused("bad-json", "metrics is not a small table")
     try:
-        numbers = {foreign(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        numbers = {
+            sanitize_text(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)
+        }
     except OverflowError:
         raise Refused("bad-json", "a metric is out of range") from None
     return {name: value for name, value in numbers.items() if abs(value) <= MOST_METRIC}  # NaN is not
@@ -38,7 +40,7 @@ def count_of(meta: dict[str, Any], field: str, least: int = 0) -> int:
     """Return a count that a client gives; raises `Refused` for anything else."""
     value = meta.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
-        raise Refused("bad-json", f"{field} is {foreign(value)}")
+        raise Refused("bad-json", f"{field} is {sanitize_text(value)}")
     return value
 
 
@@ -70,10 +72,10 @@ def client_of(hello: dict[str, Any], known: ClientInfo, incarnation: int, *, own
                 f"{problem}: give client {client} the same devices in the server's config, or a shorter series"
             )
         series = long_series(client_to_json(known)["profile"])
-        profile = {**restored(profile, series), "name": foreign(profile.get("name", "default"))}
+        profile = {**restored(profile, series), "name": sanitize_text(profile.get("name", "default"))}
         info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise Refused("bad-json", f"profile of client {client}: {foreign(error)}") from None
+        raise Refused("bad-json", f"profile of client {client}: {sanitize_text(error)}") from None
     if info.own_data and not own_data:
         raise Refused("own-data", f"client {client} has data of its own, which guard.own_data of this run forbids")
     if known.num_samples and not info.own_data and num_samples > known.num_samples:

@@ -23,11 +23,11 @@ from raafl.core.types import (
     Event,
     Fail,
     Finish,
-    KeepOut,
     Lost,
     SetTimer,
     Settled,
     Stop,
+    Suspend,
 )
 from raafl.errors import CodeFailed
 from raafl.local.evaluate import Evaluator
@@ -139,7 +139,7 @@ class Driver(ABC):
                 self._dismiss(client, incarnation, reason)
                 if error is not None:
                     self._blame(client, error)
-            case KeepOut(client, until, reason):
+            case Suspend(client, until, reason):
                 self.record.kept_out(client)
                 num = self.coordinator.standing.refused[client]
                 last = f"its last {num} updates were" if num > 1 else "its last update was"

@@ -20,12 +20,12 @@ from torch import Tensor
 from raafl.core.algorithm import Local, Training
 from raafl.core.exchange import Exchange, server_seed
 from raafl.core.types import Assignment, Update
-from raafl.errors import BadInput, Unsound
+from raafl.errors import BadInput, InvalidPayload
 from raafl.local.options import FabricOptions
-from raafl.local.rng import Draws
+from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout
-from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_BYTES = 1 << 31
 """Longest question."""
@@ -42,7 +42,7 @@ _Terms = tuple[str, int, Literal["values", "delta"]]
 class ClientSide:
     """The client's side of such tasks. It asks in the thread that trains; the one that receives hands over the replies."""
 
-    def __init__(self, pair: Pair, whole: LocalTrainer, wait_s: float) -> None:
+    def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
         """Prepare; ``whole`` says how tasks are trained, ``wait_s`` is how long a reply may take."""
         self._pair, self._whole, self._wait_s = pair, whole, wait_s
         self._built: tuple[Exchange, LocalTrainer] | None = None
@@ -116,7 +116,7 @@ class Conversation:
     """
 
     def __init__(
-        self, pair: Pair, assignment: Assignment, task_s: float, send: Callable[[Message], int],
+        self, pair: Connection, assignment: Assignment, task_s: float, send: Callable[[Message], int],
         stopping: Callable[[], bool],
     ) -> None:  # fmt: skip
         """Prepare; ``send`` sends a message, the client may take ``task_s`` in all."""
@@ -130,7 +130,7 @@ class Conversation:
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
-        """Receive a message of this task; ``into`` gives the place of its tensors. Raises as `Pair.recv`."""
+        """Receive a message of this task; ``into`` gives the place of its tensors. Raises as `Connection.recv`."""
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
             if kind not in (wanted, Kind.FAILED):
@@ -197,7 +197,7 @@ class _SessionLink:
     """
 
     def __init__(self, talk: Conversation, device: torch.device) -> None:
-        self._talk, self._device, self.stream = talk, device, Draws(device)
+        self._talk, self._device, self.stream = talk, device, RngStream(device)
         self.terms: _Terms | None = None
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
@@ -205,7 +205,7 @@ class _SessionLink:
             self._agree(meta)
             try:
                 layout = expect(meta)
-            except Unsound as unsound:
+            except InvalidPayload as unsound:
                 raise Refused(unsound.reason, unsound.detail) from None
             if layout.num_bytes > MAX_BYTES:
                 raise Refused("too-large", f"a question of {layout.num_bytes} bytes, at most {MAX_BYTES}")
@@ -223,7 +223,7 @@ class _SessionLink:
             self._talk.send(Kind.REPLY, {}, FlatTensors.from_named(tensors))
 
     def draws(self, seed: int) -> AbstractContextManager[Any]:
-        return Draws(self._device, seed)
+        return RngStream(self._device, seed)
 
     def _agree(self, meta: Mapping[str, Any]) -> None:
         """Note how the client trains, which must stay so."""

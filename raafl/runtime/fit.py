@@ -13,7 +13,7 @@ from raafl.runtime.lifecycle import resume
 from raafl.runtime.server.host import host
 from raafl.transport import (
     TRANSPORTS,
-    Meeting,
+    ConnectOptions,
 )
 
 
@@ -25,7 +25,9 @@ def fit(
         experiment = resume.after_restart(experiment)
         experiment.check()
     join_s = experiment.waits.join_s
-    transport = TRANSPORTS["ranks"](Meeting(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl"))
+    transport = TRANSPORTS["ranks"](
+        ConnectOptions(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl")
+    )
     if transport.client == 0:
         return host(experiment, config_yaml, transport, bears=0, watcher=watcher, note=resume.leave_note)
     take_part(experiment, transport)

@@ -29,7 +29,7 @@ from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.batch_norm import Filled, StaticStatistics
 from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
-from raafl.runtime.lifecycle.checkpointer import Saver, check_space
+from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_copy, save_model
@@ -80,7 +80,7 @@ class Run:
             self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
             self.record.evaluated(0, 0.0, metrics)
         self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
-        self.saver = Saver(
+        self.saver = Checkpointer(
             self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
             every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
         )  # fmt: skip
@@ -320,7 +320,7 @@ def simulate(
     transport: Transport | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Run on a virtual clock; return the summary and the run folder. Ranks that ``transport`` brings train, too."""
-    from raafl.runtime.executors import OverRanks
+    from raafl.runtime.executors import RankExecutor
     from raafl.runtime.simulation import Simulation
 
     experiment.check()
@@ -332,7 +332,7 @@ def simulate(
         run = Run(parts, config_yaml, "simulated", saved, watcher)
         stack.callback(run.close)
         run.train_with(executor)
-        if transport is not None and isinstance(executor, OverRanks):
+        if transport is not None and isinstance(executor, RankExecutor):
             take_on = executor.take_on
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()

@@ -211,10 +211,10 @@ def make_executor(
     """Make the executor of a simulated run or a replay, in so many processes.
 
     ``own`` are data of clients that do not train on their share of the run's; ``ranks``: other ranks train, too
-    (`OverRanks.take_on`).
+    (`RankExecutor.take_on`).
     """
     from raafl.local.evaluate import Evaluator
-    from raafl.runtime.executors import OverRanks, Pool
+    from raafl.runtime.executors import Pool, RankExecutor
 
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
@@ -227,7 +227,7 @@ def make_executor(
     if workers > 1:
         submodels, batches, device = parts.submodels, parts.data.test_batches, trainer.fabric.device
         return Pool(trainer, inner, workers, lambda: Evaluator(submodels, batches, device))
-    return OverRanks(trainer, inner) if ranks else inner
+    return RankExecutor(trainer, inner) if ranks else inner
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
@@ -236,6 +236,6 @@ def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable
 
     if experiment.batch_clients == 1:
         return Inline(trainer, data)
-    from raafl.runtime.executors.batched import Cohorts
+    from raafl.runtime.executors.batched import BatchedExecutor
 
-    return Cohorts(trainer, data, experiment.batch_clients)
+    return BatchedExecutor(trainer, data, experiment.batch_clients)

@@ -16,7 +16,7 @@ from raafl.local.numerics import set_numerics
 from raafl.runtime.executors import work
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
-from raafl.transport import TRANSPORTS, Meeting, PeerLost, PeerTimeout, Refused, Transport
+from raafl.transport import TRANSPORTS, ConnectOptions, PeerLost, PeerTimeout, Refused, Transport
 from raafl.watch.progress import Progress
 
 
@@ -27,7 +27,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
         raise BadInput(
             f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: give --workers 1"
         )
-    transport = TRANSPORTS["ranks"](Meeting(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
+    transport = TRANSPORTS["ranks"](ConnectOptions(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         with transport:
             return simulate(experiment, config_yaml, transport=transport)

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raafl.transport.codec import GIVEN_UP, Expect, Kind, Message, Refused
-from raafl.transport.connection import Pair, PeerLost, PeerTimeout
-from raafl.transport.tcp.transport import Sockets
-from raafl.transport.torchrun import Ranks
-from raafl.transport.transport import Admit, Meeting, Transport
+from raafl.transport.connection import Connection, PeerLost, PeerTimeout
+from raafl.transport.tcp.transport import TcpTransport
+from raafl.transport.torchrun import TorchrunTransport
+from raafl.transport.transport import Admit, ConnectOptions, Transport
 
-TRANSPORTS: dict[str, Callable[[Meeting], Transport]] = {"ranks": Ranks.from_environment, "tcp": Sockets}
+TRANSPORTS: dict[str, Callable[[ConnectOptions], Transport]] = {
+    "ranks": TorchrunTransport.from_environment,
+    "tcp": TcpTransport,
+}

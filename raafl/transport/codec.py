@@ -36,7 +36,7 @@ from typing import Any, Never, Protocol
 import torch
 import xxhash
 
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.submodel.flat import DTYPES, FlatTensors
 
 MAGIC = b"RAFL"
@@ -109,7 +109,7 @@ class Refused(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
-        detail = foreign(detail, _MAX_DETAIL)  # much of it is what the peer has sent
+        detail = sanitize_text(detail, _MAX_DETAIL)  # much of it is what the peer has sent
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail

@@ -27,7 +27,7 @@ class PeerTimeout(TimeoutError):
     """The other end did nothing until the deadline; the pair is closed now."""
 
 
-class Pair(ABC):
+class Connection(ABC):
     """One session with one peer. At most one thread sends and one receives at a time; any thread may close.
 
     Attributes:

@@ -54,7 +54,7 @@ class Frames:
         return self._stream.num_written - before
 
     def receive(self, expect: Expect, finite: bool) -> Message:
-        """Receive a message; raises as `Pair.recv`. After `Refused`, `in_step` says whether another can follow."""
+        """Receive a message; raises as `Connection.recv`. After `Refused`, `in_step` says whether another can follow."""
         self.in_step = False
         self._stream.read_into(self._header)
         header = codec.decode_header(self._header)

@@ -24,7 +24,7 @@ from torch import distributed as _distributed
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, HEADER_BYTES, Body, Checksum, Expect, Header, Message, Refused
-from raafl.transport.connection import DRAIN_BYTES, Pair, PeerLost, PeerTimeout
+from raafl.transport.connection import DRAIN_BYTES, Connection, PeerLost, PeerTimeout
 from raafl.transport.staging import (
     CHUNK_BYTES,
     NUM_AHEAD,
@@ -47,7 +47,7 @@ _FIRST, _REST, _NEVER = 0, 1, 2  # tags
 _POKE_S = 0.001
 
 
-class GlooPair(Pair):
+class GlooConnection(Connection):
     """Messages over Gloo; CUDA tensors pass through one pinned buffer of 24 MiB per direction in use."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class GlooPair(Pair):
     @classmethod
     def connect(
         cls, store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None
-    ) -> GlooPair:
+    ) -> GlooConnection:
         """Meet the peer that calls this with the same ``prefix``, once per prefix, and the other value of ``server``.
 
         Args:
@@ -91,7 +91,7 @@ class GlooPair(Pair):
             raise _translate(error, f"no peer at '{prefix}' within {timeout_s:g} s") from None
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message; see `Pair.send`."""
+        """Send a message; see `Connection.send`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         head = codec.encode_head(message)
         payload_bytes = codec.num_payload_bytes(codec.declared(message.tensors))
@@ -111,7 +111,7 @@ class GlooPair(Pair):
         return total
 
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
-        """Receive a message; see `Pair.recv`."""
+        """Receive a message; see `Connection.recv`."""
         self.received_bytes = 0
         with self._ending():
             if self._ended is not None:
@@ -133,7 +133,7 @@ class GlooPair(Pair):
         return message
 
     def close(self) -> None:
-        """End the session; see `Pair.close`."""
+        """End the session; see `Connection.close`."""
         with self._closing:  # two threads may close; one of them gets the group, and ends it
             self.closed = True  # first: a waiter that the end of the group wakes looks here to tell whose doing it was
             group, self._group, self._posted = self._group, None, None

@@ -26,8 +26,8 @@ from torch import Tensor
 from raafl.submodel.flat import FlatTensors, sum_of_bits
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, Body, Header
-from raafl.transport.connection import Pair, PeerLost, PeerTimeout
-from raafl.transport.gloo import _REST, GlooPair, cloned, dist
+from raafl.transport.connection import Connection, PeerLost, PeerTimeout
+from raafl.transport.gloo import _REST, GlooConnection, cloned, dist
 from raafl.transport.staging import problem_of
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def nccl_problem(server: str, client: str) -> str | None:
 def connect(
     store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
     *, device: torch.device | str = "cpu", nccl: bool = False,
-) -> Pair:  # fmt: skip
-    """Meet the peer as `GlooPair.connect` does; with ``nccl`` over NCCL where that joins the two, and says why where not.
+) -> Connection:  # fmt: skip
+    """Meet the peer as `GlooConnection.connect` does; with ``nccl`` over NCCL where that joins the two, and says why where not.
 
     Both ends must call this function, and want NCCL or not; ``device`` is where this end's tensors lie.
     """
-    pair = GlooPair.connect(store, prefix, server, timeout_s, hostname)
+    pair = GlooConnection.connect(store, prefix, server, timeout_s, hostname)
     if not nccl:
         return pair
     device, group = torch.device(device), None
@@ -97,14 +97,14 @@ def connect(
         pair.close()
         raise
     if not problem:
-        return NcclPair(pair, group, device)
+        return NcclConnection(pair, group, device)
     if group is not None:
         group.abort()
     warnings.warn(f"NCCL is not used, tensors are staged: {problem}", stacklevel=1)
     return pair
 
 
-def _told(pair: GlooPair, mine: str, timeout_s: float) -> str:
+def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
     """Tell the peer something and return what it tells."""
     pair.send(codec.Message(codec.Kind.HELLO, meta={"nccl": mine}))
     return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
@@ -187,7 +187,7 @@ def _sum(buffers: list[Tensor]) -> int:
     return int(total) % 2**64
 
 
-class NcclPair(GlooPair):
+class NcclConnection(GlooConnection):
     """Messages over Gloo, long payloads over NCCL, by way of the GPU if the tensors lie elsewhere.
 
     The checksum is a sum of words, weighted by dtype: it finds lost and altered words, not a swap of two. A sender whose peer
@@ -197,7 +197,7 @@ class NcclPair(GlooPair):
     its own: on the GPU's first, where all sessions' merges are, a client that stands still would hold all of them up.
     """
 
-    def __init__(self, control: GlooPair, group: Any, device: torch.device) -> None:
+    def __init__(self, control: GlooConnection, group: Any, device: torch.device) -> None:
         """Take over ``control``, which must not be used any more, and a two-rank ProcessGroupNCCL on ``device``."""
         self.__dict__.update(control.__dict__)
         self._device, self._nccl = device, group
@@ -205,7 +205,7 @@ class NcclPair(GlooPair):
         self._stream = cuda.Stream(device)
 
     def close(self) -> None:
-        """End the session; see `Pair.close`."""
+        """End the session; see `Connection.close`."""
         # NCCL first: a kernel that waits for the peer on the GPU ends only by abort, and Gloo's end would not wake it.
         nccl, self._nccl = getattr(self, "_nccl", None), None
         if nccl is not None:

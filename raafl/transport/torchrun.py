@@ -1,6 +1,7 @@
 """The transport of ranks that torchrun started: they meet at its store, and each client has a process group of two with rank 0.
 
-A store waits in C++ and blocks whoever else uses the same object, so each thread that may wait has a clone (`GlooPair.connect`).
+A store waits in C++ and blocks every other user of the same object, so each thread that may wait has a clone of it
+(`GlooConnection.connect`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import distributed as _distributed
 
 from raafl.errors import BadInput
-from raafl.sanitize import foreign
-from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.sanitize import sanitize_text
+from raafl.transport.connection import Connection, PeerLost, PeerTimeout
 from raafl.transport.nccl import connect
-from raafl.transport.transport import Admit, Meeting, Transport
+from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,20 +35,20 @@ _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Ranks(Transport):
+class TorchrunTransport(Transport):
     """Rank 0 coordinates, ranks 1..N are the clients; a rank that is lost does not come back."""
 
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
     ) -> None:
-        """Meet at a store that all ranks share; ``local``: all of them are on this machine; ``nccl``: see `Meeting`."""
+        """Meet at a store that all ranks share; ``local``: all of them are on this machine; ``nccl``: see `ConnectOptions`."""
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="preparing", daemon=True)
 
     @classmethod
-    def from_environment(cls, meeting: Meeting) -> Ranks:
+    def from_environment(cls, meeting: ConnectOptions) -> TorchrunTransport:
         """Read torchrun's environment and connect to its store.
 
         Raises:
@@ -99,12 +100,12 @@ class Ranks(Transport):
                 self.store.set(_BEAT, str(number))
                 self._prepared.wait(min(self._wait_s / 5, 1.0))
 
-    def connect(self, device: torch.device | str = "cpu") -> Pair:
+    def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Wait until rank 0 listens, and meet it; `PeerTimeout` when it has said nothing for the meeting's ``wait_s``."""
         self._await_server()
         return self._meet(self.client, device)
 
-    def _meet(self, client: int, device: torch.device | str) -> Pair:
+    def _meet(self, client: int, device: torch.device | str) -> Connection:
         host = "127.0.0.1" if self.local else None
         nccl, is_server = self._nccl, self.client == 0
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
@@ -133,7 +134,7 @@ class Ranks(Transport):
         with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):
-                    return foreign(self.store.get(key).decode(errors="replace"))
+                    return sanitize_text(self.store.get(key).decode(errors="replace"))
         return None
 
 

@@ -1,4 +1,4 @@
-"""How a server and its clients come to have a `Pair` each: what every transport promises.
+"""How a server and its clients come to have a `Connection` each: what every transport promises.
 
 A transport is one end of one run. The server enters it, builds its run, listens, and leaves it at the end. A client
 connects, and again where clients may come back. What the ends then say is the pair's concern, and the same everywhere.
@@ -14,15 +14,15 @@ from typing import Self
 
 import torch
 
-from raafl.transport.connection import Pair
+from raafl.transport.connection import Connection
 from raafl.transport.tcp.handshake import Secret
 
-Admit = Callable[[int, str, Callable[[], Pair]], None]
+Admit = Callable[[int, str, Callable[[], Connection]], None]
 """Takes a client's id, where it calls from, and what makes its pair; raises `Refused` to turn it away."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ConnectOptions:
     """What an end is told of the other; a transport takes of it what it needs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Meeting:
 
 
 class Transport(ABC):
-    """One end of a run's connections, made of a `Meeting`.
+    """One end of a run's connections, made of a `ConnectOptions`.
 
     All fail alike: by `BadInput` where what the user has named (address, secret, environment) is wrong; by `Refused` where
     the other end is there and will not have this one, so that asking again is of little use; by `PeerLost` and
@@ -85,7 +85,7 @@ class Transport(ABC):
         return
 
     @abstractmethod
-    def connect(self, device: torch.device | str = "cpu") -> Pair:
+    def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Client: wait for the server and make a pair with it; ``device`` is where this end's tensors lie."""
 
     def let_go(self) -> str | None:

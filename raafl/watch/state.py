@@ -13,8 +13,8 @@ from typing import Any
 
 from raafl.config.options import Target
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
-from raafl.runfolder.tail import Following
-from raafl.sanitize import foreign
+from raafl.runfolder.tail import RunTail
+from raafl.sanitize import sanitize_text
 from raafl.watch.eta import EVALUATIONS, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
@@ -98,7 +98,7 @@ class RunState:
             self.goals = Goals.from_json(row["goals"])
             self._reach()
         if kind == "run":
-            self.runtime, self.title = foreign(row.get("runtime", "")), foreign(row.get("title", ""), 1000)
+            self.runtime, self.title = sanitize_text(row.get("runtime", "")), sanitize_text(row.get("title", ""), 1000)
         elif isinstance(client, int) and kind in ("joined", "lost", "assigned", "arrived"):
             getattr(self, f"_{kind}")(client, self._clients.setdefault(client, _Client()), row)
 
@@ -106,7 +106,7 @@ class RunState:
         profile = row.get("profile")
         name = str(profile.get("name", "")) if isinstance(profile, dict) else ""
         client.there, client.task = True, None
-        client.device = "" if name == "default" else foreign(name, _SHOWN_DEVICE)
+        client.device = "" if name == "default" else sanitize_text(name, _SHOWN_DEVICE)
         self._there.add(number)
         self._working.pop(number, None)
         self._tell(f"client {number} is there{f' ({client.device})' if client.device else ''}")
@@ -190,7 +190,7 @@ class RunState:
 
     def _tell(self, text: str) -> None:
         if self.say is not None:
-            self.say(f"{self.time_s:9.1f} s  {foreign(text)}")
+            self.say(f"{self.time_s:9.1f} s  {sanitize_text(text)}")
 
     # ---- what to show ----
 
@@ -262,9 +262,9 @@ class RunState:
         )  # fmt: skip
 
 
-def follow(path: Path, clock: Callable[[], float] = time.time) -> Following[RunState]:
+def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunState]:
     """Follow how the run in a folder stands, which need not be there yet; ``clock`` is that of the files' times."""
-    return Following(path, lambda: RunState(clock=clock), clock)
+    return RunTail(path, lambda: RunState(clock=clock), clock)
 
 
 def spec_in_words(data: Any, most: int | None = None) -> str:

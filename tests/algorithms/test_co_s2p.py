@@ -13,7 +13,7 @@ from raafl.algorithms.co_s2p.merge import ImportanceMerge
 from raafl.compression.compressors import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.config.parse import load_experiment
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
@@ -113,7 +113,7 @@ def fleet_of(fleet, **counts):
 
     model, submodels = fleet
     state = GlobalState(submodels, submodels.state(model))
-    return Fleet(state, {}, random.Random(0), Training(), 4, local=MaskedAndDistilled())
+    return SelectContext(state, {}, random.Random(0), Training(), 4, local=MaskedAndDistilled())
 
 
 def tasks(select, fleet, number, client=None):
@@ -258,7 +258,7 @@ def test_a_client_gets_what_its_memory_holds(fleet):
     for work in tasks(select, one, 6, small):
         assert one.local.cost(one.state.submodels, work.spec, 4, work.extra).peak_bytes <= 0.5 * need
     tiny = ClientInfo(1, 10, Profile(memory_bytes=100.0))
-    (problem,) = select.check(Fleet(one.state, {1: tiny}, one.rng, Training(), 4))
+    (problem,) = select.check(SelectContext(one.state, {1: tiny}, one.rng, Training(), 4))
     assert "client 1: memory_bytes is 100, too little for any submodel" in problem
 
 

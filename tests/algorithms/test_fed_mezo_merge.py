@@ -18,7 +18,7 @@ from raafl.algorithms.fed_mezo.zeroth_order import (
     pack,
     packed_bytes,
 )
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import Arrived, ClientInfo, Joined, Update, Work
 from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated
@@ -110,7 +110,7 @@ def test_more_scalars_than_the_task_has_batches_are_refused():
     """Each one costs the server a draw of the model's size."""
     state = line_state()
     tensors = FlatTensors.empty(state.submodels.layout(NOTHING, "trained"))
-    fleet = Fleet(state, {1: ClientInfo(1, num_samples=21)}, None, Training(num_epochs=1), batch_size=10)
+    fleet = SelectContext(state, {1: ClientInfo(1, num_samples=21)}, None, Training(num_epochs=1), batch_size=10)
     select = ForwardOnly(Full())
     select(fleet.clients[1], fleet)
     updates = (Update(1, 1, 0, tensors, 21, num_steps=2, extra={SCALARS: pack([1.0] * n)}) for n in (3, 4))
@@ -163,7 +163,7 @@ def test_the_scalars_of_a_task_are_foreseen():
     client = ClientInfo(1, num_samples=21)
 
     def extra(training, inner=None):
-        fleet = Fleet(state, {1: client}, None, training, batch_size=10)
+        fleet = SelectContext(state, {1: client}, None, training, batch_size=10)
         return ForwardOnly(inner or Full())(client, fleet).extra
 
     class Inner(Full):

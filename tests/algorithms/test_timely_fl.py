@@ -20,7 +20,7 @@ from raafl.algorithms.timely_fl.workload import (
     last_layers,
     workload,
 )
-from raafl.core.algorithm import OwnTests, Training, Waiting
+from raafl.core.algorithm import OwnTests, Training, TriggerContext
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer, Work
@@ -309,7 +309,7 @@ def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened():
 
 def test_the_trigger():
     def at(now, active):
-        return Waiting([1.0], active, 3, 5.0, now, {MEMORY: {"T_k": 8.0}})
+        return TriggerContext([1.0], active, 3, 5.0, now, {MEMORY: {"T_k": 8.0}})
 
     assert not Interval().due(at(12.9, 1))
     assert Interval().due(at(13.1, 1)) and Interval().due(at(6.0, 0))

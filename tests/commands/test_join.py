@@ -18,7 +18,7 @@ from raafl.errors import Replaced, RunFailed, parse_address
 from raafl.runtime.client.join import join
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import transport
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener
 from tests.federation import experiment
@@ -70,7 +70,7 @@ class Relay:
             while len(said) < length and (more := ends[source].recv(length - len(said))):
                 said += more
             ends["server" if source == "client" else "client"].sendall(said)
-        pair = TcpPair(ends["client"], WAIT_S)
+        pair = TcpConnection(ends["client"], WAIT_S)
         try:
             self.asked.put(pair.recv(lambda kind, assignment, meta: None, WAIT_S).kind)
         except Refused as refused:

@@ -7,7 +7,17 @@ import math
 import pytest
 import torch
 
-from raafl.compression.compressors import BFloat16, Bits, Compress, Int8, TopK, Unsound, compressor, num_rows, up_name
+from raafl.compression.compressors import (
+    BFloat16,
+    Bits,
+    Compress,
+    Int8,
+    InvalidPayload,
+    TopK,
+    compressor,
+    num_rows,
+    up_name,
+)
 from raafl.errors import BadInput
 from raafl.submodel import FlatTensors, Layout
 
@@ -208,7 +218,7 @@ def test_places_that_cannot_be_are_refused(places):
     values = flat(a=torch.arange(8.0))
     wire = sent(TopK(share=0.25), values)
     wire["torch.float32 places"].copy_(torch.tensor(places))
-    with pytest.raises(Unsound, match="2 ascending places below 8") as caught:
+    with pytest.raises(InvalidPayload, match="2 ascending places below 8") as caught:
         returned(TopK(share=0.25), wire, values.layout)
     assert caught.value.reason == "bad-indices"
 
@@ -234,7 +244,7 @@ def test_bits_are_for_zeros_and_ones_alone():
         sent(Bits(), flat(x=torch.tensor([1.0, 0.5])))
     wire = sent(Bits(), flat(x=torch.ones(3)))
     wire["x"].fill_(8)
-    with pytest.raises(Unsound, match="bad-bits: 'x' has more than 3"):
+    with pytest.raises(InvalidPayload, match="bad-bits: 'x' has more than 3"):
         returned(Bits(), wire, flat(x=torch.ones(3)).layout)
 
 
@@ -250,7 +260,7 @@ def test_what_is_not_finite_is_found_at_the_other_end(name, bad):
         one = compressor(name, 0.1, frozenset({"x"}))
         wire = sent(one, values)
         assert not wire.is_finite()
-        with pytest.raises(Unsound, match="non-finite"):
+        with pytest.raises(InvalidPayload, match="non-finite"):
             returned(one, wire, values.layout)
 
 
@@ -258,7 +268,7 @@ def test_a_scale_below_zero_is_refused():
     values = flat(x=torch.ones(3))
     wire = sent(Int8(), values)
     wire["x scales"].fill_(-1.0)
-    with pytest.raises(Unsound, match="bad-scale"):
+    with pytest.raises(InvalidPayload, match="bad-scale"):
         returned(Int8(), wire, values.layout)
 
 

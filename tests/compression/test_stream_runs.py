@@ -15,7 +15,7 @@ from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress, TopK
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Up
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.local import Local
 from raafl.core.types import ClientInfo, Joined, client_to_json
 from raafl.errors import BadInput
@@ -26,7 +26,7 @@ from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from tests.compression.ends import drawn, model, plan_of, task
 from tests.crashed import crashed, simulated
 from tests.federation import SPEEDS, experiment, finish, unequal
@@ -41,10 +41,10 @@ def test_a_session_refuses_places_that_cannot_be_and_goes_on():
     made = plan_of(up="top_k", merge=Deltas())
     submodels, inbox = made.submodels, Inbox()
     ours, theirs = socket.socketpair()
-    times = Waits(join_s=5.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
-    session = Session(4, 0, lambda: TcpPair(ours, 20.0), submodels, inbox, times, lambda d, u: None, plan=made)
+    times = Timeouts(join_s=5.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
+    session = Session(4, 0, lambda: TcpConnection(ours, 20.0), submodels, inbox, times, lambda d, u: None, plan=made)
     session.start()
-    pair = TcpPair(theirs, 20.0)
+    pair = TcpConnection(theirs, 20.0)
     try:
         info = ClientInfo(4, 17)
         hello = {"raafl": raafl.__version__, "model": submodels.layout().fingerprint, **client_to_json(info)}

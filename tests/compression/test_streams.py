@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg
-from raafl.compression.compressors import Compress, Unsound
+from raafl.compression.compressors import Compress, InvalidPayload
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import COPY, LIVES, RESIDUAL, CompressedSnapshots, Down, Up
 from raafl.core import saving
@@ -94,7 +94,7 @@ def test_an_update_that_is_not_finite_is_refused_and_forgotten(name):
         trained.buffers[torch.float32][5] += bad
         wire = client.pack(task(number), trained, received)
         if math.isnan(bad):
-            with pytest.raises(Unsound, match="non-finite"):
+            with pytest.raises(InvalidPayload, match="non-finite"):
                 Up(made).unpack(FULL, wire, received)
             assert client.residual is None
         else:
@@ -106,7 +106,7 @@ def test_values_that_overflow_are_refused():
     received, trained = (FlatTensors.zeros(made.submodels.layout(FULL, part)) for part in ("sent", "trained"))
     received.buffers[torch.float32].fill_(3e38)
     trained.buffers[torch.float32].fill_(-3e38)
-    with pytest.raises(Unsound, match="non-finite"):
+    with pytest.raises(InvalidPayload, match="non-finite"):
         Up(made).unpack(FULL, Up(made).pack(task(), trained, received), received)
 
 

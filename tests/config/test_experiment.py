@@ -11,7 +11,7 @@ from torch import nn
 import raafl
 from raafl.api.settings import Settings
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, SubmodelOptions, marked, seconds
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
@@ -88,7 +88,7 @@ def test_a_sound_experiment_has_no_problem():
             "max_updates, max_time and target are all null: give at least one, or the run would never end",
         ),
         ({"progress": "loud"}, "progress is 'loud': give auto, live, plain, verbose or quiet"),
-        ({"waits": Waits(task_s=0)}, "waits.task_s is 0: give seconds above 0"),
+        ({"waits": Timeouts(task_s=0)}, "waits.task_s is 0: give seconds above 0"),
         ({"fabric": FabricOptions(accumulate_grad_batches=0)}, "fabric.accumulate_grad_batches is 0: give 1 or more"),
         (
             {"fabric": FabricOptions(gradient_clip_val=0.0)},

@@ -18,11 +18,11 @@ from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData
 from raafl.local.evaluate import Evaluator
-from raafl.runtime.executors import Executor, Inline, OverRanks, Pool, work
-from raafl.runtime.executors.batched import Cohorts
+from raafl.runtime.executors import Executor, Inline, Pool, RankExecutor, work
+from raafl.runtime.executors.batched import BatchedExecutor
 from raafl.submodel import FlatTensors, Spec
 from raafl.transport import PeerLost
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from tests import remembered
 from tests.federation import Finished
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
@@ -60,8 +60,8 @@ def inline(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Iter
 
 
 @contextmanager
-def cohorts(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Iterator[Cohorts]:
-    with closing(Cohorts(bench.trainer, data.__getitem__, 5)) as executor:
+def cohorts(bench: Bench, data: list[ClientData], num_processes: int = 1) -> Iterator[BatchedExecutor]:
+    with closing(BatchedExecutor(bench.trainer, data.__getitem__, 5)) as executor:
         yield executor
 
 
@@ -73,7 +73,7 @@ def pool(bench: Bench, data: list[ClientData], num_processes: int) -> Iterator[P
 
 @contextmanager
 def pool_of_cohorts(bench: Bench, data: list[ClientData], num_processes: int) -> Iterator[Pool]:
-    with _pool(bench, Cohorts(bench.trainer, data.__getitem__, 5), num_processes) as executor:
+    with _pool(bench, BatchedExecutor(bench.trainer, data.__getitem__, 5), num_processes) as executor:
         yield executor
 
 
@@ -91,11 +91,11 @@ def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Benc
     for process, (_, end) in zip(processes, pairs, strict=True):
         process.start()
         end.close()
-    executor: Any = OverRanks(bench.trainer, Inline(bench.trainer, data.__getitem__))
+    executor: Any = RankExecutor(bench.trainer, Inline(bench.trainer, data.__getitem__))
     executor.processes, executor.warnings = processes, []
     executor.warn = executor.warnings.append
     for number, (end, _) in enumerate(pairs, start=1):
-        executor.take_on(f"rank {number}", lambda end=end: TcpPair(end, WAIT_S))
+        executor.take_on(f"rank {number}", lambda end=end: TcpConnection(end, WAIT_S))
     try:
         yield executor
     finally:
@@ -111,7 +111,7 @@ def ranks(bench: Bench, data: list[ClientData], num_processes: int, theirs: Benc
 def _rank(end: socket.socket, bench: Bench, data: list[ClientData]) -> None:
     code = 1
     try:
-        with TcpPair(end, WAIT_S) as pair, suppress(PeerLost):
+        with TcpConnection(end, WAIT_S) as pair, suppress(PeerLost):
             work(pair, bench.trainer, Inline(bench.trainer, data.__getitem__), lambda: evaluator_of(bench))
             code = 0
     finally:

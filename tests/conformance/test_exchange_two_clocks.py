@@ -13,7 +13,7 @@ from raafl.algorithms.split_fed.questions import Batches
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
 from raafl.data import Digits
-from raafl.errors import Unsound
+from raafl.errors import InvalidPayload
 from raafl.runtime.run import simulate
 from raafl.runtime.server.session import Session
 from raafl.transport import Refused
@@ -59,7 +59,7 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
 
     def strange(self, meta):
         if self._link._talk._assignment.id == 6 and self._index == 1:
-            raise Unsound("wrong-shape", "of a batch")
+            raise InvalidPayload("wrong-shape", "of a batch")
         return layout(self, meta)
 
     monkeypatch.setattr(Session, "_update", damaged)

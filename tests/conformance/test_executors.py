@@ -18,7 +18,7 @@ from model_zoo.metrics import MacroF1, Perplexity
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import TaskFailed
 from raafl.local.evaluate import Evaluator
-from raafl.runtime.executors import OverRanks
+from raafl.runtime.executors import RankExecutor
 from raafl.runtime.executors import batched as cohorts_module
 from raafl.runtime.executors.shared_evaluation import Shared
 from raafl.runtime.run import simulate
@@ -48,14 +48,14 @@ def small(monkeypatch):
 @pytest.fixture
 def patient(monkeypatch):
     """Rank 0 trains what nobody waits for, so that the others have something to do in a run of milliseconds."""
-    result = OverRanks.result
+    result = RankExecutor.result
 
     def others_first(self, assignment_id):
         with self._changed:
             self._changed.wait_for(lambda: self._tasks[assignment_id].begun, timeout=10)
         return result(self, assignment_id)
 
-    monkeypatch.setattr(OverRanks, "result", others_first)
+    monkeypatch.setattr(RankExecutor, "result", others_first)
 
 
 def alike(run, whole):

@@ -12,11 +12,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from raafl.errors import parse_address
-from raafl.transport import Meeting, Pair, Transport
-from raafl.transport.gloo import GlooPair
+from raafl.transport import Connection, ConnectOptions, Transport
+from raafl.transport.gloo import GlooConnection
 from raafl.transport.tcp.handshake import Secret
-from raafl.transport.tcp.transport import Sockets
-from raafl.transport.torchrun import Ranks
+from raafl.transport.tcp.transport import TcpTransport
+from raafl.transport.torchrun import TorchrunTransport
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0
@@ -27,12 +27,12 @@ SECRET = Secret(b"a secret for tests only")
 def ranks(place: int, client: int, encrypt: bool, wait_s: float) -> Transport:
     """One end among ranks that meet at the store of port ``place``."""
     store = dist.TCPStore(HOST, place, None, False, timeout=timedelta(seconds=WAIT_S), wait_for_workers=False)
-    return Ranks(client, NUM_CLIENTS, store, wait_s, local=True)
+    return TorchrunTransport(client, NUM_CLIENTS, store, wait_s, local=True)
 
 
 def tcp(place: str, client: int, encrypt: bool, wait_s: float) -> Transport:
     """One end of sockets at the address ``place``."""
-    return Sockets(Meeting(NUM_CLIENTS, wait_s, WAIT_S, place, SECRET, client, encrypt))
+    return TcpTransport(ConnectOptions(NUM_CLIENTS, wait_s, WAIT_S, place, SECRET, client, encrypt))
 
 
 ENDS = {"ranks": ranks, "tcp": tcp}
@@ -63,8 +63,10 @@ class Hub:
         self._admit, self._next, self._awaited = admit, 0, 0
         self._quiet: socket.socket | None = None
         self.refused: queue.Queue[str] = queue.Queue()
-        self._connects: dict[int, queue.Queue[Callable[[], Pair]]] = {n + 1: queue.Queue() for n in range(NUM_CLIENTS)}
-        self._pairs: list[Pair] = []
+        self._connects: dict[int, queue.Queue[Callable[[], Connection]]] = {
+            n + 1: queue.Queue() for n in range(NUM_CLIENTS)
+        }
+        self._pairs: list[Connection] = []
         self.pool = started(12)
         self.store, self.place = None, f"{HOST}:0"
         if self.name == "ranks":
@@ -83,7 +85,7 @@ class Hub:
         """Let clients in."""
         self.server.listen(self._take, self.refused.put)
 
-    def _take(self, client: int, peer: str, connect: Callable[[], Pair]) -> None:
+    def _take(self, client: int, peer: str, connect: Callable[[], Connection]) -> None:
         self._admit(client)
         self._connects.setdefault(client, queue.Queue()).put(connect)
 
@@ -96,18 +98,18 @@ class Hub:
         """A client's end."""
         return self._end(client, wait_s)
 
-    def accepted(self, client: int) -> Pair:
+    def accepted(self, client: int) -> Connection:
         """The server's end of a client's next connection."""
         return self._kept(self._connects[client].get(timeout=WAIT_S)())
 
-    def ends(self, client: int | None = None) -> tuple[Pair, Pair]:
+    def ends(self, client: int | None = None) -> tuple[Connection, Connection]:
         """The server's and the client's end of a new connection."""
         client = client or self.new_client()
         theirs = self.pool.submit(self.client(client).connect)
         server = self.accepted(client)
         return server, self._kept(theirs.result(WAIT_S))
 
-    def _kept(self, pair: Pair) -> Pair:
+    def _kept(self, pair: Connection) -> Connection:
         self._pairs.append(pair)
         if self._staged:
             staging(pair).are_needed = lambda tensors: True
@@ -139,19 +141,19 @@ class Hub:
         self.close()
 
 
-def staging(pair: Pair):
+def staging(pair: Connection):
     """A pair's staging memory."""
-    return pair.staging if isinstance(pair, GlooPair) else pair._frames.staging
+    return pair.staging if isinstance(pair, GlooConnection) else pair._frames.staging
 
 
-def limit_drained(pair: Pair, num_bytes: int) -> None:
+def limit_drained(pair: Connection, num_bytes: int) -> None:
     """Have a pair read no refused payload longer than this to its end."""
-    (pair if isinstance(pair, GlooPair) else pair._frames).drain_bytes = num_bytes
+    (pair if isinstance(pair, GlooConnection) else pair._frames).drain_bytes = num_bytes
 
 
-def write_raw(pair: Pair, data: bytes) -> None:
+def write_raw(pair: Connection, data: bytes) -> None:
     """Send bytes that are no message."""
-    if isinstance(pair, GlooPair):
+    if isinstance(pair, GlooConnection):
         pair._out_memory[: len(data)] = data
         pair._send_first(len(data), 5)
     else:

@@ -12,10 +12,10 @@ from raafl.core.types import (
     Arrived,
     ClientInfo,
     Joined,
-    KeepOut,
     Lost,
     SetTimer,
     Settled,
+    Suspend,
     Timer,
     event_from_json,
     event_to_json,
@@ -110,7 +110,7 @@ def test_tasks_left_unanswered_until_the_timeout_count_as_refusals_do():
         again = coordinator.handle(Joined(ClientInfo(2, 1, incarnation=life + 1)), float(life))
         assert bool(assigned(again)) is (life < 2)
     assert [action for action in actions if not isinstance(action, Settled)] == [
-        SetTimer(-2, 12.0), KeepOut(2, 12.0, "not answered"),
+        SetTimer(-2, 12.0), Suspend(2, 12.0, "not answered"),
     ]  # fmt: skip
     assert list(coordinator.roster.kept_out) == [2]
     assert list(assigned(coordinator.handle(Timer(-2), 12.0))) == [2]

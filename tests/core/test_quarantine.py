@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
-from raafl.core.quarantine import FIRST_S, HOPELESS, LONGEST_S, Standing
+from raafl.core.quarantine import FIRST_S, HOPELESS, LONGEST_S, RefusalBackoff
 from raafl.core.saving import restore, save
 from raafl.core.types import (
     OUT_OF_MEMORY,
@@ -13,11 +13,11 @@ from raafl.core.types import (
     Dismiss,
     Fail,
     Joined,
-    KeepOut,
     Lost,
     SetTimer,
     Settled,
     Stop,
+    Suspend,
     Timer,
 )
 from tests.tools import answer, assigned, coordinator_for, join, update_for
@@ -44,16 +44,16 @@ def test_a_client_refused_three_times_in_a_row_is_kept_out_for_a_while_and_comes
     coordinator = coordinator_for(fed_async(), num_clients=2)
     tasks = assigned(join(coordinator, [1, 2]))
     actions, num = refuse_all(coordinator, tasks[1], now=5.0)
-    assert num == 3 and actions[-2:] == [SetTimer(-1, 15.0), KeepOut(1, 15.0, "non-finite")]
+    assert num == 3 and actions[-2:] == [SetTimer(-1, 15.0), Suspend(1, 15.0, "non-finite")]
     assert list(coordinator.roster.clients) == [2] and list(coordinator.roster.kept_out) == [1]
     assert coordinator.handle(Timer(-1), 14.9) == []
     task = assigned(coordinator.handle(Timer(-1), 15.0))[1]
     actions, num = refuse_all(coordinator, task, now=16.0)
-    assert num == 1 and KeepOut(1, 36.0, "non-finite") in actions  # twice as long
+    assert num == 1 and Suspend(1, 36.0, "non-finite") in actions  # twice as long
     task = assigned(coordinator.handle(Timer(-1), 36.0))[1]
     again = assigned(answer(coordinator, task, 1.0, now=37.0))[1]  # an update that is merged clears it
     actions, num = refuse_all(coordinator, again, now=40.0)
-    assert num == 3 and KeepOut(1, 50.0, "non-finite") in actions
+    assert num == 3 and Suspend(1, 50.0, "non-finite") in actions
 
 
 def test_who_is_kept_out_cannot_come_in_by_joining_anew():
@@ -158,7 +158,7 @@ def test_a_restored_coordinator_keeps_out_whom_it_kept_out():
     theirs, ours = (coordinator.handle(Timer(-1), 10.0) for coordinator in (whole, again))
     assert theirs == ours and isinstance(ours[0], Assign)
     for coordinator in (whole, again):
-        assert KeepOut(1, 31.0, "non-finite") in refuse(coordinator, ours[0].assignment, 11.0)
+        assert Suspend(1, 31.0, "non-finite") in refuse(coordinator, ours[0].assignment, 11.0)
     assert save(again) == save(whole)
 
 
@@ -182,7 +182,7 @@ def test_an_end_that_can_be_resumed_folds_in_nothing():
 
 
 def test_no_client_is_kept_out_for_longer_than_an_hour():
-    standing = Standing(1)
+    standing = RefusalBackoff(1)
     waits = [standing.refuse(7, 100.0) - 100.0 for _ in range(2000)]
     assert waits[:3] == [10.0, 20.0, 40.0] and waits[-1] == LONGEST_S == max(waits)
 
@@ -192,7 +192,7 @@ def test_who_is_kept_out_for_want_of_memory_is_given_what_suited_it_before():
     coordinator = coordinator_for(fed_raa(fragments=2, K=1e9), num_clients=2)
     task = assigned(join(coordinator, [1, 2]))[1]
     actions, num = refuse_all(coordinator, task, reason=OUT_OF_MEMORY)
-    assert num == 3 and KeepOut(1, 10.0, OUT_OF_MEMORY) in actions
+    assert num == 3 and Suspend(1, 10.0, OUT_OF_MEMORY) in actions
     actions = coordinator.handle(Timer(-1), 10.0)
     assert assigned(actions)[1] and not [action for action in actions if isinstance(action, Dismiss)]
 

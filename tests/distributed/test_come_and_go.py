@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from raafl.commands.replay import replay
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.transport.tcp.handshake import Secret
@@ -22,7 +22,7 @@ from tests.remote import SECRET, remote
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-WAITS = Waits(join_s=60.0, task_s=60.0, idle_s=60.0, stop_s=5.0, alone_s=60.0)
+WAITS = Timeouts(join_s=60.0, task_s=60.0, idle_s=60.0, stop_s=5.0, alone_s=60.0)
 SEEN = "stopped: seen"
 SLOW = 0.3  # seconds a task of the second client takes at least
 

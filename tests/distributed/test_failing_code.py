@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model_zoo import MLP
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Stop
 from raafl.local import failure
 from raafl.runfolder import checkpoints as checkpoint
@@ -120,7 +120,7 @@ class SlowAtFirst(MLP):
 
 def test_clients_wait_for_a_first_evaluation_longer_than_join_s(tmp_path, monkeypatch):
     NUM_VALIDATED[0] = 0
-    made = experiment(tmp_path / "run", model=lambda: SlowAtFirst(64, (8,), 10), clients=2, waits=Waits(join_s=3.0))
+    made = experiment(tmp_path / "run", model=lambda: SlowAtFirst(64, (8,), 10), clients=2, waits=Timeouts(join_s=3.0))
     with ranks(made) as started:
         run = started.serve()
         assert started.exit_codes() == {1: 0, 2: 0}

@@ -14,7 +14,7 @@ import pytest
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.parts.merge.mean import Mean
@@ -23,7 +23,7 @@ from tests.federation import experiment
 from tests.ranks import Watched, held, ranks
 
 pytestmark = pytest.mark.timeout(240)
-SHORT = Waits(join_s=40.0, task_s=40.0, idle_s=40.0, stop_s=5.0)
+SHORT = Timeouts(join_s=40.0, task_s=40.0, idle_s=40.0, stop_s=5.0)
 THIRTY_STEPS = Training(num_epochs=None, num_steps=30)
 
 

@@ -4,12 +4,12 @@ import threading
 
 import torch
 
-from raafl.local.rng import Draws, seed_everything
+from raafl.local.rng import RngStream, seed_everything
 from tests.emulated_cuda import Emulated
 
 
 def test_streams_of_draws_do_not_disturb_each_other():
-    draws = [Draws(torch.device("cpu"), seed) for seed in range(4)]
+    draws = [RngStream(torch.device("cpu"), seed) for seed in range(4)]
     found: list[list[float]] = [[] for _ in draws]
 
     def draw(place: int) -> None:
@@ -31,7 +31,7 @@ def test_streams_of_draws_do_not_disturb_each_other():
 def test_a_stream_steps_aside_and_goes_on_where_it_was():
     torch.manual_seed(3)
     wanted = torch.rand(2).tolist()
-    draws = Draws(torch.device("cpu"), 3)
+    draws = RngStream(torch.device("cpu"), 3)
     torch.manual_seed(8)
     other = torch.rand(2).tolist()
     torch.manual_seed(8)
@@ -52,6 +52,6 @@ def test_on_an_emulated_gpu_the_tasks_own_is_seeded_and_no_other(emulated_cuda: 
     assert torch.rand(3, device=gpu).tolist() == wanted == torch.rand(3).tolist()
     assert torch.cuda.get_rng_state(0).tolist() == other and torch.cuda.current_device() == 0
     before = torch.cuda.get_rng_state(1).tolist()
-    with Draws(gpu, 5):
+    with RngStream(gpu, 5):
         assert torch.rand(3, device=gpu).tolist() == wanted
     assert torch.cuda.get_rng_state(1).tolist() == before

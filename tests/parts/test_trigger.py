@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from raafl.core.algorithm import Waiting
+from raafl.core.algorithm import TriggerContext
 from raafl.errors import BadInput
 from raafl.parts.trigger import AllReported, Buffered, EachArrival, MinRatio
 
 
 def waiting(arrived, active, now=10.0, opened=0.0):
-    return Waiting(arrived, active, len(arrived) + active, opened, now)
+    return TriggerContext(arrived, active, len(arrived) + active, opened, now)
 
 
 def test_each_arrival_is_always_due():

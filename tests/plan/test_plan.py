@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo, Warn
 from raafl.devices import Profile, load_devices
 from raafl.devices.link import Answerer
@@ -39,7 +39,7 @@ def fleet_of(*profiles, hidden=4, samples=6):
     import random
 
     clients = {i: ClientInfo(i, samples, profile) for i, profile in enumerate(profiles, start=1)}
-    return Fleet(line_state(hidden), clients, random.Random(0), Training(), 2), list(clients.values())
+    return SelectContext(line_state(hidden), clients, random.Random(0), Training(), 2), list(clients.values())
 
 
 class Rows(LightningModule):

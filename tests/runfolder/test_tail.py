@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from raafl.runfolder.events import JournalRows
-from raafl.runfolder.tail import Following, NewLines
+from raafl.runfolder.tail import NewLines, RunTail
 
 
 class Heard:
@@ -67,7 +67,7 @@ def test_what_resumed_runs_have_gone_back_behind_is_left_out(tmp_path, monkeypat
     for known in (len(rows), 6, 3):  # read at once, and as it grows
         journal = tmp_path / f"{known}" / "events.jsonl"
         journal.parent.mkdir()
-        following = Following(journal.parent, Heard)
+        following = RunTail(journal.parent, Heard)
         for part in (rows[:known], rows[known:]):
             with journal.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in part)
@@ -78,7 +78,7 @@ def test_what_resumed_runs_have_gone_back_behind_is_left_out(tmp_path, monkeypat
 
 
 def test_a_table_that_is_written_anew_is_read_anew(tmp_path):
-    following = Following(tmp_path, Heard)
+    following = RunTail(tmp_path, Heard)
     assert not following.look() and not following.begun
     (tmp_path / "clients.csv").write_text("client,outcome\n1,merged\n2,lo")
     assert following.look() and following.begun

@@ -15,7 +15,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_avg, split_fed
 from raafl.algorithms.split_fed.cut import Cut
 from raafl.algorithms.split_fed.half import Half
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.algorithm import Hook, Local, Training
 from raafl.core.exchange import Exchange
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
@@ -27,7 +27,7 @@ from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.transport import Kind, Message
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from tests.algorithms.split_fed.models import Conv
 from tests.conformance.clocks import on_both_clocks
 from tests.federation import experiment, finish
@@ -55,13 +55,13 @@ class Table:
         self.submodels, self.inbox, self.moved = Submodels(module, EXAMPLE), Inbox(), []
         self.values = self.submodels.state(module)
         ours, theirs = socket.socketpair()
-        times = Waits(**{"join_s": 20.0, "task_s": 20.0, "idle_s": 20.0, "stop_s": 5.0, **waits})
+        times = Timeouts(**{"join_s": 20.0, "task_s": 20.0, "idle_s": 20.0, "stop_s": 5.0, **waits})
         self.session = Session(
-            4, 0, lambda: TcpPair(ours, 20.0), self.submodels, self.inbox, times,
+            4, 0, lambda: TcpConnection(ours, 20.0), self.submodels, self.inbox, times,
             lambda down, up: self.moved.append((down, up)), local=local or split_fed(client_layers=1).local,
         )  # fmt: skip
         self.session.start()
-        self.pair = TcpPair(theirs, 20.0)
+        self.pair = TcpConnection(theirs, 20.0)
         if greet:
             self.greet()
 
@@ -294,7 +294,7 @@ def test_any_method_may_ask_in_the_middle_of_a_task():
     submodels = Submodels(Trained(2), EXAMPLE)
     trainer = LocalTrainer(submodels, Asking(), "values", Training(num_epochs=1, batch_size=1))
     data = ClientData(TensorDataset(torch.zeros(2, 2), torch.zeros(2)), torch.arange(2), 1)
-    client = Client(ClientInfo(4, 2), table.pair, submodels, trainer, data, Waits())
+    client = Client(ClientInfo(4, 2), table.pair, submodels, trainer, data, Timeouts())
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(client.run)
         assert isinstance(table.event(), Joined)

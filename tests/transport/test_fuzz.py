@@ -1,4 +1,4 @@
-"""Damaged frames through the code that a `TcpPair` receives with: 10,000 each time, 100,000 by `make test-long`.
+"""Damaged frames through the code that a `TcpConnection` receives with: 10,000 each time, 100,000 by `make test-long`.
 
 Whatever comes, the result is a message, `Refused`, or `PeerLost`; and nothing is allocated that was not declared, checked
 and accepted.
@@ -23,8 +23,8 @@ from raafl.transport import Kind, Message, PeerLost, Refused, frames
 from raafl.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.transport.frames import Frames
 from raafl.transport.tcp.cipher import RecordCipher
-from raafl.transport.tcp.connection import TcpPair
-from raafl.transport.tcp.handshake import Secret, greet
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.handshake import Secret, server_handshake
 from tests.whole_frames import encode
 
 NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))
@@ -297,9 +297,9 @@ def test_a_real_pair_over_a_socket(sealed):
     keys = (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32)) if sealed else (None, None)
     for _ in range(1_500):
         ours, theirs = socket.socketpair()
-        pair = TcpPair(ours, 60, seal=keys[0])
+        pair = TcpConnection(ours, 60, seal=keys[0])
         pair._frames.drain_bytes = DRAIN_BYTES
-        with TcpPair(theirs, 60, seal=keys[1]) as sender:
+        with TcpConnection(theirs, 60, seal=keys[1]) as sender:
             sender._stream.write([rng.choice(MUTATIONS)(rng, rng.choice(VALID))])
         expect = expectation(rng)
         while not pair.closed:
@@ -354,7 +354,7 @@ def test_damaged_handshakes():
         if rng.random() < 0.8:
             data = rng.choice((flip_bits, truncate))(rng, data)
         try:
-            greet(Memory(data), Secret(b"sixteen bytes or more"), rng.random() < 0.5)
+            server_handshake(Memory(data), Secret(b"sixteen bytes or more"), rng.random() < 0.5)
             raise AssertionError(f"let in with {data.hex()}")
         except Refused as refused:
             reasons[refused.reason] += 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerTimeout, Refused
-from raafl.transport.gloo import GlooPair
+from raafl.transport.gloo import GlooConnection
 from raafl.transport.staging import CHUNK_BYTES
 
 HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ def new_store():
 
 def join(store, prefix="pair/1"):
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(GlooPair.connect, store, prefix, server, 60.0, HOST) for server in (True, False)]
+        ends = [pool.submit(GlooConnection.connect, store, prefix, server, 60.0, HOST) for server in (True, False)]
         return tuple(end.result() for end in ends)
 
 
@@ -70,13 +70,13 @@ def test_refused_payloads_do_not_grow_memory(ends, pool):
 
 def test_a_missing_peer_blocks_nobody_else_and_is_named_at_the_deadline(pool):
     store = new_store()
-    missing = pool.submit(GlooPair.connect, store, "pair/2/0", True, 60.0, HOST)
+    missing = pool.submit(GlooConnection.connect, store, "pair/2/0", True, 60.0, HOST)
     time.sleep(0.1)
     for end in join(store, "pair/3/0"):
         end.close()
     assert not missing.done()
-    late = pool.submit(GlooPair.connect, store, "pair/2/0", False, 60.0, HOST)
+    late = pool.submit(GlooConnection.connect, store, "pair/2/0", False, 60.0, HOST)
     for waiting in (missing, late):
         waiting.result(90).close()
     with pytest.raises(PeerTimeout, match="pair/4/0"):
-        GlooPair.connect(store, "pair/4/0", True, 0.3, HOST)
+        GlooConnection.connect(store, "pair/4/0", True, 0.3, HOST)

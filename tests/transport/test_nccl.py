@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused, nccl
-from raafl.transport.gloo import GlooPair
+from raafl.transport.gloo import GlooConnection
 from tests.emulated_streams import Stream
 
 WAIT_S = 10.0
@@ -130,7 +130,7 @@ def payload(value, device):
 
 def test_emulated_payloads_go_over_nccl_from_gpu_to_gpu_and_are_checked(joined):
     with joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
-        assert type(server) is type(client) is nccl.NcclPair
+        assert type(server) is type(client) is nccl.NcclConnection
         sent, into = payload(2.0, "cuda:0"), payload(0.0, "cuda:1")
         sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent))
         message = client.recv(lambda kind, number, meta: into, WAIT_S, finite=True)
@@ -159,7 +159,7 @@ def test_emulated_nccl_that_fails_before_the_first_payload_leaves_both_ends_to_g
     StandIn.fails = (rank, when)
     warned = pytest.warns(UserWarning, match="NCCL is not used, tensors are staged: ")
     with warned, joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
-        assert type(server) is type(client) is GlooPair
+        assert type(server) is type(client) is GlooConnection
         sent, into = payload(2.0, "cuda:0"), payload(0.0, "cuda:1")
         sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent))
         assert client.recv(lambda *_: into, WAIT_S).tensors.fingerprint() == sent.fingerprint()
@@ -173,7 +173,7 @@ def test_emulated_nccl_that_hangs_at_the_start_is_given_up_at_the_deadline(joine
     StandIn.hangs = (rank, when)
     warned = pytest.warns(UserWarning, match="nothing came of it within 2 s")
     with warned, joined("cuda:0", "cuda:1", timeout_s=4.0) as (server, client), ThreadPoolExecutor(1) as pool:
-        assert type(server) is type(client) is GlooPair
+        assert type(server) is type(client) is GlooConnection
         sent, into = payload(2.0, "cuda:0"), payload(0.0, "cuda:1")
         sending = pool.submit(server.send, Message(Kind.ASSIGN, 7, 0, {}, sent), WAIT_S)
         assert client.recv(lambda *_: into, WAIT_S).tensors.fingerprint() == sent.fingerprint()
@@ -188,7 +188,7 @@ def test_emulated_nccl_that_hangs_at_the_start_is_given_up_at_the_deadline(joine
 def test_emulated_nccl_is_made_with_a_watchdog_that_cannot_end_the_process(joined, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the user's own
     with joined("cuda:0", "cuda:1") as (server, _):
-        assert type(server) is nccl.NcclPair
+        assert type(server) is nccl.NcclConnection
     assert StandIn.watchdog == {**nccl.WATCHDOG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
@@ -214,9 +214,9 @@ def test_emulated_nccl_that_fails_later_ends_the_session(joined):
 
 def test_emulated_ends_that_do_not_ask_for_nccl_or_share_a_gpu_have_gloo(joined):
     with joined("cuda:0", "cuda:1", wanted=False) as ends:
-        assert [type(end) for end in ends] == [GlooPair, GlooPair]
+        assert [type(end) for end in ends] == [GlooConnection, GlooConnection]
     with pytest.warns(UserWarning, match="both ends share one GPU"), joined("cuda:1", "cuda:1") as ends:
-        assert [type(end) for end in ends] == [GlooPair, GlooPair]
+        assert [type(end) for end in ends] == [GlooConnection, GlooConnection]
     assert not StandIn.ends
 
 

@@ -12,7 +12,7 @@ import torch
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, frames, staging
 from raafl.transport.staging import NUM_AHEAD, NUM_STAGED, Staging
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 
 PIECE_BYTES = 1 << 12
 GPU = torch.device("cuda", 0)
@@ -51,7 +51,7 @@ def flat(number, device, fill=None):
 def passed(sent, into):
     """Send tensors over a pair; return what came."""
     ours, theirs = socket.socketpair()
-    with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
+    with TcpConnection(ours, 20.0) as one, TcpConnection(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(one.send, Message(Kind.ASSIGN, 1, 0, {}, sent))
         found = two.recv(lambda *_: into, 20.0, finite=True)
         sending.result()
@@ -97,7 +97,7 @@ def test_a_payload_that_is_still_computed_is_sent_as_it_becomes_and_lands_where_
 def test_emulated_copies_have_a_stream_for_each_session_and_way(late):
     ours, theirs = socket.socketpair()
     before = len(late.streams.all)
-    with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
+    with TcpConnection(ours, 20.0) as one, TcpConnection(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
         for sender, receiver in ((one, two), (two, one), (one, two)):
             sending = pool.submit(sender.send, Message(Kind.ASSIGN, 1, 0, {}, flat(5, "cuda:0")))
             receiver.recv(lambda *_: flat(5, "cuda:1"), 20.0)
@@ -134,7 +134,7 @@ def test_no_emulated_copy_goes_on_after_a_message_that_fails(late):
     """Its memory may be anybody's by then."""
     into = flat(40, "cuda:0")
     ours, theirs = socket.socketpair()
-    with TcpPair(ours, 20.0) as one, TcpPair(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
+    with TcpConnection(ours, 20.0) as one, TcpConnection(theirs, 20.0) as two, ThreadPoolExecutor(1) as pool:
 
         def cut():
             head = frames.codec.encode_head(Message(Kind.ASSIGN, 1, 0, {}, flat(40, "cpu")))

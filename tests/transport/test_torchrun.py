@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from raafl.errors import BadInput
-from raafl.transport import Meeting
-from raafl.transport.torchrun import Ranks
+from raafl.transport import ConnectOptions
+from raafl.transport.torchrun import TorchrunTransport
 
 pytestmark = pytest.mark.timeout(120)
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ def torchrun(monkeypatch, rank, port, world_size=5, **more):
         monkeypatch.setenv(name, str(value))
 
 
-RUN = Meeting(4, 20.0, 20.0)
+RUN = ConnectOptions(4, 20.0, 20.0)
 
 
 @pytest.fixture
@@ -41,21 +41,21 @@ def test_without_torchrun_the_command_to_give_is_named(monkeypatch, name):
     torchrun(monkeypatch, 0, 1)
     monkeypatch.delenv(name)
     with pytest.raises(BadInput, match=rf"{name} is not set: start it with `torchrun --nproc-per-node 5 -m raafl fit"):
-        Ranks.from_environment(RUN)
+        TorchrunTransport.from_environment(RUN)
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 9])
 def test_a_number_of_ranks_that_does_not_fit_names_both_remedies(monkeypatch, world_size):
     torchrun(monkeypatch, 0, 1, world_size)
     with pytest.raises(BadInput, match=rf"clients is 4.*{world_size} ranks.*start 5 ranks, or use --clients"):
-        Ranks.from_environment(RUN)
+        TorchrunTransport.from_environment(RUN)
 
 
 def test_ranks_meet_at_the_agents_store(monkeypatch, agent):
     found = []
     for rank in (0, 3):
         torchrun(monkeypatch, rank, agent.port, TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_WORLD_SIZE=5)
-        found.append(Ranks.from_environment(RUN))
+        found.append(TorchrunTransport.from_environment(RUN))
     server, client = found
     assert (server.client, client.client, server.local, client.local) == (0, 3, True, True)
     server.store.set("word", "passed")
@@ -64,7 +64,7 @@ def test_ranks_meet_at_the_agents_store(monkeypatch, agent):
 
 def test_ranks_of_several_machines_are_not_taken_for_local(monkeypatch, agent):
     torchrun(monkeypatch, 3, agent.port, TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_WORLD_SIZE=2)
-    assert not Ranks.from_environment(RUN).local
+    assert not TorchrunTransport.from_environment(RUN).local
 
 
 def test_a_restarted_job_does_not_read_what_the_last_attempt_wrote(monkeypatch, agent):
@@ -72,7 +72,7 @@ def test_a_restarted_job_does_not_read_what_the_last_attempt_wrote(monkeypatch, 
     for attempt in (0, 1):
         more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
         torchrun(monkeypatch, 0, agent.port, **more)
-        stores.append(Ranks.from_environment(RUN))
+        stores.append(TorchrunTransport.from_environment(RUN))
     stores[0].announce(None, "failed: for once")
     assert stores[0].let_go() == "failed: for once"
     assert stores[1].let_go() is None
@@ -80,9 +80,9 @@ def test_a_restarted_job_does_not_read_what_the_last_attempt_wrote(monkeypatch, 
 
 def test_rank_0_holds_the_store_when_there_is_no_agent(monkeypatch, free_port):
     torchrun(monkeypatch, 0, free_port)
-    server = Ranks.from_environment(RUN)
+    server = TorchrunTransport.from_environment(RUN)
     torchrun(monkeypatch, 1, free_port)
-    client = Ranks.from_environment(RUN)
+    client = TorchrunTransport.from_environment(RUN)
     server.store.set("a", "b")
     assert client.store.get("a") == b"b"
 
@@ -94,24 +94,24 @@ def test_a_port_in_use_is_named(monkeypatch):
         port = taken.getsockname()[1]
         torchrun(monkeypatch, 0, port)
         with pytest.raises(BadInput, match=rf"MASTER_PORT is {port}, which is in use.*choose a free port"):
-            Ranks.from_environment(RUN)
+            TorchrunTransport.from_environment(RUN)
 
 
 def test_a_server_that_is_not_there_is_named_at_the_deadline(monkeypatch, free_port):
     torchrun(monkeypatch, 2, free_port)
     began = time.monotonic()
     with pytest.raises(BadInput, match=rf"no store at {HOST}:{free_port} \(MASTER_ADDR, MASTER_PORT\)"):
-        Ranks.from_environment(Meeting(4, 1.0))
+        TorchrunTransport.from_environment(ConnectOptions(4, 1.0))
     assert time.monotonic() - began < 10
 
 
 def test_clients_find_out_why_they_were_let_go_and_a_store_that_is_gone_says_nothing(agent):
     def client(rank):
-        return Ranks(
+        return TorchrunTransport(
             rank, 4, dist.TCPStore(HOST, agent.port, None, False, timeout=timedelta(seconds=2)), 20.0, local=True
         )
 
-    server, one, two = Ranks(0, 4, agent, 20.0, local=True), client(1), client(2)
+    server, one, two = TorchrunTransport(0, 4, agent, 20.0, local=True), client(1), client(2)
     assert one.let_go() is None
     server.announce(1, "lost: timeout")
     assert (one.let_go(), two.let_go()) == ("lost: timeout", None)
@@ -121,7 +121,9 @@ def test_clients_find_out_why_they_were_let_go_and_a_store_that_is_gone_says_not
 
 def test_a_store_that_has_gone_says_nothing():
     store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
-    client = Ranks(1, 4, dist.TCPStore(HOST, store.port, None, False, timeout=timedelta(seconds=2)), 20.0, local=True)
+    client = TorchrunTransport(
+        1, 4, dist.TCPStore(HOST, store.port, None, False, timeout=timedelta(seconds=2)), 20.0, local=True
+    )
     assert client.let_go() is None
     del store
     gc.collect()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Fleet, Hook, Local, Merge, Task
+from raafl.core.algorithm import Hook, Local, Merge, SelectContext, Task
 from raafl.core.local import SkippedBatch
 from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
@@ -247,7 +247,7 @@ class ZerothOrder(Local):
 class ForwardOnly(WrappedSelect):
     """Another answer, of whose submodels no tensor comes back; notes for the merge from which seed each update came."""
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner answer's work, its parameters frozen for those who would compute gradients."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
@@ -257,18 +257,18 @@ class ForwardOnly(WrappedSelect):
             extra["trained"] = list(work.spec.trained)
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Expect no scalars of the client any more, and pass it on."""
         fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
         self.inner.lost(client, fleet)
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Note the seed, for the merge which receives the update next."""
         fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
         self.inner.answered(client, assignment, seconds, fleet)
 
 
-def _num_batches(client: ClientInfo, work: Work, fleet: Fleet) -> int:
+def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
     """Count the batches of a task."""
     epochs, steps = work.num_epochs, work.num_steps
     if epochs is None and steps is None:

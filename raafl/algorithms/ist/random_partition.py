@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput
 from raafl.parts.select import Axes, shared_fragments, spec_of
@@ -46,7 +46,7 @@ class DisjointUnits(Select):
     shares: int | None = None
     cohort: int | None = None
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the next share, as region ``client.id``; raises `BadInput` where the client's memory is too small for it."""
         version, round = fleet.state.version, fleet.state.memory.setdefault(MEMORY, {"version": -1})
         if round["version"] != version:
@@ -58,7 +58,7 @@ class DisjointUnits(Select):
         round["next"] += 1
         return Work(spec, region=client.id)
 
-    def _specs(self, version: int, shares: int, fleet: Fleet) -> tuple[Spec, ...]:
+    def _specs(self, version: int, shares: int, fleet: SelectContext) -> tuple[Spec, ...]:
         if fleet.cache.get("dealt") != (version, shares):
             seed = derive_seed(fleet.seed, "dealt")
             fleet.cache["dealt"] = (version, shares)
@@ -66,24 +66,24 @@ class DisjointUnits(Select):
         specs: tuple[Spec, ...] = fleet.cache["specs"]
         return specs
 
-    def _num_shares(self, fleet: Fleet) -> int:
+    def _num_shares(self, fleet: SelectContext) -> int:
         present = len(fleet.clients)
         return self.shares or min(present, self.cohort or present)
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Change nothing: the round's shares stay as they were dealt, and nobody else trains the client's."""
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client whose memory the largest share exceeds."""
         specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
         largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say where there is nothing to deal out."""
         return uncut(fleet.state.submodels, "deal out")
 
-    def _problem(self, client: ClientInfo, fleet: Fleet, spec: Spec) -> str:
+    def _problem(self, client: ClientInfo, fleet: SelectContext, spec: Spec) -> str:
         other = "more subnets" if fleet.state.submodels.axes else "a smaller model"
         return (
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, one of {self._num_shares(fleet)} equal shares "

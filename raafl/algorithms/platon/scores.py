@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from raafl.core.algorithm import Fleet, Hook, Local, Select, Task
+from raafl.core.algorithm import Hook, Local, Select, SelectContext, Task
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Warn, Work
 from raafl.errors import BadInput, at_least, positive
@@ -272,7 +272,7 @@ class BestUnits(Select):
     def _limit(self) -> Rated:
         return Rated(rates=self.rates, rate_of="width")
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
         submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
         if not submodels.axes:
@@ -307,7 +307,7 @@ class BestUnits(Select):
                 told[kind][axis.name] = [known[group] or 0.0 for group in touched]
         return told
 
-    def _fits(self, client: ClientInfo, fleet: Fleet) -> float:
+    def _fits(self, client: ClientInfo, fleet: SelectContext) -> float:
         """Return the largest share of each axis that fits the client's memory."""
         if client.id not in fleet.cache:
             axes, budget = fleet.state.submodels.axes, Budget(client.profile.memory_bytes)
@@ -317,7 +317,7 @@ class BestUnits(Select):
         share: float = fleet.cache[client.id]
         return share
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
 
         def ask(client: ClientInfo) -> None:
@@ -330,7 +330,7 @@ class BestUnits(Select):
 
         return fleet.problems(ask)
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what was known of the client's memory; its scores stay."""
         fleet.cache.pop(client.id, None)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Select, SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive
@@ -133,7 +133,7 @@ class Pruned(Select):
     every: int = 50
     rates: Rates = 1.0
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
         chosen: dict[str, Any] | None = fleet.state.memory.get("pruned")
         if chosen is None or fleet.state.version % self.every == 0:
@@ -144,7 +144,7 @@ class Pruned(Select):
             fleet.cache["pruned", client.id] = known
         return Work(known[1], region=client.id)
 
-    def _spec(self, client: ClientInfo, fleet: Fleet, order: list[Unit]) -> Spec:
+    def _spec(self, client: ClientInfo, fleet: SelectContext, order: list[Unit]) -> Spec:
         submodels, num_axes = fleet.state.submodels, len({name for name, _ in order})
         if not order:
             return FULL
@@ -170,15 +170,15 @@ class Pruned(Select):
     def __post_init__(self) -> None:
         self._limit()
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
         return self._limit().check(replace(fleet, cache={}))
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say where there is nothing to choose from."""
         return uncut(fleet.state.submodels, "prune")
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
         fleet.cache.pop(client.id, None)  # `Rated` keeps it there
         fleet.cache.pop(("pruned", client.id), None)

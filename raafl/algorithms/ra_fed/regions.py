@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.coverage import LEVELS, Level, RegionCoverage, Taken, mask_level, of_regions, topped_up
@@ -83,7 +83,7 @@ class Regions(Select):
         """Whether S*, Gamma* or tau is given."""
         return any(number is not None for number in (self.trained, self.coverage, self.rest))
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the regions of ``client`` in this round; they count as region ``client.id``."""
         round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
         most = self._most(client, fleet)
@@ -100,7 +100,7 @@ class Regions(Select):
             fleet.cache[key] = of_regions(fleet.state.submodels.axes, taken, self.regions)
         return Work(fleet.cache[key], region=client.id)
 
-    def level(self, client: ClientInfo, fleet: Fleet, round: int) -> int:
+    def level(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
         """Return m_n of a round as ``mask`` has it, where clients draw by themselves."""
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]
@@ -111,7 +111,7 @@ class Regions(Select):
             known[round] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
         return known[round][client.id - 1]
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client whose memory not even one region fits, else what no schedule can keep."""
         problems = []
         for client in fleet.clients.values():
@@ -130,7 +130,7 @@ class Regions(Select):
                 problems.append(f"mask {self.mask}: {error}")
         return problems
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say where there are no regions, and where MIX-Arb cannot draw its half anew."""
         submodels = fleet.state.submodels
         if not submodels.axes or not self._keeps_half(fleet):
@@ -143,7 +143,7 @@ class Regions(Select):
 
     # ---- who gets how many ----
 
-    def _most(self, client: ClientInfo, fleet: Fleet) -> int:
+    def _most(self, client: ClientInfo, fleet: SelectContext) -> int:
         """Count the regions that fit the client's memory."""
         key = ("most", client.profile.memory_bytes)
         if key not in fleet.cache:
@@ -165,12 +165,12 @@ class Regions(Select):
 
     # ---- who gets which, together ----
 
-    def _place(self, client: ClientInfo, fleet: Fleet) -> int:
+    def _place(self, client: ClientInfo, fleet: SelectContext) -> int:
         if "places" not in fleet.cache:
             fleet.cache["places"] = {n: place for place, n in enumerate(sorted(fleet.clients))}
         return int(fleet.cache["places"][client.id])
 
-    def _takes(self, round: int, fleet: Fleet) -> list[int]:
+    def _takes(self, round: int, fleet: SelectContext) -> list[int]:
         """Return m_n of each client present, by id; in every round as many clients have as many regions."""
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
@@ -187,7 +187,7 @@ class Regions(Select):
         within = tuple(min(take, trained or self.regions) for take in takes)
         return RegionCoverage(within, self.regions, trained, self.coverage or 1, self.rest)
 
-    def _keeps_half(self, fleet: Fleet) -> bool:
+    def _keeps_half(self, fleet: SelectContext) -> bool:
         """Whether MIX-Arb's half is the same in all rounds: where each client's turn counts on how many regions all have."""
         if self.mask != "MIX-Arb" or self.rest is None or (self.trained or self.regions) == 1:
             return False
@@ -199,7 +199,7 @@ class Regions(Select):
                 fleet.cache["keeps half"] = True
         return bool(fleet.cache["keeps half"])
 
-    def _together(self, round: int, fleet: Fleet) -> Taken:
+    def _together(self, round: int, fleet: SelectContext) -> Taken:
         known: dict[int, Taken] = fleet.cache.setdefault("taken", {})
         if round not in known:
             if len(known) >= 64:  # clients that do not wait for each other are in different rounds
@@ -207,7 +207,7 @@ class Regions(Select):
             known[round] = self._drawn(round, fleet)
         return known[round]
 
-    def _drawn(self, round: int, fleet: Fleet) -> Taken:
+    def _drawn(self, round: int, fleet: SelectContext) -> Taken:
         leaves_out = (round + 1) % self.every == 0
         takes = self._takes(0 if self._keeps_half(fleet) else round, fleet)
         if self.mask != "MIX-Arb" or self.rest is None or self._keeps_half(fleet):

@@ -13,7 +13,7 @@ from raafl.algorithms.split_fed.cut import Cut, cuts_of
 from raafl.algorithms.split_fed.half import Half
 from raafl.algorithms.split_fed.hooks import BothHook, LowerHook, UpperHook
 from raafl.algorithms.split_fed.questions import KEY, Halves, halves
-from raafl.core.algorithm import Fleet, Hook, Local, Select, Task, Training
+from raafl.core.algorithm import Hook, Local, Select, SelectContext, Task, Training
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, positive
 from raafl.module_hooks import TASK_HOOKS
@@ -200,7 +200,7 @@ class Halved(Select):
 
     sends: Literal["values", "delta"] = "values"
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the whole model and the run's own work, with where to cut it."""
         extra, training = fleet.terms(client), fleet.training
         if not extra:
@@ -210,7 +210,7 @@ class Halved(Select):
             return Work(num_steps=training.num_steps, extra=extra)
         return Work(num_epochs=training.num_epochs or 1, extra=extra)
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name a cut that there is not, and each client whose memory its half exceeds."""
         try:
             cut = _split(fleet).place(fleet.state.submodels)
@@ -228,7 +228,7 @@ class Halved(Select):
         return "full, in two halves"
 
 
-def _split(fleet: Fleet) -> Split:
+def _split(fleet: SelectContext) -> Split:
     if not isinstance(fleet.local, Split):
         raise BadInput(f"select is Halved, but local is {type(fleet.local).__name__}: give Split")
     return fleet.local

@@ -14,7 +14,7 @@ from raafl.algorithms.split_fed.half import Half
 from raafl.algorithms.split_fed.hooks import NAMES, Received, receive
 from raafl.core.exchange import Exchange, ServerLink
 from raafl.core.types import Assignment
-from raafl.errors import Unsound
+from raafl.errors import InvalidPayload
 from raafl.submodel import Layout, SpecError, Submodels
 
 KEY = "split"
@@ -102,21 +102,21 @@ class Batches:
     def _expect(self, meta: Mapping[str, Any]) -> Layout:
         """Return the layout of a batch as it must be, or refuse it."""
         if meta.get("batch") != self._index:
-            raise Unsound("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
+            raise InvalidPayload("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
         if meta["sends"] != self._sends:
-            raise Unsound("bad-json", f"sends {meta['sends']}: the merge takes {self._sends}")
+            raise InvalidPayload("bad-json", f"sends {meta['sends']}: the merge takes {self._sends}")
         shapes = self._checked_shapes(meta.get("shapes"))
         try:
             outline = self._half.outline(shapes, self._link.draws).activation
         except ValueError as error:
-            raise Unsound("wrong-shape", str(error)) from None
+            raise InvalidPayload("wrong-shape", str(error)) from None
         allowed = {NAMES[outline.dtype]: outline.dtype}
         if meta["precision"] == "bf16-mixed":
             allowed["bfloat16"] = torch.bfloat16
         dtype = allowed.get(str(meta.get("dtype")))
         if dtype is None:
             found = str(meta.get("dtype"))[:40]
-            raise Unsound("wrong-shape", f"the activation has dtype {found}: expected {', '.join(allowed)}")
+            raise InvalidPayload("wrong-shape", f"the activation has dtype {found}: expected {', '.join(allowed)}")
         self._shapes = shapes
         flat = tree_flatten(self._half.example_batch)[0]
         sent = [(f"batch.{place}", shapes[place], flat[place].dtype) for place in self._half.cut.leaves]
@@ -127,12 +127,12 @@ class Batches:
         examples = shapes_of(self._half.example_batch)
         samples, due = examples[0][0] if examples[0] else 1, self._due
         if not isinstance(given, list) or len(given) != len(examples):
-            raise Unsound("wrong-shape", f"shapes of {len(examples)} tensors expected, got {str(given)[:80]}")
+            raise InvalidPayload("wrong-shape", f"shapes of {len(examples)} tensors expected, got {str(given)[:80]}")
         for shape, example in zip(given, examples, strict=True):
             good = isinstance(shape, list) and len(shape) == len(example)
             good = good and all(type(size) is int and 0 < size < 2**31 for size in shape)
             if not good or (example and example[0] == samples and shape[0] != due):
-                raise Unsound("wrong-shape", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
+                raise InvalidPayload("wrong-shape", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
             if any(n > max(MAX_SIZE, MAX_TIMES * size) for n, size in zip(shape[1:], example[1:], strict=True)):
-                raise Unsound("too-large", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
+                raise InvalidPayload("too-large", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
         return tuple(tuple(shape) for shape in given)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
-from raafl.core.algorithm import Fleet, Local, Restart, Select, Trigger, Waiting
+from raafl.core.algorithm import Local, Restart, Select, SelectContext, Trigger, TriggerContext
 from raafl.core.types import Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, one_of, refuse_unused
 from raafl.parts.select import leading, steps
@@ -161,11 +161,11 @@ class Timely(Select):
 
     # ---- reports, and the interval they give ----
 
-    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
+    def drawn(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Take the time reports of the round's clients, and set T_k by all of them, the late ones included."""
         _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Compare what a task took with what was predicted for it."""
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
         predicted_s = fleet.cost_s(client, work)
@@ -174,17 +174,17 @@ class Timely(Select):
         ratio = seconds / predicted_s
         _plan(fleet)["ratio"][client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
-    def report(self, client: ClientInfo, fleet: Fleet) -> TimeReport:
+    def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
         """Return the client's t_cmp and t_com, by its profile and its last task."""
         time, ratio = fleet.task_time(client, Work()), self._ratio(client, fleet)
         return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
 
-    def _ratio(self, client: ClientInfo, fleet: Fleet) -> float:
+    def _ratio(self, client: ClientInfo, fleet: SelectContext) -> float:
         return float(_plan(fleet)["ratio"].get(client.id, 1.0))
 
     # ---- the work ----
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` when none fit the client's memory."""
         fixed: dict[int, tuple[int, Spec]] = _plan(fleet)["fixed"]
         if client.id in fixed:
@@ -196,7 +196,7 @@ class Timely(Select):
             fixed[client.id] = (given.num_units, work.spec)
         return work
 
-    def _trained(self, client: ClientInfo, given: Workload, fleet: Fleet) -> Work:
+    def _trained(self, client: ClientInfo, given: Workload, fleet: SelectContext) -> Work:
         """Return the work on the most layers that share, memory and, if asked, T_k allow; at least the last one."""
         tolerance = SLACK + self.slack
         limit_s = _plan(fleet)["T_k"] * tolerance / self._ratio(client, fleet)
@@ -215,7 +215,7 @@ class Timely(Select):
             raise BadInput(self._problem(client, fleet))
         return self._work(given.num_units, spec, fleet)
 
-    def _submodels(self, fleet: Fleet) -> list[tuple[float, Spec]]:
+    def _submodels(self, fleet: SelectContext) -> list[tuple[float, Spec]]:
         """List the submodels that a client may get, the largest first, with the share alpha_c that each takes, 0 for any."""
         submodels = fleet.state.submodels
         if "submodels" not in fleet.cache:
@@ -227,7 +227,7 @@ class Timely(Select):
         every: list[tuple[float, Spec]] = fleet.cache["submodels"]
         return every
 
-    def _work(self, num_units: int, spec: Spec, fleet: Fleet) -> Work:
+    def _work(self, num_units: int, spec: Spec, fleet: SelectContext) -> Work:
         training = fleet.training
         if num_units == 1:
             return Work(spec)
@@ -237,19 +237,19 @@ class Timely(Select):
 
     # ---- the fleet ----
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget how the client's tasks went: it may be another device."""
         _plan(fleet)["ratio"].pop(client.id, None)
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Do nothing: what others get does not depend on it."""
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client whose memory not even the training of the last layer fits."""
         least = self._submodels(fleet)[-1][1]
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say where a client that is short of time has nothing to do without."""
         if self.cut == "width":
             return uncut(fleet.state.submodels, "narrow")
@@ -261,7 +261,7 @@ class Timely(Select):
             )
         ]
 
-    def _problem(self, client: ClientInfo, fleet: Fleet) -> str:
+    def _problem(self, client: ClientInfo, fleet: SelectContext) -> str:
         need = fleet.cost(self._submodels(fleet)[-1][1]).peak_bytes
         what = "training the last layer alone" if self.cut == "layers" else "the narrowest submodel"
         return (
@@ -276,7 +276,7 @@ class Timely(Select):
         )
 
 
-def _plan(fleet: Fleet) -> dict[str, Any]:
+def _plan(fleet: SelectContext) -> dict[str, Any]:
     """Find the state that is kept between rounds: T_k, and by client the ratio and the fixed workload."""
     plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
     return plan
@@ -296,11 +296,11 @@ class Interval(Trigger):
     slack: float = 0.0
     restart: ClassVar[Restart] = "merge"
 
-    def due(self, waiting: Waiting) -> bool:
+    def due(self, waiting: TriggerContext) -> bool:
         """Check whether T_k has passed or everyone has reported."""
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
-    def wake_at(self, waiting: Waiting) -> float:
+    def wake_at(self, waiting: TriggerContext) -> float:
         """Return when T_k has passed, and the slack."""
         return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * (SLACK + self.slack)
 

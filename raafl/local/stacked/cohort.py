@@ -20,7 +20,7 @@ from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer
-from raafl.local.trainable import Built
+from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import Spec
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
@@ -50,7 +50,7 @@ def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
 
 
-def refusal_of_built(built: Built) -> str | None:
+def refusal_of_built(built: TrainableSubmodel) -> str | None:
     """Return why tasks cannot be trained together in a small module, or None."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
@@ -104,7 +104,7 @@ class CohortTrainer:
     def __init__(self, trainer: LocalTrainer, max_built: int = 16) -> None:
         """Train as ``trainer`` does."""
         self._trainer, self._max_built = trainer, max_built
-        self._built: OrderedDict[Spec, tuple[Built, list[Place]]] = OrderedDict()
+        self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known = {}
 
     def refusal(self) -> str | None:
@@ -158,7 +158,7 @@ class CohortTrainer:
         epochs, steps = self._trainer.length(task.assignment)
         return steps or task.data.num_batches(self._trainer.training.batch_size) * (epochs or 1)
 
-    def _get(self, spec: Spec) -> tuple[Built, list[Place]]:
+    def _get(self, spec: Spec) -> tuple[TrainableSubmodel, list[Place]]:
         """Return a small module with its optimiser, and where its tensors are."""
         if spec not in self._built:
             while len(self._built) >= self._max_built:

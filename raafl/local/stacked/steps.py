@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
-from raafl.local.proximal import Pull
+from raafl.local.proximal import ProximalTerm
 from raafl.local.record import widened
 from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.clipping import clip_
@@ -28,7 +28,7 @@ from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.products import CACHE_LINE_BYTES, Known
 from raafl.local.stacked.stacks import Unstackable, within
 from raafl.local.train import LocalTrainer
-from raafl.local.trainable import Built
+from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
 
@@ -86,7 +86,7 @@ class Steps:
     """
 
     def __init__(
-        self, trainer: LocalTrainer, built: Built, places: list[Place], known: Known,
+        self, trainer: LocalTrainer, built: TrainableSubmodel, places: list[Place], known: Known,
         members: Sequence[Member], counts: Sequence[int], choose: Callable[[Sequence[int]], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         """Load the tasks' values.
@@ -137,7 +137,7 @@ class Steps:
             self._gradients(optimizer, batch, index)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if self.anchors:
-                Pull(parameters, [a[:num] for a in self.anchors]).add_to_gradients(self.trainer.local.prox)
+                ProximalTerm(parameters, [a[:num] for a in self.anchors]).add_to_gradients(self.trainer.local.prox)
             if (most := self.trainer.options.gradient_clip_val) is not None:
                 inside = [parameters[place].grad for place in self.in_order]
                 clip_(self.known, [gradient for gradient in inside if gradient is not None], most)

@@ -17,7 +17,7 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
     return name, linear[name]
 
 
-class Entering:
+class InputCapture:
     """Notes what enters a linear layer.
 
     Attributes:

@@ -11,7 +11,7 @@ from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.extract import CopyPlan
 
 
-def keep_(
+def store_(
     state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
     """Keep for a client what it has sent of a submodel; ``only`` the parameters named, None = all that train.
@@ -26,7 +26,7 @@ def keep_(
     plan.scatter_(own, part)
 
 
-def restore_(
+def load_(
     state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
     """Put into ``out`` what is kept for a client; what it has never trained stays as it is."""

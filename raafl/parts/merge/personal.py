@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from raafl.core.algorithm import Fleet
+from raafl.core.algorithm import SelectContext
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Work
@@ -43,13 +43,13 @@ def forget_work(state: GlobalState, client: int) -> None:
 class Noted(WrappedSelect):
     """A select whose clients' starts are noted, for `ImportanceMerge` and `WithScores`; passes everything on."""
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work."""
         work = self.inner(client, fleet)
         note_work(fleet.state, client.id, work)
         return work
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what the client was at, and pass it on."""
         forget_work(fleet.state, client.id)
         self.inner.lost(client, fleet)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raafl.core.algorithm import Fleet, Merge, Select
+from raafl.core.algorithm import Merge, Select, SelectContext
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
@@ -94,31 +94,31 @@ class WrappedSelect(Select):
 
     inner: Select
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work."""
         return self.inner(client, fleet)
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Pass it on."""
         self.inner.joined(client, fleet)
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Pass it on."""
         self.inner.lost(client, fleet)
 
-    def drawn(self, out: Sequence[ClientInfo], fleet: Fleet) -> None:
+    def drawn(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Pass it on."""
         self.inner.drawn(out, fleet)
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: Fleet) -> None:
+    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Pass it on."""
         self.inner.answered(client, assignment, seconds, fleet)
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Return the inner select's problems."""
         return self.inner.check(fleet)
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Return the inner select's notes."""
         return self.inner.notes(fleet)
 

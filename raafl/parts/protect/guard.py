@@ -8,7 +8,7 @@ from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput
 from raafl.parts.protect.centred import Centred
 from raafl.parts.protect.options import Guard
-from raafl.parts.protect.robust import Located, Screened
+from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.parts.trigger import EachArrival
 
 
@@ -31,7 +31,7 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
                 "merges several at a time, such as fed_buff or fed_avg, or use guard.clip_norm and guard.outlier"
             )
         is_centred = guard.combine == "centred_clip"
-        merge = Centred(merge, guard.radius) if is_centred else Located(merge, guard.combine, guard.trim)
+        merge = Centred(merge, guard.radius) if is_centred else CoordinateWise(merge, guard.combine, guard.trim)
     if guard.clip_norm is not None or guard.outlier is not None:
-        merge = Screened(merge, guard.clip_norm, guard.outlier, guard.warm_up)
+        merge = NormFilter(merge, guard.clip_norm, guard.outlier, guard.warm_up)
     return algorithm if merge is algorithm.merge else replace(algorithm, merge=merge)

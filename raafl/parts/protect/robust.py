@@ -74,7 +74,7 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 
 @dataclass(frozen=True)
-class Screened(Wrapped):
+class NormFilter(Wrapped):
     """Clips and refuses by norm before the inner merge sees an update (norm bounding: Sun et al. 2019, section 4).
 
     Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along but bounded
@@ -252,7 +252,7 @@ def feed(
 
 
 @dataclass(frozen=True)
-class Located(Wrapped):
+class CoordinateWise(Wrapped):
     """Coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018, definitions 1 and 2).
 
     Of the k updates that cover an element, floor(beta * k) are dropped at each end, so a trimmed mean of too few to

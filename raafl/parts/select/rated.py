@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, one_of, positive, refuse_unused
 from raafl.parts.select import SELECTORS, Budget, largest_rate, leading, steps, width_of
@@ -83,7 +83,7 @@ class Rated(Select):
             )
         return self.rates[client.profile.name]
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for ``client``; it counts as region ``client.id``. Raises `BadInput` when nothing fits."""
         width = self._size(client, fleet)
         submodels, counts = fleet.state.submodels, fleet.state.counts
@@ -95,15 +95,15 @@ class Rated(Select):
         spec = SELECTORS[self.selector](submodels.axes, width, state=state, seed=seed, round=round)
         return Work(spec, region=client.id, num_steps=self._steps(client, spec, fleet))
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
         fleet.cache.pop(client.id, None)
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say where rates come to nothing."""
         submodels = fleet.state.submodels
         cuts = min(self._all_rates()) < 1 and not submodels.axes
@@ -111,7 +111,7 @@ class Rated(Select):
 
     # ---- how much ----
 
-    def _steps(self, client: ClientInfo, spec: Spec, fleet: Fleet) -> int | None:
+    def _steps(self, client: ClientInfo, spec: Spec, fleet: SelectContext) -> int | None:
         """Count the steps that fit into `steps_within_s`; None = all, as where there is no such limit."""
         limit_s = self.steps_within_s
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
@@ -122,14 +122,14 @@ class Rated(Select):
         # what a step more costs is the same for each, and a hair's breadth is forgiven
         return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
-    def _size(self, client: ClientInfo, fleet: Fleet) -> float:
+    def _size(self, client: ClientInfo, fleet: SelectContext) -> float:
         """Return the client's rate for each axis."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._found(client, fleet)
         size: float = fleet.cache[client.id]
         return size
 
-    def _found(self, client: ClientInfo, fleet: Fleet) -> float:
+    def _found(self, client: ClientInfo, fleet: SelectContext) -> float:
         axes, budget, rate = fleet.state.submodels.axes, self._budget(client, fleet), self.rate(client)
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]
@@ -138,7 +138,7 @@ class Rated(Select):
             lambda width: leading(axes, width), fleet.cost, budget, rates=rates, who=f"client {client.id}"
         )
 
-    def _budget(self, client: ClientInfo, fleet: Fleet) -> Budget:
+    def _budget(self, client: ClientInfo, fleet: SelectContext) -> Budget:
         limits = {name: getattr(self, name) for name in ("seconds", "flops", "wire_bytes")}
         if self.rate_of == "parameters" and fleet.state.submodels.axes:
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.ranking import Ranking
@@ -30,11 +30,11 @@ Choice = Literal["gre_raa", "random", "fewest_updates"]
 class Full(Select):
     """Everyone trains the whole model."""
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the full model."""
         return Work()
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client whose memory the whole model exceeds."""
         spec = Work().spec
         return [
@@ -93,7 +93,7 @@ class OneOf(Select):
     (gre_raa); any of S (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds
     the client's memory is never chosen. c(n, j) is the predicted time of the task: the paper's
     ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over the client's data and epochs, divided by
-    the client's FLOP/s, plus download and upload, and what it measures itself: `Fleet.task_time`.
+    the client's FLOP/s, plus download and upload, and what it measures itself: `SelectContext.task_time`.
 
     Attributes:
         how: gre_raa, random or fewest_updates.
@@ -119,7 +119,7 @@ class OneOf(Select):
                 f"K is {self.bound_s}, but select 'fewest_updates' has no bound: leave K out, or use gre_raa"
             )
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the fragment for ``client``; raises `BadInput` when none is within K and memory."""
         allowed = self.allowed(client, fleet)
         if not allowed:
@@ -131,14 +131,14 @@ class OneOf(Select):
             j = fleet.rng.choice([i for i in allowed if counts.get(i, 0) == fewest])
         return Work(self.specs(fleet)[j - 1], region=j)
 
-    def specs(self, fleet: Fleet) -> tuple[Spec, ...]:
+    def specs(self, fleet: SelectContext) -> tuple[Spec, ...]:
         """Return the spec of each submodel to choose from, smallest index first."""
         if "specs" not in fleet.cache:
             fleet.cache["specs"] = self.pieces(fleet.state.submodels)
         specs: tuple[Spec, ...] = fleet.cache["specs"]
         return specs
 
-    def bound(self, fleet: Fleet) -> float:
+    def bound(self, fleet: SelectContext) -> float:
         """Return K in seconds."""
         if self.bound_s is not None:
             return self.bound_s
@@ -150,7 +150,7 @@ class OneOf(Select):
                 cache["S"] = {}
         return float(cache["K"])
 
-    def _ranking(self, fleet: Fleet) -> Ranking:
+    def _ranking(self, fleet: SelectContext) -> Ranking:
         if "ranking" not in fleet.cache:
             sizes = [fleet.cost(spec).params for spec in self.specs(fleet)]
             rows = ((c.id, c.profile.flops_per_s, self._costs(c, fleet)) for c in fleet.clients.values())
@@ -158,24 +158,24 @@ class OneOf(Select):
         ranking: Ranking = fleet.cache["ranking"]
         return ranking
 
-    def joined(self, client: ClientInfo, fleet: Fleet) -> None:
+    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Rank the client among the others; what is known of them stays."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
         self.forget(client, fleet)
 
-    def lost(self, client: ClientInfo, fleet: Fleet) -> None:
+    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Take the client out of the ranking."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].remove(client.id, client.profile.flops_per_s)
         self.forget(client, fleet)
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget K, and what the client may get."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 
-    def allowed(self, client: ClientInfo, fleet: Fleet) -> list[int]:
+    def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
         """Return S, the fragments (counted from 1) that ``client`` may get."""
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
         known: dict[int, list[int]] = fleet.cache.setdefault("S", {})
@@ -188,14 +188,14 @@ class OneOf(Select):
             ]
         return known[client.id]
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client that no fragment suits."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
-    def _costs(self, client: ClientInfo, fleet: Fleet) -> list[float]:
+    def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:
         return [fleet.cost_s(client, Work(spec, j)) for j, spec in enumerate(self.specs(fleet), start=1)]
 
-    def _problem(self, client: ClientInfo, fleet: Fleet) -> str:
+    def _problem(self, client: ClientInfo, fleet: SelectContext) -> str:
         specs, costs = self.specs(fleet), self._costs(client, fleet)
         fitting = [j for j in range(len(specs)) if fleet.fits(client, specs[j])]
         if not fitting:
@@ -233,7 +233,7 @@ class Fragments(OneOf):
         """Return the fragments."""
         return fragment_specs(submodels, self.ratios)
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say where there are no fragments."""
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from raafl.core.algorithm import Fleet
+from raafl.core.algorithm import SelectContext
 from raafl.errors import BadInput, fraction
 from raafl.parts.select.segments import cuts_of, stack_of
 from raafl.parts.select.submodels import Choice, OneOf
@@ -68,7 +68,7 @@ class WindowPieces(OneOf):
                     found[windows.window(submodels, start, stop, kept, distils=self.distils)] = None
         return tuple(found)
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say what of Co-S2P this is not, and what the model has no place for."""
         return [
             "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "

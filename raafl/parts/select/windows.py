@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raafl.core.algorithm import Fleet, Select
+from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Warn, Work, derive_seed
 from raafl.errors import BadInput, one_of, positive
 from raafl.parts.local.distilled import exit_depths
@@ -147,7 +147,7 @@ class RollingWindows(Select):
 
     # ---- the work ----
 
-    def __call__(self, client: ClientInfo, fleet: Fleet) -> Work:
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the task of ``client``, which counts as region ``client.id``; raises `BadInput` when nothing fits."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
         round, wanted = size.turn(fleet.state.counts.get(client.id, 0))
@@ -248,7 +248,7 @@ class RollingWindows(Select):
 
     # ---- how much ----
 
-    def _size(self, client: ClientInfo, fleet: Fleet) -> _Size:
+    def _size(self, client: ClientInfo, fleet: SelectContext) -> _Size:
         key = ("size", client.id)
         if key not in fleet.cache:
             fleet.cache[key] = self._found(client, fleet)
@@ -260,7 +260,7 @@ class RollingWindows(Select):
         width, depth = split_rate(rate, self.ratio)
         return width, 1 if stack is None else count(len(stack), depth), depth
 
-    def _found(self, client: ClientInfo, fleet: Fleet) -> _Size:
+    def _found(self, client: ClientInfo, fleet: SelectContext) -> _Size:
         submodels, rate = fleet.state.submodels, Rated(rates=self.rates).rate(client)
         budget = Budget(client.profile.memory_bytes)
 
@@ -283,7 +283,7 @@ class RollingWindows(Select):
         starts = starts[first:] + starts[:first]
         return _Size(width, num_blocks, starts, self._masks(submodels, starts, num_blocks, width) if fit else ())
 
-    def _mask_fits(self, start: int, width: float, num_blocks: int, budget: Budget, fleet: Fleet) -> bool:
+    def _mask_fits(self, start: int, width: float, num_blocks: int, budget: Budget, fleet: SelectContext) -> bool:
         submodels, stop = fleet.state.submodels, start + num_blocks
         wanted = self._trained_axes(submodels, start, stop, width)
         kept = {a: k for a, k in self._kept(submodels, stop, width, {}, 0).items() if a not in wanted}
@@ -292,15 +292,15 @@ class RollingWindows(Select):
 
     # ---- the fleet ----
 
-    def check(self, fleet: Fleet) -> list[str]:
+    def check(self, fleet: SelectContext) -> list[str]:
         """Name each client that has no rate, or that nothing fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
-    def forget(self, client: ClientInfo, fleet: Fleet) -> None:
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
         fleet.cache.pop(("size", client.id), None)
 
-    def notes(self, fleet: Fleet) -> list[str]:
+    def notes(self, fleet: SelectContext) -> list[str]:
         """Say what this model or a client has no place for."""
         submodels, found = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.config.trust import from_server
 from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client
-from raafl.sanitize import foreign
-from raafl.transport import TRANSPORTS, Kind, Meeting, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.sanitize import sanitize_text
+from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
     from raafl.transport.tcp.handshake import Secret
@@ -42,15 +42,15 @@ def join(
 
     ``make_site`` makes the client's parts from the server's config, once checked, or from its own when given None;
     ``encrypt`` None = unless ``address`` is of this machine alone; ``alone_s`` is how long to look for a server that is
-    not there, None = `Waits.alone_s`.
+    not there, None = `Timeouts.alone_s`.
 
     Raises:
         BadInput: address, secret or config.
         Replaced: by another client with the same id.
         RunFailed: refused, or no server for ``alone_s``.
     """
-    transport = TRANSPORTS["tcp"](Meeting(address=address, secret=secret, client=client, encrypt=encrypt))
-    alone_s = Waits().alone_s if alone_s is None else alone_s
+    transport = TRANSPORTS["tcp"](ConnectOptions(address=address, secret=secret, client=client, encrypt=encrypt))
+    alone_s = Timeouts().alone_s if alone_s is None else alone_s
     unsent: int | None = None
     num_refused = 0
     site = None if needs_config else _told(make_site(None), say)
@@ -99,7 +99,9 @@ def _told(site: ClientSetup, say: Callable[[str], None]) -> ClientSetup:
 class _Search:
     """Looks for a server again and again, ever less often, for so long as it has been without one."""
 
-    def __init__(self, connect: Callable[[], Pair], address: str, alone_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, connect: Callable[[], Connection], address: str, alone_s: float, say: Callable[[str], None]
+    ) -> None:
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
 
@@ -108,7 +110,7 @@ class _Search:
         self._taken_in = True
         self._say(f"joined {self._address}")
 
-    def find(self) -> Pair:
+    def find(self) -> Connection:
         """Return a connection to the server.
 
         Raises:
@@ -146,12 +148,12 @@ class _Search:
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
 
-def _ask_config(pair: Pair) -> str:
+def _ask_config(pair: Connection) -> str:
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(lambda kind, assignment, meta: None, _CONFIG_S)
     text = answer.meta.get("config_yaml")
     if answer.kind is Kind.STOP:
-        raise RunFailed(foreign(answer.meta.get("reason", "refused")))
+        raise RunFailed(sanitize_text(answer.meta.get("reason", "refused")))
     if answer.kind is not Kind.CONFIG or not isinstance(text, str):
         raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")
     return from_server(text)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.core.algorithm import Fleet
+from raafl.core.algorithm import SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.data.federated import FederatedData
@@ -84,7 +84,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
         algorithm = experiment.algorithm
         free = [replace(profile, memory_bytes=math.inf) for profile in experiment.profiles()]
         clients = {i: ClientInfo(i, 1, profile) for i, profile in enumerate(free, start=1)} | {info.id: info}
-        fleet = Fleet(
+        fleet = SelectContext(
             state,
             clients,
             random.Random(0),

@@ -36,7 +36,7 @@ from raafl.local.train import Stopped
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport.gloo import GlooPair, cloned
+from raafl.transport.gloo import GlooConnection, cloned
 from raafl.transport.nccl import checked_group, identity, opened
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
     """
     if processes() == 1:
         return work(make_site)
-    with Span(client, say) as span:
+    with ClientGroup(client, say) as span:
         if span.rank == 0:
             return work(span.leading(make_site))
         span.follow(make_site)
@@ -88,7 +88,7 @@ def refuse(site: ClientSetup) -> None:
         )
 
 
-class Span:
+class ClientGroup:
     """This process's place among those of its client."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
@@ -113,10 +113,10 @@ class Span:
                 f"client {client}: its {self.size} processes do not find each other: {str(error).splitlines()[0]}"
             ) from None
 
-    def _meet(self, number: int) -> GlooPair:
+    def _meet(self, number: int) -> GlooConnection:
         local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         hostname = "127.0.0.1" if local else None
-        return GlooPair.connect(self._store, f"pair/{number}", self.rank == 0, _MEET_S, hostname)
+        return GlooConnection.connect(self._store, f"pair/{number}", self.rank == 0, _MEET_S, hostname)
 
     # ---- the leader ----
 
@@ -142,7 +142,7 @@ class Span:
 
         return make
 
-    def _hello_of(self, number: int, pair: GlooPair) -> dict[str, Any]:
+    def _hello_of(self, number: int, pair: GlooConnection) -> dict[str, Any]:
         try:
             return pair.recv(_nothing, _MEET_S).meta
         except (PeerLost, PeerTimeout, Refused) as error:
@@ -168,7 +168,7 @@ class Span:
                 pair.send(Message(Kind.ASSIGN, assignment.id, assignment.incarnation, assignment_to_json(assignment)))
             self._spread(received)
 
-    def _watch(self, number: int, pair: GlooPair) -> None:
+    def _watch(self, number: int, pair: GlooConnection) -> None:
         """Wait for the end of a follower, who says nothing while it lives."""
         with suppress(PeerLost, PeerTimeout, Refused):
             pair.recv(_nothing, _FOR_EVER_S)
@@ -205,7 +205,7 @@ class Span:
             with suppress(Stopped):
                 attempt(site.trainer, assignment, received, site.data)
 
-    def _listen(self, pair: GlooPair, tasks: queue.SimpleQueue[Assignment | None]) -> None:
+    def _listen(self, pair: GlooConnection, tasks: queue.SimpleQueue[Assignment | None]) -> None:
         try:
             while (message := pair.recv(_nothing, _FOR_EVER_S)).kind is Kind.ASSIGN:
                 tasks.put(assignment_from_json(message.meta))
@@ -264,7 +264,7 @@ class Span:
         self._said.set()
         os._exit(1)
 
-    def __enter__(self) -> Span:
+    def __enter__(self) -> ClientGroup:
         """Have SIGTERM, by which torchrun ends the others after a death, leave the time to say who died."""
         self._terminated_before = signal.signal(signal.SIGTERM, self._terminated)
         return self

@@ -19,7 +19,7 @@ from raafl.runtime.client.memory import settle_heap, with_memory
 from raafl.runtime.client.worker import Client
 from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import Submodels
-from raafl.transport import Pair
+from raafl.transport import Connection
 
 
 @dataclass
@@ -84,7 +84,9 @@ class ClientSetup:
         settle_heap(experiment, info, submodels, data, trainer.fabric.device)
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
 
-    def client(self, pair: Pair, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None) -> Client:
+    def client(
+        self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None
+    ) -> Client:
         """Let the client work over a connection; see `Client`."""
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,

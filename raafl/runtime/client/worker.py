@@ -14,20 +14,20 @@ from typing import Any
 from raafl._version import __version__
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.payload import Payload
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed, Unsound
+from raafl.errors import InvalidPayload, TaskFailed
 from raafl.local.failure import attempt, to_meta
 from raafl.local.malloc import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.answers import hello_of
 from raafl.runtime.exchange import ClientSide
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
-from raafl.transport import Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 
 class Client:
@@ -42,7 +42,7 @@ class Client:
     """
 
     def __init__(
-        self, info: ClientInfo, pair: Pair, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Waits,
+        self, info: ClientInfo, pair: Connection, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Timeouts,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
         on_welcome: Callable[[], None] = lambda: None, plan: CompressionPlan | None = None,
     ) -> None:  # fmt: skip
@@ -75,7 +75,7 @@ class Client:
         Raises:
             TaskFailed: the user's code has failed, which the server has been told.
             PeerLost: the server is gone.
-            PeerTimeout: it has said nothing for ``Waits.idle_s``.
+            PeerTimeout: it has said nothing for ``Timeouts.idle_s``.
             Refused: it has sent what is not raafl's.
         """
         self._trainer.stop = threading.Event()
@@ -108,7 +108,7 @@ class Client:
                     self.unsent = None
                     self._on_welcome()
                 if message.kind is Kind.STOP:
-                    self._received.put(foreign(message.meta.get("reason", "")))
+                    self._received.put(sanitize_text(message.meta.get("reason", "")))
                     break
                 if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
                     self._received.put((self._assignment, message.tensors))
@@ -119,7 +119,7 @@ class Client:
                 if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
                     self._up.forget()
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
-                    reason = foreign(message.meta.get("reason", ""))
+                    reason = sanitize_text(message.meta.get("reason", ""))
                     warnings.warn(f"client {self._info.id}: the server refuses a task: {reason}", stacklevel=1)
                     self._assignment = None  # given up in the middle; the next may come
                     self._side.hear(None)
@@ -163,7 +163,7 @@ class Client:
             found = assignment_from_json(meta)
             layout = self._layout(found)  # what came before is unpacked: an answer to it has been sent
         except (SpecError, TypeError, KeyError) as error:
-            raise Refused("bad-json", f"assignment {assignment}: {foreign(error)}") from None
+            raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
         self._free.wait(self._waits.stop_s)
         self._free.clear()
         if self._storage is None or self._storage[0] != layout:
@@ -194,7 +194,7 @@ class Client:
                 raise Stopped
         except Stopped:
             return  # what the reader has to say comes next
-        except Unsound as unsound:
+        except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         except TaskFailed as failed:
             self._give_up(assignment, to_meta(failed, private=self._info.own_data))

@@ -84,7 +84,7 @@ def _kind(assignment: Assignment) -> Like:
     return kind_of(assignment) if assignment.lr_scale == 1.0 else _ALONE
 
 
-class Cohorts(Executor):
+class BatchedExecutor(Executor):
     """Trains what waits together. What it may not, or does not gain by, it trains as `Inline` does."""
 
     def __init__(

@@ -19,15 +19,15 @@ from raafl.local.malloc import keep_freed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor
 from raafl.runtime.executors.rank_worker import FOR_EVER_S, work
-from raafl.runtime.executors.ranks import OverRanks
+from raafl.runtime.executors.ranks import RankExecutor
 from raafl.transport import PeerLost, PeerTimeout, Refused
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 
-Work = Callable[[TcpPair], None]
+Work = Callable[[TcpConnection], None]
 _PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends them to all; the parent sees to them
 
 
-class Pool(OverRanks):
+class Pool(RankExecutor):
     """``num_processes`` in all: this one and forked workers. Linux and macOS, CPU only (a forked process cannot use CUDA)."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Pool(OverRanks):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, (ours, theirs) in enumerate(pairs, start=1):
             theirs.close()
-            self.take_on(f"worker process {number}", partial(TcpPair, ours, FOR_EVER_S))
+            self.take_on(f"worker process {number}", partial(TcpConnection, ours, FOR_EVER_S))
 
     def close(self) -> None:
         """Stop the workers, at once where they are in the middle of a task that nobody needs."""
@@ -84,7 +84,7 @@ def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], do
 def _work(end: socket.socket, does: Work, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     try:
-        with TcpPair(end, FOR_EVER_S) as pair:
+        with TcpConnection(end, FOR_EVER_S) as pair:
             does(pair)
     except (BadInput, PeerLost, PeerTimeout, Refused):  # the parent is gone, or meets with the same
         pass

@@ -18,7 +18,7 @@ from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor
 from raafl.submodel import FULL, FlatTensors, Submodels
-from raafl.transport import Kind, Message, Pair
+from raafl.transport import Connection, Kind, Message
 
 FOR_EVER_S = 1e6
 """To wait for a message: the pair tells of a rank that is gone."""
@@ -26,7 +26,7 @@ FOR_EVER_S = 1e6
 _Received = tuple[Assignment | dict[str, Any], FlatTensors | None, bool]
 
 
-def work(pair: Pair, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
+def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
     """Train what comes over ``pair`` by ``inner``, and measure, until told that the run has ended.
 
     One thread receives all the time, so that the end of the run interrupts a task that nobody needs any more.
@@ -67,7 +67,7 @@ def work(pair: Pair, trainer: LocalTrainer, inner: Executor, evaluator: Callable
         give_back()  # the next task may be long in coming
 
 
-def _receive(pair: Pair, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -> None:
+def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -> None:
     """Put tasks into ``inbox``, and at the end None, or what went wrong; then the task at hand is stopped, too."""
     out: list[Assignment] = []
 

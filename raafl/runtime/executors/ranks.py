@@ -24,9 +24,9 @@ from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
 from raafl.runtime.executors.rank_worker import FOR_EVER_S, hello, nothing
 from raafl.runtime.executors.shared_evaluation import Shared
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors
-from raafl.transport import Expect, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTimeout, Refused
 
 AHEAD_BYTES = 1 << 29
 """Results that wait to be asked for, beyond which nothing more is begun ahead of need."""
@@ -48,7 +48,7 @@ class _Task:
     found: Update | TaskFailed | None = None
 
 
-class OverRanks(Executor):
+class RankExecutor(Executor):
     """This process and others that `take_on` brings. One that is lost gives its tasks back; the run goes on with the rest.
 
     One condition guards all that the threads share. Nobody holds it while training, sending or receiving.
@@ -68,13 +68,13 @@ class OverRanks(Executor):
         self._changed = threading.Condition()
         self._stopping = threading.Lock()  # a rank is told to stop by whichever thread is first, and by one at a time
         self._threads: list[threading.Thread] = []
-        self._pairs: list[Pair] = []
+        self._pairs: list[Connection] = []
         self._closed = False
         self._device = trainer.fabric.device
         self._shared: Shared | None = None  # the evaluation at hand
         self._measures_alone = False  # what is measured cannot be shared
 
-    def take_on(self, name: str, connect: Callable[[], Pair]) -> None:
+    def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
         """Let a rank work from when it has connected, until `close`; returns at once. `warn` hears of its loss, in any thread."""
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
@@ -288,7 +288,7 @@ class OverRanks(Executor):
 
     # ---- with another rank; each in a thread of its own ----
 
-    def _serve(self, name: str, connect: Callable[[], Pair]) -> None:
+    def _serve(self, name: str, connect: Callable[[], Connection]) -> None:
         out: list[_Task] = []
         try:
             with connect() as pair:
@@ -304,18 +304,18 @@ class OverRanks(Executor):
                 self._stop(pair)  # it may have come when the others had been told
         except Exception as error:  # whatever it is, the others can do what this one cannot
             if self._lose(out):
-                self.warn(f"{name} is lost ({foreign(error)}); the run goes on without it")
+                self.warn(f"{name} is lost ({sanitize_text(error)}); the run goes on without it")
 
-    def _greet(self, pair: Pair) -> None:
+    def _greet(self, pair: Connection) -> None:
         """Check that the rank has the same raafl and model, and tell it which axes are whole."""
         theirs = pair.recv(nothing, FOR_EVER_S).meta
         for name, ours in hello(self._submodels).items():
             if theirs.get(name) != ours:
-                raise Refused("incompatible", f"another {name}: {foreign(theirs.get(name))}, here it is {ours}")
+                raise Refused("incompatible", f"another {name}: {sanitize_text(theirs.get(name))}, here it is {ours}")
         with self._stopping:
             pair.send(Message(Kind.WELCOME, meta={"kept_whole": sorted(self._submodels.refuted)}))
 
-    def _stop(self, pair: Pair) -> None:
+    def _stop(self, pair: Connection) -> None:
         """Tell a rank that the run has ended; it is no error if it is gone."""
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta={"reason": "the run has ended"}), 1.0)
@@ -338,7 +338,7 @@ class OverRanks(Executor):
                 self._num_free -= 1
         return None
 
-    def _exchange(self, name: str, pair: Pair, out: list[_Task]) -> None:
+    def _exchange(self, name: str, pair: Connection, out: list[_Task]) -> None:
         """Have a rank train tasks, and keep what it answers; those that are done leave ``out``."""
         for place, task in enumerate(out, start=1):
             meta = {"task": assignment_to_json(task.assignment), "more": place < len(out)}

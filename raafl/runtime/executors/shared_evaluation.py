@@ -11,7 +11,7 @@ from typing import Any
 from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors.rank_worker import FOR_EVER_S, nothing
 from raafl.submodel import FlatTensors
-from raafl.transport import Kind, Message, Pair
+from raafl.transport import Connection, Kind, Message
 
 _PARTS = 8
 """Parts for each process: who is free first does more, and none waits long for another's last one."""
@@ -69,7 +69,7 @@ class Shared:
                 self._changed.wait()
             return self._found.pop(place)
 
-    def measure_at(self, pair: Pair) -> None:
+    def measure_at(self, pair: Connection) -> None:
         """Have a rank measure parts as long as there are some; in a thread of its own."""
         values: FlatTensors | None = self._values  # with the first
         while (place := self._take()) is not None:

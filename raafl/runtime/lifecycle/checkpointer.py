@@ -23,7 +23,7 @@ from raafl.submodel import FlatTensors
 from raafl.units import size
 
 
-class Saver(Hooks):
+class Checkpointer(Hooks):
     """Writes checkpoints from snapshots, in a thread of its own.
 
     One that cannot be written ends no run: it is reported, the one before stays as it is, and the next is tried anew.

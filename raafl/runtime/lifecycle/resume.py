@@ -26,7 +26,7 @@ from raafl.runfolder.append_file import read_table, write_table
 from raafl.runfolder.events import JournalRows, read_events
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def restoring(saved: SavedRun) -> Iterator[None]:
             raise
         raise BadInput(
             f"resume: the last checkpoint of '{saved.folder}', or a table beside it, is damaged or was altered "
-            f"({foreign(f'{type(error).__name__}: {error}', 100)}): take an earlier one, or start a new run"
+            f"({sanitize_text(f'{type(error).__name__}: {error}', 100)}): take an earlier one, or start a new run"
         ) from error
 
 

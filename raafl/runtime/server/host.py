@@ -18,9 +18,9 @@ from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
 from raafl.transport import (
     Admit,
+    Connection,
     Kind,
     Message,
-    Pair,
     Refused,
     Transport,
 )
@@ -77,7 +77,7 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
     experiment, waits = parts.experiment, parts.experiment.waits
     waits = waits if terms is None else replace(waits, join_s=_GREET_S)
 
-    def admit(client: int, peer: str, connect: Callable[[], Pair]) -> None:
+    def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= experiment.clients:
             problem = f"client is {client}: this run has clients 1 to {experiment.clients}"
             connect().send(Message(Kind.STOP, meta={"reason": f"refused: {problem}"}))

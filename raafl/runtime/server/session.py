@@ -14,7 +14,7 @@ import torch
 from raafl._version import __version__
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.exchange import Exchange
 from raafl.core.local import Local
 from raafl.core.payload import Payload
@@ -29,15 +29,15 @@ from raafl.core.types import (
     Update,
     assignment_to_json,
 )
-from raafl.errors import GpuLost, TaskFailed, Unsound
+from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.failure import GPU_LOST, from_meta, out_of_memory
 from raafl.local.train import Stopped
 from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.server.inbox import Inbox
-from raafl.sanitize import foreign
+from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-from raafl.transport import GIVEN_UP, Kind, Message, Pair, PeerLost, PeerTimeout, Refused
+from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_DAMAGED = 3
 """Damaged messages in a row after which a connection is given up."""
@@ -85,8 +85,8 @@ class Session(threading.Thread):
     """
 
     def __init__(
-        self, client: int, incarnation: int, connect: Callable[[], Pair], submodels: Submodels, inbox: Inbox,
-        waits: Waits, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
+        self, client: int, incarnation: int, connect: Callable[[], Connection], submodels: Submodels, inbox: Inbox,
+        waits: Timeouts, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
         plan: CompressionPlan | None = None, known: ClientInfo | None = None, local: Local | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `start` connects.
@@ -103,7 +103,7 @@ class Session(threading.Thread):
         self._storage: dict[Layout, FlatTensors] = {}
         self._out: Assignment | None = None
         self._device = device
-        self._pair: Pair | None = None
+        self._pair: Connection | None = None
         self._terms = terms or Terms()
         self._plan = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = Down(self._plan), Up(self._plan)
@@ -144,7 +144,7 @@ class Session(threading.Thread):
 
     def run(self) -> None:
         """Serve the client; every end becomes a `Lost` event, but for a client that was told to stop before."""
-        pair: Pair | None = None
+        pair: Connection | None = None
         failure: TaskFailed | None = None
         counts = False
         try:
@@ -166,7 +166,7 @@ class Session(threading.Thread):
         except (PeerLost, Refused, OSError, RuntimeError) as error:
             reason = f"disconnected: {error}"
         except Exception as error:  # whatever it is, the run must hear that nothing more will come
-            reason = f"failed: {type(error).__name__}: {foreign(error)}"
+            reason = f"failed: {type(error).__name__}: {sanitize_text(error)}"
         finally:
             if pair is not None:
                 pair.close()
@@ -182,7 +182,7 @@ class Session(threading.Thread):
             self._outbox.get(timeout=self._waits.stop_s)
         self._say_stop(reason)
 
-    def _greet(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
+    def _greet(self, pair: Connection) -> tuple[ClientInfo, dict[str, Any]]:
         """Welcome the client, or tell it why not; return what it is, and its HELLO."""
         try:
             info, hello = self._checked(pair)
@@ -197,7 +197,7 @@ class Session(threading.Thread):
         self._welcomed = True
         return info, hello
 
-    def _checked(self, pair: Pair) -> tuple[ClientInfo, dict[str, Any]]:
+    def _checked(self, pair: Connection) -> tuple[ClientInfo, dict[str, Any]]:
         """Check that the client runs the same raafl, config and model."""
         hello = pair.recv(_nothing, self._waits.join_s)
         if hello.kind is Kind.CONFIG and self._terms.config_yaml:
@@ -210,13 +210,14 @@ class Session(threading.Thread):
         problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
         for field, value in expected.items():
             if problem is None and hello.meta.get(field) != value:
-                problem = f"different {field}: the server has {value}, client {self.client} has {foreign(hello.meta.get(field))}"
+                theirs = sanitize_text(hello.meta.get(field))
+                problem = f"different {field}: the server has {value}, client {self.client} has {theirs}"
             if problem is None and field == "raafl":  # before the model, which follows from the config
                 problem = self._terms.problem(hello.meta.get("config"))
         if problem is None and base is not None and hello.meta.get("base") != base.digest:
             problem = (
                 f"different frozen parameters: the server's have digest {base.digest[:16]}, those of client {self.client} "
-                f"{foreign(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
+                f"{sanitize_text(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
             )
         if problem is not None:
             raise Refused("incompatible", problem)
@@ -229,7 +230,7 @@ class Session(threading.Thread):
             number = count_of(hello, "unsent", least=1)
             self._inbox.put(Arrived(Update(number, self.client, self.incarnation, nothing, 0, refusal="late")))
 
-    def _serve(self, pair: Pair) -> None:
+    def _serve(self, pair: Connection) -> None:
         idle_s = 0.0
         while True:
             try:
@@ -264,7 +265,7 @@ class Session(threading.Thread):
         with suppress(PeerLost, PeerTimeout):
             self._pair.send(message, self._waits.stop_s if wait_s is None else wait_s)
 
-    def _task(self, pair: Pair, task: _Task) -> None:
+    def _task(self, pair: Connection, task: _Task) -> None:
         """Send a task and take in its answer; where it has an exchange, train the server's side in between."""
         assignment, spec = task.assignment, task.assignment.spec
         exchange = self._local.exchange(self._submodels, assignment.extra)
@@ -318,7 +319,7 @@ class Session(threading.Thread):
         nothing = self._nothing(assignment.spec)
         return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
 
-    def _send(self, pair: Pair, message: Message) -> int:
+    def _send(self, pair: Connection, message: Message) -> int:
         """Send a message of a task; return its bytes."""
         with self._sending:
             sent = pair.send(message)
@@ -328,7 +329,7 @@ class Session(threading.Thread):
         self._moved(sent, 0)
         return sent
 
-    def _arrived(self, pair: Pair, update: Update, down_bytes: int, up_bytes: int) -> None:
+    def _arrived(self, pair: Connection, update: Update, down_bytes: int, up_bytes: int) -> None:
         update.bytes_down, update.bytes_up = down_bytes, up_bytes
         self._moved(0, up_bytes)
         self._inbox.put(Arrived(update))
@@ -358,7 +359,7 @@ class Session(threading.Thread):
             raise Refused("other-base", f"the frozen parameters, held as {spec.base}, are not those of the server")
         try:
             tensors = self._up.unpack(spec, answer.tensors, self._received)
-        except Unsound as unsound:
+        except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(
             answer.assignment, self.client, self.incarnation, tensors, num_samples,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.admission import ERROR
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import Hooks
@@ -59,7 +59,7 @@ class Server(Driver):
         record: RunRecord,
         evaluator: Evaluator | None,
         *,
-        waits: Waits | None = None,
+        waits: Timeouts | None = None,
         hooks: Hooks | None = None,
         progress: Progress | None = None,
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
@@ -76,7 +76,7 @@ class Server(Driver):
         self._bears, self._failures, self._num_failures = bears, Counter[tuple[int, str, str]](), 0
         self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
-        self.inbox, self.waits = inbox, waits or Waits()
+        self.inbox, self.waits = inbox, waits or Timeouts()
         self.sessions: dict[int, Session] = {}
         self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
         self._snapshots = Snapshots(coordinator)

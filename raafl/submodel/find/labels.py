@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
-class Misfit(Exception):
+class ShapeConflict(Exception):
     """Two dimensions cannot be the same, or one cannot be cut as asked."""
 
 
@@ -175,7 +175,7 @@ class Labels:
         """
         rest = [atom for dim in dims for atom in dim.leaves()]
         if math.prod(sizes) != math.prod(atom.size for atom in rest):
-            raise Misfit
+            raise ShapeConflict
         found = []
         for size in sizes:
             atoms: list[Atom] = []
@@ -190,7 +190,7 @@ class Labels:
                 elif atom.size % size == 0:
                     self._split(atom, size)
                 else:
-                    raise Misfit
+                    raise ShapeConflict
             found.append(Dim(atoms))
         return found
 
@@ -203,7 +203,7 @@ class Labels:
         if one is other:
             return
         if one.size != other.size:
-            raise Misfit
+            raise ShapeConflict
         ours, theirs = one.leaves(), other.leaves()
         while ours and theirs:
             a, b = ours[0].now(), theirs[0].now()
@@ -325,7 +325,7 @@ class Labels:
         ends = self._borders(atom)
         inside = [p for p, end in zip(atom.parts, ends, strict=True) if start < end <= start + length]
         if sum(part.size for part in inside) != length:
-            raise Misfit
+            raise ShapeConflict
         return self.join(inside)
 
     def _cut_at(self, atom: Atom, border: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raafl.submodel.find.labels import Dim, Labels, Misfit
+from raafl.submodel.find.labels import Dim, Labels, ShapeConflict
 
 Dims = Sequence[Dim]
 """The labels of a tensor, dimension by dimension."""
@@ -131,7 +131,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
     if all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
         try:
             found = list(rule(call)) if rule is not None else []
-        except (Misfit, IndexError, KeyError):
+        except (ShapeConflict, IndexError, KeyError):
             found = []
         fits = [[dim.size for dim in dims] == list(out.shape) for dims, out in zip(found, call.outs, strict=False)]
         if len(fits) == len(call.outs) and all(fits):
@@ -214,7 +214,7 @@ def _viewed(call: Call, dims: list[Dim]) -> Dims:
             continue
         try:
             found += call.labels.regroup(ours, sizes)
-        except Misfit:
+        except ShapeConflict:
             for dim in ours:
                 call.labels.pin(dim, "a view cuts through it")
             found += call.new(sizes, "a view cuts through it")

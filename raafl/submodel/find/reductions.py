@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from raafl.submodel.find.labels import Dim, Misfit
+from raafl.submodel.find.labels import Dim, ShapeConflict
 from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 
 # ---- along dimensions ----
@@ -138,7 +138,7 @@ def _index_put(call: Call) -> list[Dims]:
     dims, places = call.dims("self"), _indexed(call)
     after = dims[max(places, default=-1) + 1 :]
     if len(after) + len(places) != len(dims):
-        raise Misfit
+        raise ShapeConflict
     call.unify_last(call.dims("values"), after)
     return [dims]
 

@@ -27,7 +27,7 @@ from raafl.submodel.cut.sizes import (
     put,
     site_of,
 )  # fmt: skip
-from raafl.submodel.find.labels import Dim, Labels, Misfit
+from raafl.submodel.find.labels import Dim, Labels, ShapeConflict
 from raafl.submodel.find.products import DIVIDED
 
 Attribute = tuple[str, Trail]
@@ -134,7 +134,7 @@ class Asked:
 class _Method:
     """A method of a watched module: says which one is running."""
 
-    def __init__(self, watch: Watch, module: nn.Module, path: str, name: str) -> None:
+    def __init__(self, watch: SizeTracker, module: nn.Module, path: str, name: str) -> None:
         self.watch, self.module, self.path, self.name = watch, module, path, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class _Method:
 BORDERS.add(_Method.__call__.__code__)
 
 
-class Watch(TorchFunctionMode):
+class SizeTracker(TorchFunctionMode):
     """Notes every size that code hands to torch, while it is entered.
 
     Attributes:
@@ -230,7 +230,7 @@ class Watch(TorchFunctionMode):
                 return self._labels.take(dim, 0, part.stop) if part.stop else None
             if part.outer is not None:
                 return self._labels.regroup([dim], [part.outer, dim.size // part.outer])[0]
-        except (Misfit, ZeroDivisionError):
+        except (ShapeConflict, ZeroDivisionError):
             return None
         return dim
 

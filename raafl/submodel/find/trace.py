@@ -28,7 +28,7 @@ from raafl.submodel.find import products, reductions, windows  # noqa: F401  # t
 from raafl.submodel.find.examples import made_batch
 from raafl.submodel.find.labels import Dim, Labels
 from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
-from raafl.submodel.find.size_tracker import Watch
+from raafl.submodel.find.size_tracker import SizeTracker
 from raafl.submodel.nested_batch import meta_batch, tensors_in
 from raafl.submodel.results import result_of
 
@@ -67,7 +67,7 @@ class Seen:
     dims: dict[str, list[Dim]]
     labels: Labels
     parameters: frozenset[str]
-    watch: Watch
+    watch: SizeTracker
     untouched: set[str] = field(default_factory=set)
     given: list[tuple[str, list[Dim]]] = field(default_factory=list)
     problem: str | None = None
@@ -181,7 +181,9 @@ def trace(module: nn.Module, batch: Any) -> Seen:
 
 def _unseen(module: nn.Module, problem: str) -> Seen:
     labels = Labels()
-    return Seen({}, labels, frozenset(), Watch(nn.Module(), labels, lambda x: (), lambda x: False), problem=problem)
+    return Seen(
+        {}, labels, frozenset(), SizeTracker(nn.Module(), labels, lambda x: (), lambda x: False), problem=problem
+    )
 
 
 def _runs(module: nn.Module, batch: Any) -> bool:
@@ -208,7 +210,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     isolated_run.settle(copy)
     tracer = Tracer(copy, is_blind=way == "blind")
     parameters = frozenset(name for name, _ in copy.named_parameters())
-    watch = Watch(copy, tracer.labels, tracer.dims_of, tracer.knows)
+    watch = SizeTracker(copy, tracer.labels, tracer.dims_of, tracer.knows)
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
     seen = Seen(dims, tracer.labels, parameters, watch)
     isolated_run.watch_outputs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from raafl.submodel.find.labels import Dim, Misfit
+from raafl.submodel.find.labels import Dim, ShapeConflict
 from raafl.submodel.find.operations import Call, Dims, rule
 
 _PIXELS = "they are pixels"
@@ -52,7 +52,7 @@ def _as_strided(call: Call) -> list[Dims]:
     """Follow a dimension through which no other runs, neither before nor after; of the others, windows are taken."""
     x, out = call.ins[0], call.outs[0]
     if x.storage_offset() != out.storage_offset():
-        raise Misfit
+        raise ShapeConflict
     dims = call.dims()
     known = {laid: dim for laid, dim in zip(_laid(x), dims, strict=True) if laid is not None}
     found: list[Dim] = []

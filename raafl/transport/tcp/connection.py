@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Message, Refused
-from raafl.transport.connection import Pair, PeerLost, PeerTimeout
+from raafl.transport.connection import Connection, PeerLost, PeerTimeout
 from raafl.transport.frames import Frames
 from raafl.transport.tcp.stream import SocketStream, Stream, TimeBudget, hang_up
 
@@ -24,7 +24,7 @@ MIN_BYTES_PER_S = 1000.0
 """Slower than this, a peer in the middle of a message is cut off as ``slow``."""
 
 
-class TcpPair(Pair):
+class TcpConnection(Connection):
     """Messages over a stream socket. CUDA tensors pass through one pinned buffer of 24 MiB per direction in use.
 
     A send ends when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Beside the
@@ -55,7 +55,7 @@ class TcpPair(Pair):
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message; see `Pair.send`."""
+        """Send a message; see `Connection.send`."""
         head = codec.encode_head(message)
         with self._inside():
             self._socket.writing = TimeBudget(self.timeout_s if timeout_s is None else timeout_s, self.min_bytes_per_s)
@@ -65,7 +65,7 @@ class TcpPair(Pair):
                 raise PeerTimeout(f"the peer accepts the message too slowly: {refused.detail}") from None
 
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
-        """Receive a message; see `Pair.recv`."""
+        """Receive a message; see `Connection.recv`."""
         self.received_bytes = 0
         with self._inside():
             before = self._stream.num_read
@@ -78,12 +78,12 @@ class TcpPair(Pair):
                 self.received_bytes = self._stream.num_read - before
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer has ended the connection; see `Pair.check`."""
+        """Raise `PeerLost` if the peer has ended the connection; see `Connection.check`."""
         with self._inside():
             self._socket.check()
 
     def close(self) -> None:
-        """End the session; see `Pair.close`."""
+        """End the session; see `Connection.close`."""
         with self._lock:
             self.closed = True
             if not self._open:

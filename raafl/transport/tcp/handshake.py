@@ -118,7 +118,7 @@ def load_secret(path: str | None = None) -> Secret:
     return _parse(value, "RAAFL_SECRET is set")
 
 
-def greet(
+def server_handshake(
     stream: SocketStream, secret: Secret, encrypt: bool, claimed: Callable[[int], None] = lambda client: None
 ) -> tuple[int, RecordCipher | None]:
     """Be the server of a handshake; return the client's id and, if the session is encrypted, its keys.
@@ -156,7 +156,7 @@ def greet(
     return client, seal
 
 
-def introduce(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> RecordCipher | None:
+def client_handshake(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> RecordCipher | None:
     """Be the client of a handshake; return the keys of the session if it is encrypted.
 
     Raises:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
-from raafl.transport.tcp.connection import TcpPair
-from raafl.transport.tcp.handshake import ClientKey, Secret, greet, introduce
-from raafl.transport.tcp.rate_limit import Turns
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.handshake import ClientKey, Secret, client_handshake, server_handshake
+from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up
 
 HANDSHAKE_S = 5.0
@@ -43,7 +43,7 @@ _MAX_TOLD = 10
 
 _log = logging.getLogger(__name__)
 
-Admit = Callable[[TcpPair, int, str], None]
+Admit = Callable[[TcpConnection, int, str], None]
 
 
 def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:
@@ -90,7 +90,7 @@ class Listener:
     def __init__(
         self, address: str | socket.socket, secret: Secret, admit: Admit, refused: Callable[[str], None], *,
         encrypt: bool = False, timeout_s: float = 30.0, max_callers: int = 32, max_per_host: int = 32,
-        turns: Turns | None = None,
+        turns: TokenBucket | None = None,
     ) -> None:  # fmt: skip
         """Listen; `start` begins to answer.
 
@@ -251,7 +251,7 @@ class Listener:
         """Do the handshake with one caller and admit it; every other end is one call of ``refused``."""
         reason, detail, abruptly = "failed", "", True
         try:
-            client, seal = greet(
+            client, seal = server_handshake(
                 SocketStream(caller.sock, TimeBudget(HANDSHAKE_S), 0), self._secret, self._encrypt,
                 lambda client: self._claimed(caller.host, client),
             )  # fmt: skip
@@ -259,7 +259,7 @@ class Listener:
             with self._lock:
                 caller.admitted = caller.reason is None
             if caller.admitted:
-                self._admit(TcpPair(caller.sock, self._timeout_s, seal=seal), client, caller.address)
+                self._admit(TcpConnection(caller.sock, self._timeout_s, seal=seal), client, caller.address)
                 reason = ""
         except Refused as refused:
             reason, detail, abruptly = refused.reason, refused.detail, refused.reason == "too-often"
@@ -296,10 +296,10 @@ class Listener:
 
 def call(
     address: str, key: ClientKey, *, timeout_s: float, demand_encryption: bool = False, pair_timeout_s: float = 30.0
-) -> TcpPair:
+) -> TcpConnection:
     """Connect to a `Listener` as the client whose key it is; returns the pair.
 
-    ``timeout_s`` is for connection and handshake, ``pair_timeout_s`` that of the pair; see `TcpPair`.
+    ``timeout_s`` is for connection and handshake, ``pair_timeout_s`` that of the pair; see `TcpConnection`.
 
     Raises:
         Refused: wrong-secret, bad-version, bad-magic (no raafl server), bad-share or not-encrypted: asking again will
@@ -318,8 +318,8 @@ def call(
     except OSError as error:
         raise PeerLost("connection-broken", f"cannot reach {address}: {error.strerror or error}") from None
     try:
-        seal = introduce(SocketStream(sock, TimeBudget(timeout_s), 0), key, demand_encryption)
-        return TcpPair(sock, pair_timeout_s, seal=seal)
+        seal = client_handshake(SocketStream(sock, TimeBudget(timeout_s), 0), key, demand_encryption)
+        return TcpConnection(sock, pair_timeout_s, seal=seal)
     except Refused as refused:
         sock.close()
         raise Refused(refused.reason, f"{address}: {refused.detail}") from None

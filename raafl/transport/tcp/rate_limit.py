@@ -10,7 +10,7 @@ AT_ONCE = 10
 EVERY_S = 2.0
 
 
-class Turns:
+class TokenBucket:
     """A bucket of turns for each client, used from any thread. A client has the turns of its own id only."""
 
     def __init__(

@@ -8,18 +8,18 @@ from typing import Self
 import torch
 
 from raafl.errors import BadInput
-from raafl.transport.connection import Pair
+from raafl.transport.connection import Connection
 from raafl.transport.tcp.listener import Listener, call, encrypts
-from raafl.transport.tcp.rate_limit import Turns
-from raafl.transport.transport import Admit, Meeting, Transport
+from raafl.transport.tcp.rate_limit import TokenBucket
+from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
-class Sockets(Transport):
+class TcpTransport(Transport):
     """Callers prove a client's key before they are told anything, and each client has its turns to come in."""
 
     comes_and_goes = True
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: ConnectOptions) -> None:
         if meeting.secret is None:
             raise BadInput("there is no secret: a client proves one before it is let in")
         self._meeting, self._secret, self.client = meeting, meeting.secret, meeting.client
@@ -30,7 +30,7 @@ class Sockets(Transport):
         self._listener = Listener(
             self._meeting.address, self._secret,
             lambda pair, client, peer: self._admit(client, peer, lambda: pair), lambda reason: self._refused(reason),
-            encrypt=self._encrypt, timeout_s=self._meeting.piece_s, turns=Turns(),
+            encrypt=self._encrypt, timeout_s=self._meeting.piece_s, turns=TokenBucket(),
         )  # fmt: skip
         self.address = self._listener.address + (", encrypted" if self._encrypt else "")
         return self
@@ -44,7 +44,7 @@ class Sockets(Transport):
         """Close the port; see `Transport.__exit__`."""
         self._listener.close()
 
-    def connect(self, device: torch.device | str = "cpu") -> Pair:
+    def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Call the server; see `call`."""
         meeting, key = self._meeting, self._secret.for_client(self.client)
         assert isinstance(meeting.address, str)

@@ -7,7 +7,7 @@ import torch
 
 from raafl.algorithms import fed_avg, split_fed
 from raafl.algorithms.split_fed.questions import halves
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
@@ -16,12 +16,12 @@ from raafl.submodel import FULL, SpecError, Submodels
 from tests.algorithms.split_fed.models import Tied, mlp, submodels_of
 
 
-def fleet_for(submodels: Submodels, algorithm, **profile) -> Fleet:
+def fleet_for(submodels: Submodels, algorithm, **profile) -> SelectContext:
     import random
 
     state = GlobalState(submodels, submodels.state(mlp()))
     clients = {1: ClientInfo(1, 70, Profile(**profile))}
-    return Fleet(state, clients, random.Random(0), Training(num_epochs=3), 32, local=algorithm.local)
+    return SelectContext(state, clients, random.Random(0), Training(num_epochs=3), 32, local=algorithm.local)
 
 
 LINK = {"latency_s": 0.25, "flops_per_s": 1e6, "down_bytes_per_s": 1e4, "up_bytes_per_s": 2e4}

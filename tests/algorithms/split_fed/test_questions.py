@@ -9,7 +9,7 @@ import torch
 
 from raafl.algorithms.split_fed.questions import halves
 from raafl.core.types import Assignment
-from raafl.errors import Unsound
+from raafl.errors import InvalidPayload
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.tools import EXAMPLE, Line
 
@@ -81,7 +81,7 @@ def test_each_batch_is_answered_by_its_gradient_when_the_next_is_asked_for():
     ],
 )
 def test_a_batch_that_is_not_the_one_due_is_refused(changes, reason):
-    with pytest.raises(Unsound) as caught:
+    with pytest.raises(InvalidPayload) as caught:
         asked(Wire((changes, FIRST)))
     assert caught.value.reason == reason
 

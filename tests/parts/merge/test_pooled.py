@@ -14,7 +14,7 @@ from raafl.local.train import LocalTrainer
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.pooled import Pooled, pooled
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.protect.robust import Located, Screened
+from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from tests.local.bench import Bench, Net, assignment
@@ -146,7 +146,7 @@ def test_a_clipped_update_takes_its_statistics_half_the_way(inner):
     tensors["fc2.bias"].add_(2.0)  # a norm of 2 sqrt(3)
     tensors[MEAN].fill_(4.0)
     tensors[VAR].fill_(3.0 + 16.0)
-    merge = around(state, Screened(inner, 3**0.5, None, 1))
+    merge = around(state, NormFilter(inner, 3**0.5, None, 1))
     merge.receive(state, Update(1, 1, 0, tensors, 1), FULL, 0)
     merge.apply(state)
     # mean 2, variance 1/2 (1 + 4) + 1/2 (3 + 4)
@@ -157,7 +157,7 @@ def test_a_clipped_update_takes_its_statistics_half_the_way(inner):
 @pytest.mark.parametrize("inner", [Mean(), Deltas(), ServerOptimizer()], ids=str)
 def test_a_median_is_of_means_and_of_second_moments(inner):
     updates = [(1.0, 1.0, FULL, 1, 0), (1e6, 1.0, FULL, 1, 0), (3.0, 2.0, FULL, 1, 0)]
-    mean, variance = statistics(give(state_of(), Located(inner, "median", 0.1), updates))
+    mean, variance = statistics(give(state_of(), CoordinateWise(inner, "median", 0.1), updates))
     assert mean == [3.0] * 3 and variance == [2.0] * 3
 
 

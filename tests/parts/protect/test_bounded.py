@@ -10,7 +10,7 @@ import torch
 from raafl.algorithms import fed_avg, fed_buff, fed_dyn, scaffold
 from raafl.core import saving
 from raafl.core.state import GlobalState
-from raafl.core.types import Arrived, KeepOut, Update
+from raafl.core.types import Arrived, Suspend, Update
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.bounded import Bounded, bounded
@@ -195,7 +195,7 @@ def test_the_client_is_kept_out_and_the_others_go_on():
         while 3 in tasks:
             actions += (last := answer(coordinator, tasks.pop(3), MOST))
             tasks |= assigned(last)
-        out += [action.client for action in actions if isinstance(action, KeepOut)]
+        out += [action.client for action in actions if isinstance(action, Suspend)]
         answer(coordinator, tasks[1], 2.0 + turn)
         tasks = assigned(answer(coordinator, tasks[2], 2.0 + turn))
     assert out == [3] and values_of(coordinator.state).tolist() == [5.0] * 13
@@ -211,7 +211,7 @@ def test_nobody_is_kept_out_for_what_a_ruined_model_does_to_its_training():
             last := coordinator.handle(Arrived(update_for(coordinator.state, tasks[1], 1.0, refusal="non-finite")), 0.0)
         )
         tasks |= assigned(last)
-    assert not any(isinstance(action, KeepOut) for action in actions) and coordinator.refused["non-finite"] == 4
+    assert not any(isinstance(action, Suspend) for action in actions) and coordinator.refused["non-finite"] == 4
 
 
 def test_norms_survive_a_checkpoint():

@@ -18,7 +18,7 @@ from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.guard import guarded
 from raafl.parts.protect.options import Guard
-from raafl.parts.protect.robust import WINDOW, Located, Screened, comparators, locate, norm_of
+from raafl.parts.protect.robust import WINDOW, CoordinateWise, NormFilter, comparators, locate, norm_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, filled, join, line_state, values_of
 
@@ -45,11 +45,11 @@ def one(state):
 
 
 def screened(inner, clip_norm=None, outlier=None, warm_up=2):
-    return Screened(inner, clip_norm, outlier, warm_up)
+    return NormFilter(inner, clip_norm, outlier, warm_up)
 
 
 def located(inner, combine="median", trim=0.1):
-    return Located(inner, combine, trim)
+    return CoordinateWise(inner, combine, trim)
 
 
 # ---- clipping ----

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.parts.select.ranking import Ranking
@@ -55,7 +55,7 @@ def info(client, speed, num_samples, memory=float("inf")):
 def test_a_select_part_told_of_changes_answers_as_one_that_starts_afresh():
     rng, select, state = random.Random(1), Fragments((0.2, 0.3, 0.5)), line_state(hidden=10)
     clients = {i: info(i, float(i % 3 + 1), i) for i in range(1, 8)}
-    fleet = Fleet(state, clients, random.Random(0), Training(num_epochs=1), 1)
+    fleet = SelectContext(state, clients, random.Random(0), Training(num_epochs=1), 1)
     for step in range(60):
         if rng.random() < 0.5 and len(clients) > 1:
             gone = clients.pop(rng.choice(list(clients)))
@@ -67,7 +67,7 @@ def test_a_select_part_told_of_changes_answers_as_one_that_starts_afresh():
             clients[new.id] = new
             select.joined(new, fleet)
         if step % 2:  # several changes may come between two questions
-            fresh = Fleet(state, dict(clients), random.Random(0), Training(num_epochs=1), 1)
+            fresh = SelectContext(state, dict(clients), random.Random(0), Training(num_epochs=1), 1)
             assert select.bound(fleet) == select.bound(fresh)
             assert [select.allowed(c, fleet) for c in clients.values()] == [
                 select.allowed(c, fresh) for c in clients.values()

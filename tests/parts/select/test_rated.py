@@ -10,7 +10,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
 from raafl.config.parse import load_experiment, parse
 from raafl.core import saving
-from raafl.core.algorithm import Fleet, OwnTests, Training
+from raafl.core.algorithm import OwnTests, SelectContext, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
@@ -34,7 +34,7 @@ def client(number=1, **profile):
 
 def fleet_of(*clients, state=None, seed=0):
     known = {one.id: one for one in clients}
-    return Fleet(state or line_state(16), known, random.Random(0), Training(num_epochs=1), 1, seed=seed)
+    return SelectContext(state or line_state(16), known, random.Random(0), Training(num_epochs=1), 1, seed=seed)
 
 
 def hidden(units):

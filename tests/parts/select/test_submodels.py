@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
@@ -20,7 +20,7 @@ from tests.tools import line_state
 
 def fleet_of(speeds, hidden=10, seed=0, memory=float("inf"), batch_size=1):
     clients = {i: ClientInfo(i, 1, Profile(flops_per_s=s, memory_bytes=memory)) for i, s in enumerate(speeds, start=1)}
-    return Fleet(line_state(hidden), clients, random.Random(seed), Training(num_epochs=1), batch_size)
+    return SelectContext(line_state(hidden), clients, random.Random(seed), Training(num_epochs=1), batch_size)
 
 
 def test_table_4_and_any_ratios():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.runtime.client.worker import multiprocess
+from raafl.runtime.client import multiprocess
 from raafl.transport import nccl
 
 WAIT_S = 20.0

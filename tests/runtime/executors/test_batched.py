@@ -9,7 +9,7 @@ from raafl.core.algorithm import Local
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed
 from raafl.runtime.executors import Inline, batched
-from raafl.runtime.executors.batched import Cohorts
+from raafl.runtime.executors.batched import BatchedExecutor
 from raafl.submodel import FULL, Spec
 from tests.local.bench import BATCH_SIZE, Bench, Net
 from tests.local.stacked.test_cohort import Branching, Numpy, members
@@ -37,7 +37,7 @@ def small(monkeypatch):
 
 def executor(make, tasks, most=4, **options):
     bench = Bench.of(make, **options)
-    made = Cohorts(bench.trainer, {task.assignment.client: task.data for task in tasks}.__getitem__, most)
+    made = BatchedExecutor(bench.trainer, {task.assignment.client: task.data for task in tasks}.__getitem__, most)
     notes = []
     made.note = notes.append
     return made, notes
@@ -96,8 +96,10 @@ def _numbered(assignment, number):
 
 def test_a_batch_of_another_shape_is_compared_before_it_is_trusted(small, monkeypatch):
     compared = []
-    real = Cohorts._compare
-    monkeypatch.setattr(Cohorts, "_compare", lambda self, *given: compared.append(given[0]) or real(self, *given))
+    real = BatchedExecutor._compare
+    monkeypatch.setattr(
+        BatchedExecutor, "_compare", lambda self, *given: compared.append(given[0]) or real(self, *given)
+    )
     sizes = [22] * 8 + [13] * 8  # last batches of two, then of three
     report, _ = alike(Net, members(Bench.of(Net), sizes=sizes, epochs=1))
     found = [[task.data.num_samples for task in tasks] for tasks in compared if tasks]

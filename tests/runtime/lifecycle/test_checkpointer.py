@@ -10,7 +10,7 @@ import pytest
 
 from raafl.runfolder import append_file
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runtime.lifecycle.checkpointer import Saver
+from raafl.runtime.lifecycle.checkpointer import Checkpointer
 from raafl.runtime.run import simulate
 from tests.federation import experiment
 
@@ -28,7 +28,7 @@ def saver(tmp_path):
     """A saver whose checkpoints are made here, with a clock that is set by hand."""
     import torch
 
-    made = Saver(tmp_path, torch.nn.Linear(1, 1), 2, "simulated", record=None, every_s=10.0, clock=Clock())
+    made = Checkpointer(tmp_path, torch.nn.Linear(1, 1), 2, "simulated", record=None, every_s=10.0, clock=Clock())
     yield made
     made.close()
 
@@ -99,7 +99,7 @@ def test_the_last_checkpoint_fails_and_the_one_before_is_good(tmp_path, monkeypa
 
 
 def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monkeypatch):
-    on_settled, seen = Saver.on_settled, []
+    on_settled, seen = Checkpointer.on_settled, []
 
     def delete(self, settled, now):
         seen.append(settled)
@@ -108,7 +108,7 @@ def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monke
         on_settled(self, settled, now)
 
     plain, _ = simulate(experiment(tmp_path / "plain", "fed_async"))
-    monkeypatch.setattr(Saver, "on_settled", delete)
+    monkeypatch.setattr(Checkpointer, "on_settled", delete)
     summary, folder = simulate(experiment(tmp_path / "run", "fed_async"))
     assert summary["model_digest"] == plain["model_digest"]
     assert checkpoint.load(folder).version == summary["versions"]

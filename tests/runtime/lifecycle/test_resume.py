@@ -27,7 +27,7 @@ from tests.forked import command, wait_for
 
 pytestmark = pytest.mark.timeout(400)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 DEVICES = (
     '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'

@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 
 import raafl
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.types import Assignment, ClientInfo, client_to_json
 from raafl.devices.profiles import Profile
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from tests.tools import filled, line_state
 
 WAIT_S = 60.0  # for what comes at once on an idle machine, and before a sign of life that the test does not expect
@@ -30,14 +30,14 @@ class Table:
     def __init__(self, terms=None, share=0, profile=None, **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
         ours, theirs = socket.socketpair()
-        times = Waits(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
+        times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
         self.session = Session(
-            4, 0, lambda: TcpPair(ours, 20.0), self.state.submodels, self.inbox, times,
+            4, 0, lambda: TcpConnection(ours, 20.0), self.state.submodels, self.inbox, times,
             lambda down, up: self.moved.append((down, up)), terms=terms,
             known=ClientInfo(4, share, profile or Profile()),
         )  # fmt: skip
         self.session.start()
-        self.pair = TcpPair(theirs, 20.0)
+        self.pair = TcpConnection(theirs, 20.0)
 
     def hello(self, **changes):
         meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.config.options import Waits
+from raafl.config.options import Timeouts
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.transport import Kind, PeerLost, codec
-from raafl.transport.gloo import GlooPair
+from raafl.transport.gloo import GlooConnection
 from tests.runtime.server.sessions import INFO, WAIT_S, Table
 from tests.tools import filled, line_state
 
@@ -146,10 +146,10 @@ def test_a_client_that_does_not_come_is_lost_at_the_deadline():
     session = Session(
         4,
         0,
-        lambda: GlooPair.connect(store, "pair", True, 0.5, HOST),
+        lambda: GlooConnection.connect(store, "pair", True, 0.5, HOST),
         state.submodels,
         inbox,
-        Waits(),
+        Timeouts(),
         lambda d, u: None,
     )
     with ThreadPoolExecutor(1) as pool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from model_zoo import CNN
-from raafl.core.algorithm import Fleet, Training
+from raafl.core.algorithm import SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
@@ -69,7 +69,7 @@ def test_padding_takes_time_where_the_speed_of_memory_is_known(monkeypatch):
     info, state = ClientInfo(1, 10), GlobalState(submodels, submodels.state(module))
     for bytes_per_s, padding in ((None, 0.0), (math.inf, cost.padding_flops_per_sample)):
         client = replace(info, profile=Profile(flops_per_s=1e6, bytes_per_s=bytes_per_s))
-        fleet = Fleet(state, {1: client}, random.Random(0), Training(num_epochs=1), 4)
+        fleet = SelectContext(state, {1: client}, random.Random(0), Training(num_epochs=1), 4)
         seconds = 10 * (cost.flops_per_sample + padding) / 1e6
         assert fleet.task_time(client, Work(FULL)).compute_s == pytest.approx(seconds)
         budget = Budget(seconds=1.0, profile=client.profile, samples=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.submodel.find.labels import Dim, Labels, Misfit
+from raafl.submodel.find.labels import Dim, Labels, ShapeConflict
 
 
 def sizes(dim):
@@ -40,9 +40,9 @@ def test_a_view_splits_and_joins_factors_in_their_order():
 
 def test_a_view_whose_borders_lie_within_a_factor_does_not_fit():
     labels = Labels()
-    with pytest.raises(Misfit):
+    with pytest.raises(ShapeConflict):
         labels.regroup([labels.new(2), labels.new(3)], [3, 2])
-    with pytest.raises(Misfit):
+    with pytest.raises(ShapeConflict):
         labels.regroup([labels.new(4)], [5])
 
 
@@ -52,7 +52,7 @@ def test_what_is_added_is_the_same_and_so_are_its_factors():
     labels.regroup([one], [3, 4])
     labels.unify(one, other)
     assert sizes(other) == [3, 4] and same(one, other)
-    with pytest.raises(Misfit):
+    with pytest.raises(ShapeConflict):
         labels.unify(one, labels.new(6))
 
 

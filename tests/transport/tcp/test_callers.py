@@ -101,7 +101,7 @@ def test_a_place_is_taken_from_the_host_that_holds_most():
         crowd = [raw(house.listener.address) for _ in range(20)]
         for _ in range(17):
             assert house.reason() == "busy"
-        handshake.introduce(SocketStream(lonely, TimeBudget(WAIT_S), 0), SECRET.for_client(2), False)
+        handshake.client_handshake(SocketStream(lonely, TimeBudget(WAIT_S), 0), SECRET.for_client(2), False)
         assert house.admitted.get(timeout=WAIT_S)[1:] == (2, f"127.0.0.2:{lonely.getsockname()[1]}")
         for sock in (lonely, *crowd):
             sock.close()

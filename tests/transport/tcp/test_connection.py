@@ -12,7 +12,7 @@ import torch
 
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport.tcp.connection import TcpPair
+from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.stream import TimeBudget, hang_up
 from tests.whole_frames import encode
 
@@ -88,7 +88,10 @@ def test_a_slow_drip_is_refused_as_slow(fast):
         dripper = threading.Thread(target=drip, args=(client, frame, fast, stop))
         dripper.start()
         try:
-            with TcpPair(server, 0.5, min_bytes_per_s=1000) as pair, pytest.raises((Refused, PeerTimeout)) as caught:
+            with (
+                TcpConnection(server, 0.5, min_bytes_per_s=1000) as pair,
+                pytest.raises((Refused, PeerTimeout)) as caught,
+            ):
                 pair.recv(lambda *args: target, 30)
             assert pair.closed and 0 < pair.received_bytes < len(frame)
         finally:
@@ -103,7 +106,7 @@ def test_a_slow_drip_is_refused_as_slow(fast):
 def test_a_peer_that_stops_in_mid_message_is_a_timeout(sockets):
     server, client = sockets
     client.sendall(encode(Message(Kind.UPDATE, 1, 0, {"a": 1}))[:70])
-    with TcpPair(server, 0.3) as pair, pytest.raises(PeerTimeout, match=r"within 0\.3 s"):
+    with TcpConnection(server, 0.3) as pair, pytest.raises(PeerTimeout, match=r"within 0\.3 s"):
         pair.recv(nothing, 10)
     assert pair.closed
 
@@ -119,7 +122,7 @@ def test_a_reader_that_drips_is_a_timeout_of_the_sender(sockets, pool):
 
     sipping = pool.submit(sip)
     try:
-        with TcpPair(server, 0.5, min_bytes_per_s=1e6) as pair, pytest.raises(PeerTimeout):
+        with TcpConnection(server, 0.5, min_bytes_per_s=1e6) as pair, pytest.raises(PeerTimeout):
             pair.send(Message(Kind.ASSIGN, 1, 0, {}, random_flat(4_000_000)))
         assert pair.closed
     finally:
@@ -138,7 +141,7 @@ def test_an_honest_slow_link_is_waited_for():
 
 
 def test_check_finds_a_peer_that_has_gone_and_disturbs_nothing(sockets):
-    with TcpPair(sockets[0], 10) as server, TcpPair(sockets[1], 10) as client:
+    with TcpConnection(sockets[0], 10) as server, TcpConnection(sockets[1], 10) as client:
         server.check()
         client.send(Message(Kind.KEEPALIVE))
         server.check()
@@ -157,7 +160,7 @@ def test_a_sound_header_with_bad_json_is_read_to_its_end(sockets):
     server, client = sockets
     frame = bytearray(encode(Message(Kind.UPDATE, 7, 0, {"a": 1}, random_flat(100_000))))
     frame[60] ^= 1
-    with TcpPair(server, 10) as pair:
+    with TcpConnection(server, 10) as pair:
         sender = threading.Thread(target=client.sendall, args=(bytes(frame) + encode(Message(Kind.STOP)),))
         sender.start()
         with pytest.raises(Refused, match="bad-checksum"):
@@ -168,7 +171,7 @@ def test_a_sound_header_with_bad_json_is_read_to_its_end(sockets):
 
 
 def test_socket_options(sockets):
-    with TcpPair(sockets[0], 10):
+    with TcpConnection(sockets[0], 10):
         assert sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sockets[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 

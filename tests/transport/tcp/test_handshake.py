@@ -15,7 +15,14 @@ from raafl.errors import BadInput
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import handshake
 from raafl.transport.tcp.cipher import derive
-from raafl.transport.tcp.handshake import CHALLENGE_BYTES, ClientKey, Secret, greet, introduce, load_secret
+from raafl.transport.tcp.handshake import (
+    CHALLENGE_BYTES,
+    ClientKey,
+    Secret,
+    client_handshake,
+    load_secret,
+    server_handshake,
+)
 from raafl.transport.tcp.stream import SocketStream, TimeBudget
 
 SECRET = Secret(b"sixteen bytes or more")
@@ -136,8 +143,8 @@ def shake(key, secret=SECRET, encrypt=False, demand=False, meddle=None):
     """Run both sides, with a man in the middle where ``meddle(number, message)`` is given; return both outcomes."""
     with Ends() as one, Ends() as other, ThreadPoolExecutor(3) as pool:
         far = other if meddle else one
-        server = pool.submit(outcome, lambda: greet(stream(far.server), secret, encrypt), far.server)
-        client = pool.submit(outcome, lambda: introduce(stream(one.client), key, demand), one.client)
+        server = pool.submit(outcome, lambda: server_handshake(stream(far.server), secret, encrypt), far.server)
+        client = pool.submit(outcome, lambda: client_handshake(stream(one.client), key, demand), one.client)
         if meddle:
             relay(one.server, other.client, meddle)
         return server.result(20), client.result(20)
@@ -176,7 +183,7 @@ def test_the_messages_by_hand():
     """A client of its own making, from the table in the module's docstring, is let in."""
     key = SECRET.for_client(7)
     with Ends() as ends, ThreadPoolExecutor(1) as pool:
-        server = pool.submit(greet, stream(ends.server), SECRET, False)
+        server = pool.submit(server_handshake, stream(ends.server), SECRET, False)
         hello = b"RAHS" + struct.pack("<HHI", 1, 0, 7) + b"n" * 32
         ends.client.sendall(hello)
         challenge = receive(ends.client, 40)
@@ -218,7 +225,7 @@ def test_a_server_that_does_not_know_the_secret_is_found_out():
     """A server that takes every proof cannot make its own."""
     key = SECRET.for_client(3)
     with Ends() as ends, ThreadPoolExecutor(1) as pool:
-        client = pool.submit(outcome, lambda: introduce(stream(ends.client), key, False), ends.client)
+        client = pool.submit(outcome, lambda: client_handshake(stream(ends.client), key, False), ends.client)
         receive(ends.server, 44)
         ends.server.sendall(b"RAHS\x01\x00\x00\x00" + b"n" * 32)
         proof = receive(ends.server, 64)
@@ -281,7 +288,7 @@ def test_a_recorded_handshake_cannot_be_played_again():
     said = []
     shake(SECRET.for_client(3), meddle=lambda number, data: said.append(data) or data)
     with Ends() as ends, ThreadPoolExecutor(1) as pool:
-        server = pool.submit(outcome, lambda: greet(stream(ends.server), SECRET, False), ends.server)
+        server = pool.submit(outcome, lambda: server_handshake(stream(ends.server), SECRET, False), ends.server)
         ends.client.sendall(said[0])
         assert receive(ends.client, 40) != said[1], "a nonce came twice"
         ends.client.sendall(said[2])
@@ -293,7 +300,7 @@ def test_shares_without_a_secret_are_refused_where_they_count():
     """The point at infinity would give every session the same shared secret."""
     key = SECRET.for_client(3)
     with Ends() as ends, ThreadPoolExecutor(1) as pool:
-        server = pool.submit(outcome, lambda: greet(stream(ends.server), SECRET, True), ends.server)
+        server = pool.submit(outcome, lambda: server_handshake(stream(ends.server), SECRET, True), ends.server)
         hello = b"RAHS" + struct.pack("<HHI", 1, 0, 3) + b"n" * 32
         ends.client.sendall(hello)
         said = hello + receive(ends.client, 40) + bytes(32)
@@ -303,13 +310,15 @@ def test_shares_without_a_secret_are_refused_where_they_count():
 
 def test_another_version_is_one_clear_line_on_both_sides(monkeypatch):
     with Ends() as ends, ThreadPoolExecutor(2) as pool:
-        server = pool.submit(outcome, lambda: greet(stream(ends.server), SECRET, False), ends.server)
+        server = pool.submit(outcome, lambda: server_handshake(stream(ends.server), SECRET, False), ends.server)
         ends.client.sendall(b"RAHS" + struct.pack("<HHI", 2, 0, 3) + b"a newer hello may be of any length")
         assert receive(ends.client, 40)[:8] == b"RAHS\x01\x00\x00\x00"
         refused = server.result(20)
     assert str(refused) == "bad-version: the client speaks version 2 of the handshake, this server 1"
     with Ends() as ends, ThreadPoolExecutor(2) as pool:
-        client = pool.submit(outcome, lambda: introduce(stream(ends.client), SECRET.for_client(3), False), ends.client)
+        client = pool.submit(
+            outcome, lambda: client_handshake(stream(ends.client), SECRET.for_client(3), False), ends.client
+        )
         ends.server.sendall(b"RAHS" + struct.pack("<HH", 2, 0) + bytes(32))
         refused = client.result(20)
     assert str(refused).startswith("bad-version: the server speaks version 2 of the handshake, this client 1: ")
@@ -321,8 +330,8 @@ def test_another_version_is_one_clear_line_on_both_sides(monkeypatch):
 )
 def test_what_is_no_raafl_is_bad_magic_as_soon_as_it_is_seen(said):
     for run in (
-        lambda sock: greet(stream(sock), SECRET, False),
-        lambda sock: introduce(stream(sock), SECRET.for_client(3), False),
+        lambda sock: server_handshake(stream(sock), SECRET, False),
+        lambda sock: client_handshake(stream(sock), SECRET.for_client(3), False),
     ):
         with Ends() as ends:
             ends.client.sendall(said)
@@ -332,10 +341,10 @@ def test_what_is_no_raafl_is_bad_magic_as_soon_as_it_is_seen(said):
 def test_silence_is_a_timeout_and_a_closed_connection_a_lost_peer():
     with Ends() as ends:
         with pytest.raises(PeerTimeout):
-            greet(stream(ends.server, 0.2), SECRET, False)
+            server_handshake(stream(ends.server, 0.2), SECRET, False)
         with pytest.raises(PeerTimeout):
-            introduce(stream(ends.client, 0.2), SECRET.for_client(3), False)
+            client_handshake(stream(ends.client, 0.2), SECRET.for_client(3), False)
     with Ends() as ends:
         ends.client.close()
         with pytest.raises(PeerLost):
-            greet(stream(ends.server), SECRET, False)
+            server_handshake(stream(ends.server), SECRET, False)

@@ -18,7 +18,7 @@ from raafl.transport.tcp import handshake
 from raafl.transport.tcp import listener as module
 from raafl.transport.tcp.handshake import ClientKey, Secret
 from raafl.transport.tcp.listener import Listener, call
-from raafl.transport.tcp.rate_limit import Turns
+from raafl.transport.tcp.rate_limit import TokenBucket
 from tests.transport.house import SECRET, WAIT_S, House, all_bytes, nothing, raw
 
 pytestmark = pytest.mark.timeout(90)
@@ -225,7 +225,7 @@ def test_who_comes_too_often_is_turned_away_before_anything_is_reckoned_and_nobo
     greeted = []
     monkeypatch.setattr(handshake, "_client_key", lambda secret, client, made=handshake._client_key: (
         greeted.append(threading.current_thread().name), made(secret, client))[1])  # fmt: skip
-    with House(turns=Turns(2, 10.0, lambda: now[0])) as house:
+    with House(turns=TokenBucket(2, 10.0, lambda: now[0])) as house:
         for _ in range(2):
             house.call(1).close()
             house.admitted.get(timeout=WAIT_S)

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from benchmarks.common import Row, main
 from raafl.algorithms import fed_avg
@@ -24,8 +26,10 @@ from raafl.core.types import Update
 from raafl.data import Digits, Dirichlet, Iid
 from raafl.devices import Device
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.protect.assembly import with_options
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import difference
+from raafl.runtime import setup
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Spec
 
@@ -93,36 +97,33 @@ class Hostile(Wrapped):
         self.honest.clear()
 
 
-class Attacked(Experiment):
-    """A run some of whose clients are hostile."""
+def attacked(num: int, attack: Attack) -> Callable[..., Algorithm]:
+    """Make what assembles an algorithm with its guards, and its attackers before them."""
 
-    num: int
-    attack: Attack
+    def assembled(*args: Any) -> Algorithm:
+        algorithm = with_options(*args)
+        return replace(algorithm, merge=Hostile(algorithm.merge, num, attack))
 
-    def protected(self) -> Algorithm:
-        """Return the algorithm with its guards, and its attackers before them."""
-        algorithm = super().protected()
-        return replace(algorithm, merge=Hostile(algorithm.merge, self.num, self.attack))
+    return assembled
 
 
-def experiment(output: Path, guard: str, attack: str, partition: str, seed: int, rounds: int) -> Attacked:
+def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int) -> Experiment:
     """Describe one run; later clients are slower."""
     from model_zoo import MLP
 
     devices = [Device(name=f"device-{i}", flops_per_s=1e8 / (1 + 0.1 * i)) for i in range(CLIENTS)]
-    made = Attacked(
+    return Experiment(
         model=lambda: MLP(64, (24,), 10, lr=0.1, momentum=0.5), data=lambda: Digits(batch_size=16), algorithm=fed_avg(),
         partition=PARTITIONS[partition], clients=CLIENTS, seed=seed, devices=devices, guard=GUARDS[guard],
         max_updates=CLIENTS * rounds, eval_every=rounds, progress="quiet", output=str(output), batch_clients=CLIENTS,
     )  # fmt: skip
-    made.num, made.attack = ATTACKS[attack]
-    return made
 
 
 def accuracy(guard: str, attack: str, partition: str, seed: int, rounds: int) -> float:
     """Return the final accuracy of one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        summary, _ = simulate(experiment(Path(folder) / "run", guard, attack, partition, seed, rounds))
+    assembled = attacked(*ATTACKS[attack])
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(setup, "with_options", assembled):
+        summary, _ = simulate(experiment(Path(folder) / "run", guard, partition, seed, rounds))
     return float(summary["final"]["accuracy"])
 
 

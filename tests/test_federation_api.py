@@ -21,10 +21,10 @@ import raafl
 from raafl.api.python_objects import digest
 from raafl.api.settings import same_settings
 from raafl.commands.cli import main
-from raafl.config.options import Rounds
 from raafl.core.training import Training
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
+from raafl.parts.protect.options import Rounds
 from raafl.runtime.run import simulate
 from tests.federation import digits, experiment, small_mlp
 from tests.federations import federation, small_net

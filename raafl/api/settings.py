@@ -16,7 +16,7 @@ from raafl.api.modules import ModuleSpec, called
 from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, marked
-from raafl.config.options import Rounds, Timeouts
+from raafl.config.options import Timeouts
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.config.trainer_flags import unknown
 from raafl.core.algorithm import Algorithm, Training
@@ -25,7 +25,7 @@ from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, load_devices
 from raafl.errors import BadInput, briefly, one_of
 from raafl.local.options import FabricOptions
-from raafl.parts.protect.options import Guard, Privacy
+from raafl.parts.protect.options import Guard, Privacy, Rounds
 
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"

@@ -12,22 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
 from raafl.config.loggers import entries, specs
-from raafl.config.options import MODES, About, Rounds, Target, Timeouts, about
+from raafl.config.options import MODES, About, Target, Timeouts, about
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, nearest, positive
 from raafl.local.options import FabricOptions
-from raafl.parts.protect.options import Guard, Privacy
+from raafl.parts.protect.options import Guard, Privacy, Rounds
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
 
-    from raafl.compression.plan import CompressionPlan
     from raafl.core.algorithm import Algorithm
-    from raafl.core.types import Limits
     from raafl.data.partition import Partition
-    from raafl.submodel import Submodels
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
@@ -151,19 +148,6 @@ class Experiment:
         "[BOOL]", group="shown", may_change=True))
     # fmt: on
 
-    def make(self) -> LightningModule:
-        """Return a new model, ready to be trained, with the exits that ``submodels`` asks for.
-
-        Raises:
-            BadInput: it cannot have them, or be trained; see `raafl.local.prepare`.
-        """
-        from raafl.local.prepare import prepare
-        from raafl.submodel.depth.exits import give_exits
-
-        module: LightningModule = prepare(self.model())
-        give_exits(module, self.submodels.exits or ())
-        return module
-
     def check(self, *, needs_end: bool = True) -> None:
         """Raise `BadInput` that names every field out of range, one line each; ``needs_end``: not a client's, which is told."""
         problems = list(dict.fromkeys([*self.plain_problems(needs_end=needs_end), *self._problems()]))
@@ -219,6 +203,10 @@ class Experiment:
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong with the parts, and with what is asked of this machine."""
         from raafl.compression.compressors import up_name
+        from raafl.parts.protect.assembly import with_options
+
+        def protection() -> None:
+            with_options(self.algorithm, self.rounds, self.guard, self.privacy, self.clients)
 
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:
@@ -229,9 +217,7 @@ class Experiment:
         yield from self._gpu_problems()
         yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
         fixed = self.algorithm.local.up_as
-        yield from _refused(
-            (lambda: specs(self.logger), lambda: self._protected(b""), lambda: up_name(self.compress, fixed))
-        )
+        yield from _refused((lambda: specs(self.logger), protection, lambda: up_name(self.compress, fixed)))
 
     def _gpu_problems(self) -> Iterator[str]:
         import torch
@@ -295,64 +281,6 @@ class Experiment:
         parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise BadInput(f"output is '{self.output}', but nothing may be written in {parent}: name another folder")
-
-    @property
-    def max_norm_ratio(self) -> float | None:
-        """The guard's; None with privacy, which clips every update itself and whose sum must take every one."""
-        return None if self.privacy.is_on else self.guard.max_norm_ratio
-
-    def protected(self) -> Algorithm:
-        """Return the algorithm with its merge as `guard` and `privacy` ask; for the server, which has the noise's seed."""
-        from raafl.parts.protect.privacy import noise_key
-
-        return self._protected(noise_key(self.privacy, self.seed) if self.privacy.is_on else b"")
-
-    def _protected(self, key: bytes) -> Algorithm:
-        from raafl.parts.protect.guard import guarded
-        from raafl.parts.protect.privacy import private
-
-        return private(guarded(self._closing(), self.guard), self.privacy, self.clients, key)
-
-    def _closing(self) -> Algorithm:
-        """Return the algorithm with its rounds closed as `rounds` asks."""
-        from raafl.parts.trigger import AllReported
-
-        if not self.rounds.is_on:
-            return self.algorithm
-        if not isinstance(self.algorithm.trigger, AllReported):
-            raise BadInput(
-                f"rounds is {self.rounds}, but {self.algorithm.name} waits for no round of all clients (its trigger is "
-                f"'{self.algorithm.trigger}'): leave rounds out"
-            )
-        return replace(self.algorithm, trigger=AllReported(self.rounds.close_at, self.rounds.deadline))
-
-    def compression_plan(self, submodels: Submodels) -> CompressionPlan | None:
-        """Plan the compression of what travels of ``submodels``, alike on server and clients; None = there is none."""
-        from raafl.compression.plan import CompressionPlan
-
-        return CompressionPlan.of(submodels, self.compress, self.algorithm.merge.sends, self.algorithm.local)
-
-    def limits(self, min_clients: int, count_lost: bool = True) -> Limits:
-        """Return the limits of the run for the coordinator."""
-        from raafl.core.types import Limits
-
-        return Limits(
-            min_clients=min_clients,
-            count_lost=count_lost,
-            num_clients=self.clients,
-            max_weight=self.guard.max_weight,
-            max_updates=self.max_updates,
-            max_time_s=seconds("max_time", self.max_time),
-            eval_every=self.eval_every or self._round(),
-            checkpoint_every=self.checkpoint_every,
-        )
-
-    def _round(self) -> int:
-        """Count the versions that about N updates make."""
-        trigger: Any = self.algorithm.trigger
-        if trigger.restart == "merge":
-            return 1
-        return max(1, self.clients // int(getattr(trigger, "size", 1)))
 
 
 def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:

@@ -106,26 +106,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """Conditions that close a round without its last clients, of a method that works in rounds; by default it waits for all.
-
-    What comes after its round was closed is refused (refused:late) and counts for its client as every refusal does.
-
-    Attributes:
-        close_at: share of the round's tasks whose updates close it, rounded up; 1 = all.
-        deadline: multiple of the median time from the start of the round to an update, above 1; null = none.
-    """
-
-    close_at: float = 1.0
-    deadline: float | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is asked of rounds."""
-        return self != Rounds()
-
-
-@dataclass(frozen=True, slots=True)
 class Timeouts:
     """Deadlines, in seconds.
 

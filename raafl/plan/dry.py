@@ -20,7 +20,7 @@ from raafl.parts.select.rated import Rated
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
-from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, load_data, make_model, proven
+from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, limits_of, load_data, make_model, proven
 from raafl.runtime.simulation import Simulation
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
 from raafl.submodel.find.trace import MOST_VALUES
@@ -125,7 +125,7 @@ class World:
         else:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
-        limits = replace(experiment.limits(there), max_updates=max_updates, checkpoint_every=None)
+        limits = replace(limits_of(experiment, there), max_updates=max_updates, checkpoint_every=None)
         unmerged = replace(algorithm, merge=Unmerged(algorithm.merge))
         return coordinator_of(experiment, self.data, unmerged, state, limits)
 

@@ -34,7 +34,7 @@ from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_copy, save_model
 from raafl.runtime.lifecycle.signals import Interrupt
-from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor
+from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
 from raafl.submodel import FULL
 from raafl.transport import Transport
 from raafl.watch.eta import Goals
@@ -247,7 +247,7 @@ class Run:
         row: JournalRow = {
             "time_s": 0.0, "event": "run", "runtime": self.runtime,
             "conditions": conditions(experiment, trains=self.runtime == "simulated"), "start": self._start(),
-            "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": experiment.max_norm_ratio},
+            "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
         }  # fmt: skip
         self._writer.event(row)
         self.record.restart_clock()

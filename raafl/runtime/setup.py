@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from raafl.config.experiment import Experiment
-from raafl.core.algorithm import Algorithm, OwnTests
+from raafl.compression.plan import CompressionPlan
+from raafl.config.experiment import Experiment, seconds
+from raafl.config.submodel_options import SubmodelOptions
+from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
@@ -19,15 +22,20 @@ from raafl.devices.gpus import Place
 from raafl.errors import BadInput, said
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
+from raafl.local.prepare import prepare
 from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
 from raafl.parts.merge.wide import widened
+from raafl.parts.protect.assembly import with_options
 from raafl.parts.protect.bounded import bounded
-from raafl.runtime.cut import proven_submodels, submodels_of
+from raafl.parts.protect.privacy import noise_key
+from raafl.parts.select.submodels import Full
 from raafl.submodel import Submodels, skeleton
+from raafl.submodel.depth.exits import give_exits
 from raafl.submodel.isolated_run import seeded
 from raafl.submodel.module_state import has_values_beside
+from raafl.submodel.prove.proof import refuted
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -54,6 +62,17 @@ def load_data(experiment: Experiment) -> FederatedData:
     return FederatedData(module, experiment.partition, experiment.clients, experiment.seed)
 
 
+def user_model(experiment: Experiment) -> LightningModule:
+    """Build the user's model, ready to be trained, with the exits that ``submodels.exits`` asks for.
+
+    Raises:
+        BadInput: it cannot have them, or be trained; see `raafl.local.prepare`.
+    """
+    module: LightningModule = prepare(experiment.model())
+    give_exits(module, experiment.submodels.exits or ())
+    return module
+
+
 def make_model(experiment: Experiment) -> LightningModule:
     """Return the model with the initial weights that the seed decides, as the algorithm's local part trains it."""
     seed = derive_seed(experiment.seed, "model")
@@ -64,7 +83,7 @@ def make_model(experiment: Experiment) -> LightningModule:
 
 def _prepared(experiment: Experiment) -> LightningModule:
     try:
-        module = experiment.make()
+        module = user_model(experiment)
     except BadInput:
         raise
     except Exception as error:  # the user's code, or its library's; of arguments and configs the words say enough
@@ -75,12 +94,40 @@ def _prepared(experiment: Experiment) -> LightningModule:
     return prepared
 
 
+def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: Any = None) -> Submodels:
+    """Return the submodels of ``module``, as server and clients must have them alike."""
+    return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
+
+
+def proven_submodels(
+    options: SubmodelOptions, module: nn.Module, batch: Any, select: Select,
+    plain: Callable[[], nn.Module] | None = None,
+) -> Submodels:  # fmt: skip
+    """Return the submodels of ``module`` without the axes that a step does not prove: for the server.
+
+    Where ``select`` gives everyone the whole model there is nothing to prove.
+
+    Args:
+        options: how the model is cut.
+        module: the model as it is trained.
+        batch: a real one.
+        select: of the run's algorithm.
+        plain: makes the model as the user has it, to be proven in the place of ``module``; None = ``module`` is proven.
+    """
+    submodels = submodels_of(options, module, batch)
+    if type(select) is not Full:
+        made = module if plain is None else plain()
+        found = refuted(submodels if plain is None else submodels_of(options, made, batch), made, batch)
+        submodels.keep_whole({name: reason for name, reason in found.items() if name in submodels.axes})
+    return submodels
+
+
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
     """Return the submodels of ``module``, the experiment's model, without the axes that are not proven."""
 
     def plain() -> LightningModule:
         with skeleton():
-            return experiment.make()
+            return user_model(experiment)
 
     own = None if experiment.algorithm.local.proven_as_trained else plain
     return proven_submodels(experiment.submodels, module, data.example_batch(2), experiment.algorithm.select, own)
@@ -119,9 +166,8 @@ def build(
     clients = client_infos(experiment, data)
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
-    merged = widened(pooled(experiment.protected(), submodels), submodels)
-    algorithm = bounded(merged, experiment.max_norm_ratio)
-    limits = experiment.limits(min_clients, count_lost)
+    algorithm = assemble(experiment, submodels)
+    limits = limits_of(experiment, min_clients, count_lost)
     coordinator = coordinator_of(experiment, data, algorithm, state, limits, pace=pace)
     fleet = coordinator.fleet.of(clients)
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
@@ -130,6 +176,57 @@ def build(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
         )
     return ServerSetup(experiment, data, module, submodels, coordinator, clients)
+
+
+def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
+    """Wrap the algorithm's merge in all that a run's options and its model ask of it; on the server, once.
+
+    From the innermost out: the method's own merge (around it LoRA's, which its factory adds); the guard; privacy (it must see
+    what the guard lets through); batch norm's pooled statistics (exact whatever the weights are); merging in at least single
+    precision; and the bound on norms, which judges an update before anything else touches it.
+
+    Raises:
+        BadInput: an option does not go with the algorithm.
+    """
+    privacy = experiment.privacy
+    key = noise_key(privacy, experiment.seed) if privacy.is_on else b""
+    algorithm = with_options(
+        experiment.algorithm, experiment.rounds, experiment.guard, privacy, experiment.clients, key
+    )
+    return bounded(widened(pooled(algorithm, submodels), submodels), max_norm_ratio(experiment))
+
+
+def max_norm_ratio(experiment: Experiment) -> float | None:
+    """Return the guard's bound; None with privacy, which clips every update itself and whose sum must take every one."""
+    return None if experiment.privacy.is_on else experiment.guard.max_norm_ratio
+
+
+def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True) -> Limits:
+    """Return the coordinator's limits.
+
+    Args:
+        experiment: the run's config.
+        min_clients: how many clients must have joined before work starts.
+        count_lost: clients that were lost before the start count as joined.
+    """
+    trigger, clients = experiment.algorithm.trigger, experiment.clients
+    about_n = 1 if trigger.restart == "merge" else max(1, clients // int(getattr(trigger, "size", 1)))
+    return Limits(
+        min_clients=min_clients,
+        count_lost=count_lost,
+        num_clients=clients,
+        max_weight=experiment.guard.max_weight,
+        max_updates=experiment.max_updates,
+        max_time_s=seconds("max_time", experiment.max_time),
+        eval_every=experiment.eval_every or about_n,
+        checkpoint_every=experiment.checkpoint_every,
+    )
+
+
+def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
+    """Plan the compression of what travels, alike on server and clients; None = nothing is compressed."""
+    algorithm = experiment.algorithm
+    return CompressionPlan.of(submodels, experiment.compress, algorithm.merge.sends, algorithm.local)
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
@@ -153,7 +250,7 @@ def coordinator_of(
     """Make the coordinator of a run, which knows of its config and data what decides what tasks cost."""
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
-        seed=experiment.seed, pace=pace, plan=experiment.compression_plan(state.submodels), own_tests=own_tests(experiment, data),
+        seed=experiment.seed, pace=pace, plan=compression_plan(experiment, state.submodels), own_tests=own_tests(experiment, data),
         drop_last=data.drop_last,
     )  # fmt: skip
 

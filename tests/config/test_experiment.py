@@ -16,7 +16,7 @@ from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.local.options import FabricOptions
-from raafl.runtime.cut import submodels_of
+from raafl.runtime.setup import limits_of, submodels_of
 
 
 def nothing():
@@ -224,8 +224,8 @@ def test_devices_are_dealt_in_turn():
     ],
 )
 def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algorithm, versions):
-    assert make(algorithm=algorithm, clients=12).limits(1).eval_every == versions
-    assert make(algorithm=algorithm, clients=12, eval_every=3).limits(1).eval_every == 3
+    assert limits_of(make(algorithm=algorithm, clients=12), 1).eval_every == versions
+    assert limits_of(make(algorithm=algorithm, clients=12, eval_every=3), 1).eval_every == 3
 
 
 def test_what_the_fields_say_of_themselves():

@@ -6,6 +6,7 @@ import pytest
 
 from raafl.config.parse import config_first, expand_algorithm, load_experiment, make_parser, parse
 from raafl.errors import BadInput
+from raafl.runtime.setup import limits_of
 from tests.habits.source import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -74,8 +75,8 @@ def test_the_kept_text_is_the_whole_config_and_loads_again(tmp_path):
     (tmp_path / "kept.yaml").write_text(parsed.config_yaml)
     again = parse("simulate", ["--config", str(tmp_path / "kept.yaml")])
     assert again.config_yaml == parsed.config_yaml
-    assert again.experiment.limits(1) == parsed.experiment.limits(1)
-    assert again.experiment.limits(1).max_time_s == 7200.0
+    assert limits_of(again.experiment, 1) == limits_of(parsed.experiment, 1)
+    assert limits_of(again.experiment, 1).max_time_s == 7200.0
 
 
 def test_json_is_an_option_beside_the_fields():

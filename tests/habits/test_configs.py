@@ -33,7 +33,7 @@ def test_config_builds(config, tmp_path, request, monkeypatch):
 
     Its axes are not proven here: tests/submodel/prove/test_proof.py proves the zoo's, and each run its own.
     """
-    monkeypatch.setattr("raafl.runtime.cut.refuted", lambda *_: {})
+    monkeypatch.setattr("raafl.runtime.setup.refuted", lambda *_: {})
     from raafl.config.parse import load_experiment
     from raafl.runtime.run import Run
     from raafl.runtime.setup import build

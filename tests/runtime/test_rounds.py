@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raafl.algorithms import fed_avg, fed_buff, scaffold
-from raafl.config.options import Rounds
 from raafl.errors import BadInput
+from raafl.parts.protect.options import Rounds
 from raafl.runtime.replay import event_of
 from tests.crashed import crash
 from tests.federation import equal_replay, experiment, finish, unequal

@@ -1,4 +1,4 @@
-"""Options of the guard and of differential privacy; importing them costs no torch."""
+"""Options that any algorithm takes: rounds, the guard, differential privacy. Importing them costs no torch."""
 
 from __future__ import annotations
 
@@ -94,3 +94,23 @@ class Privacy:
     def is_on(self) -> bool:
         """Whether there is any."""
         return self.clip_norm is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Conditions that close a round without its last clients, of a method that works in rounds; by default it waits for all.
+
+    What comes after its round was closed is refused (refused:late) and counts for its client as every refusal does.
+
+    Attributes:
+        close_at: share of the round's tasks whose updates close it, rounded up; 1 = all.
+        deadline: multiple of the median time from the start of the round to an update, above 1; null = none.
+    """
+
+    close_at: float = 1.0
+    deadline: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is asked of rounds."""
+        return self != Rounds()

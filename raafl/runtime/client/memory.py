@@ -18,7 +18,7 @@ from raafl.devices.gpus import Place
 from raafl.devices.measure import memory_room
 from raafl.errors import BadInput
 from raafl.local import malloc
-from raafl.runtime.setup import batch_size_of, own_tests
+from raafl.runtime.setup import batch_size_of, compression_plan, own_tests
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.units import size
 
@@ -92,7 +92,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
             batch_size,
             seed=experiment.seed,
             local=algorithm.local,
-            plan=experiment.compression_plan(submodels),
+            plan=compression_plan(experiment, submodels),
             own_tests=own_tests(experiment, data),
         )
         problems = algorithm.select.check(fleet)

@@ -17,7 +17,7 @@ from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.memory import settle_heap, with_memory
 from raafl.runtime.client.worker import Client
-from raafl.runtime.setup import client_infos, client_parts, load_data
+from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
 from raafl.submodel import Submodels
 from raafl.transport import Connection
 
@@ -91,7 +91,7 @@ class ClientSetup:
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
-            plan=self.experiment.compression_plan(self.submodels),
+            plan=compression_plan(self.experiment, self.submodels),
         )  # fmt: skip
 
 

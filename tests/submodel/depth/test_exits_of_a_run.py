@@ -19,7 +19,7 @@ from raafl.core.algorithm import Select
 from raafl.core.types import Work
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runtime.setup import build, client_parts
+from raafl.runtime.setup import build, client_parts, user_model
 from raafl.submodel import add_exits, depth_window
 from tests.adapted import BERT, Tokens
 from tests.federation import experiment, finish
@@ -62,7 +62,7 @@ def test_server_and_clients_have_the_exits_alike(tmp_path):
 def test_a_run_trains_the_exits_and_saves_a_model_that_loads_without(tmp_path):
     finished = finish(run_of(tmp_path / "run"))
     state = checkpoint.load(finished.folder).state_dict
-    first = run_of(tmp_path / "other").make().state_dict()
+    first = user_model(run_of(tmp_path / "other")).state_dict()
     assert set(state) == set(first)
     assert not torch.equal(state["model.exits.exit1.1.weight"], state["model.classifier.weight"])
     loaded, info = AutoModelForSequenceClassification.from_pretrained(
@@ -110,7 +110,7 @@ class Holding(torch.nn.ModuleList):
 )
 def test_a_model_that_cannot_have_them_is_named(tmp_path, make, exits, says):
     with pytest.raises(BadInput, match=says) as found:
-        experiment(tmp_path / "run", model=make, submodels=SubmodelOptions(exits=exits)).make()
+        user_model(experiment(tmp_path / "run", model=make, submodels=SubmodelOptions(exits=exits)))
     assert "\n" not in str(found.value)
 
 

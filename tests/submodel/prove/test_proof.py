@@ -16,7 +16,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
 from raafl.local.prepare import prepare
-from raafl.runtime.cut import proven_submodels
+from raafl.runtime.setup import proven_submodels
 from raafl.submodel import FULL, CopyPlan, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
 from tests.federation import experiment

@@ -1,0 +1,38 @@
+"""Wrap an algorithm's trigger and merge in the options that any algorithm takes: rounds, guard, privacy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raafl.core.algorithm import Algorithm
+from raafl.errors import BadInput
+from raafl.parts.protect.guard import guarded
+from raafl.parts.protect.options import Guard, Privacy, Rounds
+from raafl.parts.protect.privacy import private
+from raafl.parts.trigger import AllReported
+
+
+def with_options(
+    algorithm: Algorithm, rounds: Rounds, guard: Guard, privacy: Privacy, num_clients: int, noise_key: bytes = b""
+) -> Algorithm:
+    """Return ``algorithm`` with its rounds closed, its merge guarded and made private, in that order, innermost first.
+
+    Args:
+        algorithm: the five parts as its factory makes them.
+        rounds: when a round closes without its last clients.
+        guard: clipping, refusal of outliers, robust means.
+        privacy: client-level differential privacy.
+        num_clients: N, for the accountant.
+        noise_key: seed of the privacy noise, which only the server has; empty where the result is only checked.
+
+    Raises:
+        BadInput: an option does not go with the algorithm, or with another option.
+    """
+    if rounds.is_on:
+        if not isinstance(algorithm.trigger, AllReported):
+            raise BadInput(
+                f"rounds is {rounds}, but {algorithm.name} waits for no round of all clients (its trigger is "
+                f"'{algorithm.trigger}'): leave rounds out"
+            )
+        algorithm = replace(algorithm, trigger=AllReported(rounds.close_at, rounds.deadline))
+    return private(guarded(algorithm, guard), privacy, num_clients, noise_key)

@@ -34,7 +34,7 @@ from model_zoo.lora import LoRA
 from raafl import Experiment, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.core.algorithm import Algorithm, Local, Training
 from raafl.core.coordinator import Coordinator
-from raafl.core.hooks import Watcher
+from raafl.core.hooks import RunHooks
 from raafl.core.types import Assignment, Event
 from raafl.data import Iid
 from raafl.data.federated import ClientData
@@ -198,11 +198,11 @@ def run(work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: A
         max_updates=work.trainings, eval_every=10**9, batch_clients=batch_clients, output=str(folder), progress="quiet",
     )  # fmt: skip
     watch, before = _Stopwatch(), forget_peak()
-    summary, _ = simulate(experiment, watcher=watch)
+    summary, _ = simulate(experiment, observer=watch)
     return watch.seconds, summary | {"peak_bytes": status_bytes("VmHWM") - before}
 
 
-class _Stopwatch(Watcher):
+class _Stopwatch(RunHooks):
     """CPU seconds of this thread from the first event of a run to the last: what is built before is the same for all."""
 
     def __init__(self) -> None:

@@ -74,9 +74,9 @@ def twice(where: Where) -> list[Row]:
 
 def resumed(where: Where) -> list[Row]:
     """A run that goes on after a Ctrl-C, whose merge keeps state on the GPU, against one that was never interrupted."""
-    from raafl.core.hooks import Watcher
+    from raafl.core.hooks import RunHooks
 
-    class Interrupts(Watcher):
+    class Interrupts(RunHooks):
         """Ends a run at its twelfth task."""
 
         num_settled = 0
@@ -91,7 +91,7 @@ def resumed(where: Where) -> list[Row]:
         method, half = ["--algorithm", name, "--max_updates", "24"], where.folder / f"{name}-half"
         whole = _simulated(where, f"{name}-whole", *method)
         with contextlib.suppress(KeyboardInterrupt):
-            _simulated(where, half.name, *method, watcher=Interrupts())
+            _simulated(where, half.name, *method, observer=Interrupts())
         rest = _simulated(where, None, "--resume", str(half))
         met = rest["model_digest"] == whole["model_digest"]
         rows.append({"merge": name, "value": rest["updates_merged"], "goal": "equal digests", "met": met})
@@ -275,13 +275,13 @@ def _parsed(command: str, *options: str) -> Any:
     return parse(command, list(options))
 
 
-def _simulated(where: Where, name: str | None, *options: str, watcher: Any = None) -> dict[str, Any]:
+def _simulated(where: Where, name: str | None, *options: str, observer: Any = None) -> dict[str, Any]:
     """Simulate the quick start with more options, in a folder of that name, or what is resumed; return its summary."""
     from raafl.runtime.run import simulate
 
     new = [] if name is None else [*QUICK, "--output", str(where.folder / name), *where.options]
     parsed = _parsed("simulate", *new, "--progress", "quiet", *options)
-    return dict(simulate(parsed.experiment, parsed.config_yaml, watcher=watcher)[0])
+    return dict(simulate(parsed.experiment, parsed.config_yaml, observer=observer)[0])
 
 
 def _raafl(where: Where, name: str, command: str, *options: str, ranks: int = 0) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import raafl
-from raafl.api.watch import CallbackWatcher
+from raafl.api.callback_hooks import CallbackHooks
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.run import simulate
 from raafl.submodel.nested_batch import to_device
@@ -255,7 +255,7 @@ def test_callbacks_go_on_where_a_resumed_run_does(tmp_path, monkeypatch):
 
 def test_a_watcher_without_callbacks_changes_nothing(tmp_path):
     plain, _ = simulate(experiment(tmp_path / "plain"))
-    watched, folder = simulate(experiment(tmp_path / "watched"), watcher=CallbackWatcher([], lambda module: module))
+    watched, folder = simulate(experiment(tmp_path / "watched"), observer=CallbackHooks([], lambda module: module))
     assert watched["model_digest"] == plain["model_digest"]
     assert rows_of(folder)[1:] == rows_of(tmp_path / "plain")[1:]
 
@@ -263,7 +263,7 @@ def test_a_watcher_without_callbacks_changes_nothing(tmp_path):
 def test_what_a_callback_keeps_is_copied_when_a_checkpoint_is_due():
     kept, clock, callback = [1], {}, raafl.Callback()
     callback.state_dict = lambda: {"kept": kept}
-    CallbackWatcher([callback], lambda module: module).on_checkpoint(None, 1, clock)
+    CallbackHooks([callback], lambda module: module).on_checkpoint(None, 1, clock)
     kept.append(2)  # while the checkpoint is written
     assert clock["callbacks"]["states"] == [{"kept": [1]}]
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import nn
 
+from raafl.api.callback_hooks import CallbackHooks
 from raafl.api.callbacks import Callback, callbacks_of
 from raafl.api.datasets import as_datamodule
 from raafl.api.local import local_ranks
@@ -34,7 +35,6 @@ from raafl.api.settings import (
     to_yaml,
     without_addresses,
 )
-from raafl.api.watch import CallbackWatcher
 from raafl.config.experiment import Experiment
 from raafl.config.trust import as_before
 from raafl.core.algorithm import Algorithm
@@ -122,7 +122,7 @@ class Federation:
         self.clients, self.devices = clients, devices_of(devices)
         self.callbacks = callbacks_of(callbacks)
         self._fields = fields_of(settings)
-        self._watcher: CallbackWatcher | None = None
+        self._observer: CallbackHooks | None = None
 
     def __repr__(self) -> str:
         given = {f.name: f for f in dataclasses.fields(Experiment)}
@@ -146,9 +146,9 @@ class Federation:
         Raises:
             BadInput: there is none.
         """
-        if self._watcher is None:
+        if self._observer is None:
             raise BadInput("stop: no run is under way")
-        self._watcher.stop(reason)
+        self._observer.stop(reason)
 
     def simulate(
         self,
@@ -282,14 +282,14 @@ class Federation:
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(as_before(theirs), yaml.safe_load(to_yaml(config, [])))
-        watcher = self._watcher = CallbackWatcher(self.callbacks, spec.given_back)
+        observer = self._observer = CallbackHooks(self.callbacks, spec.given_back)
         try:
             with _left_as_it_was():
-                ended = run(experiment, to_yaml(config, self._notes()), watcher=watcher)
-                result = None if ended is None else _result(ended[0], ended[1], watcher)
+                ended = run(experiment, to_yaml(config, self._notes()), observer=observer)
+                result = None if ended is None else _result(ended[0], ended[1], observer)
         finally:
-            self._watcher = None
-        interrupted = result is not None and "interrupted" in (result.summary["finished"], watcher.stop_asked())
+            self._observer = None
+        interrupted = result is not None and "interrupted" in (result.summary["finished"], observer.stop_asked())
         if result is not None and interrupted and self._raises():
             raise KeyboardInterrupt(f"run folder: {result.folder}")
         return result
@@ -308,18 +308,18 @@ class Federation:
         ]
 
 
-def _result(summary: dict[str, Any], folder: Path, watcher: CallbackWatcher) -> Result:
+def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> Result:
     """Return the result of a run, or raise why it has failed."""
     if summary["finished"].startswith("failed"):
         why = summary["finished"].removeprefix("failed: ")
-        error: BaseException | None = watcher.error
+        error: BaseException | None = observer.error
         if isinstance(error, CodeFailed):
             if error.__cause__ is None:  # it was raised in another process
                 error.add_note(error.traceback)
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error
-    assert watcher.run is not None
-    return Result(summary, folder, watcher.unwrap(current(watcher.run, anew=False)).eval())
+    assert observer.run is not None
+    return Result(summary, folder, observer.unwrap(current(observer.run, anew=False)).eval())
 
 
 def in_notebook() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from raafl.config.loggers import FOLDER, LoggerSpec, in_words, maker, specs
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.core.types import Settled
 from raafl.loggers.tracking import Measurements, RunIds, Since, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
@@ -34,7 +34,7 @@ MAX_QUEUED = 1000
 """Calls that wait for one logger; what comes while so many wait is dropped, and counted as failed."""
 
 
-class Loggers(Hooks):
+class Loggers(RunHooks):
     """A run's loggers; nothing here waits for one of them, but `finish`."""
 
     def __init__(

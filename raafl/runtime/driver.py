@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.core.types import (
     ENDS,
     Action,
@@ -46,12 +46,12 @@ class Driver(ABC):
     """
 
     def __init__(
-        self, coordinator: Coordinator, record: RunRecord, evaluator: Evaluator | None, hooks: Hooks | None,
+        self, coordinator: Coordinator, record: RunRecord, evaluator: Evaluator | None, hooks: RunHooks | None,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         """Drive ``coordinator``; without an evaluator nothing is measured."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
-        self.hooks, self.progress = hooks or Hooks(), progress
+        self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
         self.error: CodeFailed | None = None
 

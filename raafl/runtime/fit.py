@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raafl.config.experiment import Experiment
-from raafl.core.hooks import Watcher
+from raafl.core.hooks import RunHooks
 from raafl.runtime.client.take_part import take_part
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.server.host import host
@@ -18,7 +18,7 @@ from raafl.transport import (
 
 
 def fit(
-    experiment: Experiment, config_yaml: str = "", watcher: Watcher | None = None
+    experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None
 ) -> tuple[dict[str, Any], Path] | None:
     """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
@@ -29,6 +29,6 @@ def fit(
         ConnectOptions(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl")
     )
     if transport.client == 0:
-        return host(experiment, config_yaml, transport, bears=0, watcher=watcher, note=resume.leave_note)
+        return host(experiment, config_yaml, transport, bears=0, observer=observer, note=resume.leave_note)
     take_part(experiment, transport)
     return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.experiment import Experiment, seconds
 from raafl.config.trust import remember
-from raafl.core.hooks import Watcher
+from raafl.core.hooks import RunHooks
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
 from raafl.local.data_faults import fault_in
@@ -27,7 +27,7 @@ from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, JournalRow, Summary
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle import resume
-from raafl.runtime.lifecycle.batch_norm import Filled, StaticStatistics
+from raafl.runtime.lifecycle.batch_norm import StaticStatistics, StatisticsHookList
 from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.divergence import Divergence
@@ -50,11 +50,11 @@ class Run:
 
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,
-        saved: resume.SavedRun | None = None, watcher: Watcher | None = None,
+        saved: resume.SavedRun | None = None, observer: RunHooks | None = None,
     ) -> None:  # fmt: skip
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
-        self.parts, self.runtime, self.watcher = parts, runtime, watcher or Watcher()
+        self.parts, self.runtime, self.observer = parts, runtime, observer or RunHooks()
         submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
@@ -91,7 +91,9 @@ class Run:
         self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
         self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
-        self.hooks = Filled(self.statistics, self.watcher, self.divergence, self.saver, self.best, self.loggers)
+        self.hooks = StatisticsHookList(
+            self.statistics, self.observer, self.divergence, self.saver, self.best, self.loggers
+        )
         self._config_yaml = config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
@@ -160,7 +162,7 @@ class Run:
     def _first_metrics(self, saved: resume.SavedRun | None) -> dict[str, float]:
         """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
         module, data = self.evaluator.module, self.parts.data
-        self.watcher.begin(self, saved)
+        self.observer.begin(self, saved)
         self._try_step()
         with explained(module, "validation_step", next(data.test_batches())[0]):
             metrics = self.evaluator(self.parts.coordinator.state.values)
@@ -169,7 +171,7 @@ class Run:
                 f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
             )
         kept = {} if saved is None else saved.section["record"]["metrics"]
-        metrics = {**metrics, **kept} if kept else self.watcher.on_measured(0, 0.0, metrics)
+        metrics = {**metrics, **kept} if kept else self.observer.on_measured(0, 0.0, metrics)
         for target in self.parts.experiment.targets():
             known = [*metrics, *(CLIENT + name for name in metrics if any(data.test_sizes))]
             if target.metric not in known:
@@ -267,8 +269,8 @@ class Run:
         self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Write the summary and return it; ``error`` is what has failed of the user's, ``batched`` for the summary."""
-        self.watcher.error = self.watcher.error or error
-        coordinator, reason = self.parts.coordinator, self.watcher.failure or reason
+        self.observer.error = self.observer.error or error
+        coordinator, reason = self.parts.coordinator, self.observer.failure or reason
         summary = self.record.summary(
             algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
@@ -292,12 +294,12 @@ class Run:
             summary["model_copy"] = (
                 save_copy(self.folder, self.parts.module, coordinator.state, self.progress) if lacks else None
             )
-        self.watcher.end(cast(dict[str, Any], summary))
-        summary["finished"] = reason = self.watcher.failure or self.divergence.failure or reason
+        self.observer.end(cast(dict[str, Any], summary))
+        summary["finished"] = reason = self.observer.failure or self.divergence.failure or reason
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         summary["loggers"] = self.loggers.finish(outcome, summary)
-        if self.watcher.error is not None:
-            summary["traceback"] = leave_traceback(self.folder, reason, self.watcher.error)
+        if self.observer.error is not None:
+            summary["traceback"] = leave_traceback(self.folder, reason, self.observer.error)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
         return cast(dict[str, Any], summary)
 
@@ -316,7 +318,7 @@ def _restart_note(names: list[str]) -> str:
 
 
 def simulate(
-    experiment: Experiment, config_yaml: str = "", watcher: Watcher | None = None,
+    experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None,
     transport: Transport | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Run on a virtual clock; return the summary and the run folder. Ranks that ``transport`` brings train, too."""
@@ -329,7 +331,7 @@ def simulate(
     with ExitStack() as stack:
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        run = Run(parts, config_yaml, "simulated", saved, watcher)
+        run = Run(parts, config_yaml, "simulated", saved, observer)
         stack.callback(run.close)
         run.train_with(executor)
         if transport is not None and isinstance(executor, RankExecutor):

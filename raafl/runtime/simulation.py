@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import TIME_UP, Coordinator
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import (
     Action,
@@ -65,7 +65,7 @@ class Simulation(Driver):
         record: RunRecord,
         evaluator: Evaluator | None,
         *,
-        hooks: Hooks | None = None,
+        hooks: RunHooks | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__(coordinator, record, evaluator, hooks, progress)

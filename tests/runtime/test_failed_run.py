@@ -12,7 +12,7 @@ import pytest
 import raafl
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg
-from raafl.core.hooks import Watcher
+from raafl.core.hooks import RunHooks
 from raafl.errors import RunFailed
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
@@ -41,7 +41,7 @@ def test_a_model_that_is_never_finite_is_found_after_three_refusals_of_each_clie
     assert refused < more <= refused + 4
 
 
-class Stopping(Watcher):
+class Stopping(RunHooks):
     """Ends the run once so many updates have settled."""
 
     def __init__(self, num: int, why: str) -> None:
@@ -54,7 +54,7 @@ class Stopping(Watcher):
         return self.why if self.seen >= self.num else None
 
 
-class Killing(Watcher):
+class Killing(RunHooks):
     """Sends this process the signal of a time limit, once its first update has settled."""
 
     def on_settled(self, settled, now):
@@ -65,7 +65,7 @@ class Killing(Watcher):
 def test_a_signal_to_the_tests_does_not_pass_for_another_end_of_a_run(tmp_path):
     made = experiment(tmp_path / "run", fed_async())
     with pytest.raises(KeyboardInterrupt, match="a signal to the tests has ended the run in"):
-        finish(made, lambda made: simulate(made, watcher=Killing()))
+        finish(made, lambda made: simulate(made, observer=Killing()))
 
 
 @pytest.mark.parametrize("why", ["failed: of something", "stopped"])
@@ -73,7 +73,7 @@ def test_a_signal_to_the_tests_does_not_pass_for_another_end_of_a_run(tmp_path):
 def test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not(tmp_path, name, why):
     whole = finish(experiment(tmp_path / "whole", name, max_updates=30))
     made = experiment(tmp_path / "cut", name, max_updates=30)
-    summary, folder = simulate(made, watcher=Stopping(13, why))
+    summary, folder = simulate(made, observer=Stopping(13, why))
     assert summary["finished"] == why and list((folder / "checkpoints").iterdir())
     resumed = finish(replace(made, resume=str(folder)))
     assert resumed.digest == whole.digest and resumed.text("clients.csv") == whole.text("clients.csv")
@@ -104,7 +104,7 @@ def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replay
     broken = [4]
     # one checkpoint after the other is being written while the run goes on: what is saved must not change under the writer
     made = experiment(tmp_path / "cut", fed_async(), checkpoint_s=1e-9, **fields)
-    _, folder = simulate(made, watcher=Stopping(12, "failed: of something"))
+    _, folder = simulate(made, observer=Stopping(12, "failed: of something"))
     resumed = finish(replace(made, resume=str(folder)))
     trained, again = (
         [(row["assignment"], row["fingerprint"]) for row in run.events("arrived")] for run in (whole, resumed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.coordinator import Coordinator
-from raafl.core.hooks import Hooks, Several
+from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
 from raafl.local.record import Recorder
@@ -117,10 +117,10 @@ class StaticStatistics:
             tensor.copy_(found)
 
 
-class Filled(Several):
+class StatisticsHookList(HookList):
     """Hooks that are given models with static running statistics when they save them."""
 
-    def __init__(self, statistics: StaticStatistics, *hooks: Hooks) -> None:
+    def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
         """Pass on to ``hooks``."""
         super().__init__(*hooks)
         self._filler = statistics

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from raafl.config.options import lower_is_better
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import say
@@ -21,7 +21,7 @@ from raafl.submodel import FlatTensors
 NAME: Final = "best.ckpt"
 
 
-class BestCheckpoint(Hooks):
+class BestCheckpoint(RunHooks):
     """Writes `checkpoints/best.ckpt` whenever a measured model is better than all before; of equal ones the first stays.
 
     Attributes:

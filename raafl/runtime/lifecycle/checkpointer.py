@@ -14,7 +14,7 @@ from torch import nn
 
 from raafl.core import saving
 from raafl.core.coordinator import Coordinator
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import say
@@ -23,7 +23,7 @@ from raafl.submodel import FlatTensors
 from raafl.units import size
 
 
-class Checkpointer(Hooks):
+class Checkpointer(RunHooks):
     """Writes checkpoints from snapshots, in a thread of its own.
 
     One that cannot be written ends no run: it is reported, the one before stays as it is, and the next is tried anew.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.core.types import HUGE_NORM, OVERFLOW, Settled
 
 NON_FINITE = "refused:non-finite"
@@ -13,7 +13,7 @@ TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
 """Outcomes of updates that are far larger than others: of one client a fault of its own, of several that training diverges."""
 
 
-class Divergence(Hooks):
+class Divergence(RunHooks):
     """Looks for metrics that are no numbers any more, and for updates that are refused as not finite, or as far too large.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
-from raafl.core.hooks import Watcher
+from raafl.core.hooks import RunHooks
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.run import Run
 from raafl.runtime.server.inbox import Inbox
@@ -31,7 +31,7 @@ _GREET_S = 30.0  # for a client that has called to greet; it may have to load it
 def host(
     experiment: Experiment, config_yaml: str, transport: Transport, *,
     inbox: Inbox | None = None, bears: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
-    note: Callable[[Path], None] = lambda folder: None, watcher: Watcher | None = None,
+    note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Coordinate the clients that a transport brings; return the summary and the run folder.
 
@@ -48,7 +48,7 @@ def host(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
-        run = Run(parts, config_yaml, "distributed", saved, watcher)
+        run = Run(parts, config_yaml, "distributed", saved, observer)
         run.progress.stamped = bears is None  # clients of others come and go: the server's output is a log
         note(run.folder)
         server = Server(

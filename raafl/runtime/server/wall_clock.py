@@ -16,7 +16,7 @@ from typing import Any
 from raafl.config.options import Timeouts
 from raafl.core.admission import ERROR
 from raafl.core.coordinator import TIME_UP, Coordinator
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import (
     RESTART,
@@ -60,7 +60,7 @@ class Server(Driver):
         evaluator: Evaluator | None,
         *,
         waits: Timeouts | None = None,
-        hooks: Hooks | None = None,
+        hooks: RunHooks | None = None,
         progress: Progress | None = None,
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,

@@ -17,7 +17,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.errors import TaskFailed
 from raafl.local import failure
 from raafl.runtime.executors import ranks as ranks_module
@@ -230,7 +230,7 @@ def killed_at_its_first_evaluation(argv):
         print(*[child.pid for child in children()], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Hooks.on_evaluate = killed
+    RunHooks.on_evaluate = killed
     finish(experiment(Path(argv[0]), fed_async(), workers=3, max_updates=100000))
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from model_zoo.classifier import Classifier
-from raafl.core.hooks import Hooks
+from raafl.core.hooks import RunHooks
 from raafl.data import Digits, Iid
 from raafl.data.federated import FederatedData
-from raafl.runtime.lifecycle.batch_norm import Filled, StaticStatistics
+from raafl.runtime.lifecycle.batch_norm import StaticStatistics, StatisticsHookList
 from raafl.submodel import Submodels
 
 
@@ -24,7 +24,7 @@ class Norm(Classifier):
         return self.head(torch.relu(self.norm(self.first(x.flatten(1)))))
 
 
-class Seen(Hooks):
+class Seen(RunHooks):
     def on_values(self, version, metrics, values):
         self.mean = values["norm.running_mean"].clone()
 
@@ -37,7 +37,7 @@ def test_a_model_that_was_measured_is_passed_on_with_its_own_statistics_whatever
     earlier, final = submodels.state(module), submodels.state(module)
     final["first.bias"].add_(1.0)  # moves the means by 1
     seen = Seen()
-    hooks = Filled(statistics, seen)
+    hooks = StatisticsHookList(statistics, seen)
     with ThreadPoolExecutor(1) as evaluator:
         evaluator.submit(statistics.fill_, earlier.clone()).result()
         statistics.fill_(final)

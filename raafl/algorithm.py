@@ -58,7 +58,7 @@ _HOME = {
     **dict.fromkeys(("FULL", "FlatTensors", "Spec", "Submodels"), "raafl.submodel"),
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

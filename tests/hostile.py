@@ -13,8 +13,9 @@ from raafl.compression.streams import CompressedSnapshots
 from raafl.core.types import Arrived, Assignment, Joined, Lost, Timer, Update, client_to_json
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
-from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
 from raafl.runtime.driver import Driver
+from raafl.runtime.identity import client_info
+from raafl.runtime.protocol import Answer, Hello
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.transport import Refused
 from tests.federation import experiment
@@ -176,7 +177,7 @@ class Play(Driver):
         known = replace(self.parts.clients[HOSTILE - 1], id=HOSTILE)
         hello = json.loads(json.dumps({**client_to_json(known), **self.words.hello()}))
         try:
-            info = client_of(hello, known, incarnation)
+            info = client_info(hello, Hello.from_meta(hello).num_samples, known, incarnation)
         except Refused:
             self.turned_away += 1
             return False
@@ -212,8 +213,9 @@ class Play(Driver):
                 meta[name] = words.number() if rng.random() < 0.3 else rng.choice([0, 1, 7, 2**53 - 1])
         meta = json.loads(json.dumps(meta))
         try:
-            update.num_samples, update.num_steps = count_of(meta, "num_samples", least=1), count_of(meta, "num_steps")
-            update.metrics, update.extra = metrics_of(meta), extra_of(meta)
+            answer = Answer.from_meta(meta)
+            update.num_samples, update.num_steps = answer.num_samples, answer.num_steps
+            update.metrics, update.extra = dict(answer.metrics), dict(answer.extra)
         except Refused as refused:
             update.refusal = refused.reason
 

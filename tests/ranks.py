@@ -43,7 +43,7 @@ RANK = 0
 """The client that this process is; 0 in the test's own."""
 
 
-class _AllThere(transport.Ranks):
+class _AllThere(transport.TorchrunTransport):
     """Listens until all ranks have come."""
 
     def listen(self, admit: Admit, *more: Any) -> None:
@@ -63,7 +63,7 @@ class _AllThere(transport.Ranks):
 
 
 def _transport(experiment: Experiment, rank: int, store: Any, simulating: int = 0) -> Transport:
-    kind = _AllThere if simulating else transport.Ranks
+    kind = _AllThere if simulating else transport.TorchrunTransport
     wait_s, shared = experiment.waits.join_s, dist.PrefixStore("test", store)
     return kind(rank, simulating or experiment.clients, shared, wait_s, local=True)
 

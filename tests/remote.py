@@ -18,7 +18,7 @@ from typing import Any
 from raafl.commands.serve import serve
 from raafl.config.experiment import Experiment
 from raafl.errors import BadInput, Replaced, RunFailed
-from raafl.runtime.client import worker as client_side
+from raafl.runtime import identity
 from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.server.inbox import Inbox
@@ -80,7 +80,7 @@ def _be_client(
         os._exit(9)
     sys.stderr = said.open("w", buffering=1)
     own = options.pop("own", None)
-    client_side.__version__ = options.pop("raafl", client_side.__version__)
+    identity.__version__ = options.pop("raafl", identity.__version__)
     if "key_of" in options:  # another client's key, claimed to be this one's
         secret = Secret(secret.for_client(options.pop("key_of")).key, client)
     config_yaml = options.pop("config_yaml", "")

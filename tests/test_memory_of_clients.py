@@ -97,7 +97,7 @@ def test_what_is_freed_is_kept_where_the_whole_model_and_half_of_it_has_room(
     submodels, _ = client_parts(made, data, made.fabric)
     done = []
     for name in ("keep_freed", "free_at_once"):
-        monkeypatch.setattr(memory.heap, name, lambda name=name: done.append(name))
+        monkeypatch.setattr(memory.malloc, name, lambda name=name: done.append(name))
     info = client_infos(made, data)[0]
     room = times * submodels.cost(FULL, made.train.batch_size or data.batch_size).peak_bytes
     info = dataclasses.replace(info, profile=dataclasses.replace(info.profile, memory_bytes=room))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import LONGEST, BadInput, CodeFailed, GpuLost, TaskFailed, said
+from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed, said
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
-GPU_LOST: Final = "gpu"
 _FILE: Final = "failure.txt"
 _LONG: Final = 20_000
 
@@ -101,24 +99,6 @@ def in_full(error: BaseException) -> str:
 def _in_words(spec: Spec) -> str:
     words = str(spec)
     return f"submodel {words if len(words) <= 60 else words[:57] + '...'}"
-
-
-def to_meta(failure: TaskFailed, *, private: bool) -> dict[str, str]:
-    """Return a failure as a client tells it to the server; where its data are ``private`` only of what kind it is, and where."""
-    reason = {"reason": GPU_LOST} if isinstance(failure, GpuLost) else {}
-    if not private:
-        return {**reason, "where": failure.where, "error": failure.error, "traceback": failure.traceback}
-    kind, place = failure.error.partition(":")[0], failure.error.rpartition(" (")[2]
-    at = f" ({place}" if place.endswith(")") else ""
-    return {**reason, "where": failure.where, "error": kind.partition(" (")[0] + at}
-
-
-def from_meta(client: int, meta: Mapping[str, Any]) -> TaskFailed:
-    """Return the failure that `to_meta` described, or anybody else's words, cleaned and cut."""
-    lines = str(meta.get("traceback", ""))[-_LONG:].splitlines()
-    told = "\n".join(map(sanitize_text, lines))
-    made = GpuLost if meta.get("reason") == GPU_LOST else TaskFailed
-    return made(client, sanitize_text(meta.get("where", "")), sanitize_text(meta.get("error", ""), 2 * LONGEST), told)
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:

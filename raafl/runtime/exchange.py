@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,12 @@ from raafl.errors import BadInput, InvalidPayload
 from raafl.local.options import FabricOptions
 from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.runtime.protocol import Question
 from raafl.submodel import FlatTensors, Layout
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_BYTES = 1 << 31
 """Longest question."""
-
-PRECISIONS = ("32-true", "32", "bf16-mixed")
-"""Those that both sides know: 16-mixed scales losses, which takes one backward pass."""
-
-_Terms = tuple[str, int, Literal["values", "delta"]]
 
 
 # ---- the client's end ----
@@ -72,11 +68,7 @@ class ClientSide:
         """Send a question and wait for the reply; raises `Stopped` when the server has had enough, or is gone."""
         assert self._assignment is not None
         options, number = self._whole.options, self._assignment.id
-        more = {
-            "precision": options.precision,
-            "accumulate": options.accumulate_grad_batches,
-            "sends": self._whole.sends,
-        }
+        more = Question(str(options.precision), options.accumulate_grad_batches, self._whole.sends).to_meta()
         self._expected = answer
         question = FlatTensors.from_named(tensors)
         try:
@@ -155,7 +147,7 @@ class ServerSide:
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
         """Prepare to compute on ``device``, with so many threads; ``local`` is the method's."""
         self._local, self._device, self._num_threads = local, torch.device(device), num_threads
-        self._built: tuple[Exchange, _Terms, LocalTrainer] | None = None
+        self._built: tuple[Exchange, Question, LocalTrainer] | None = None
 
     def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, talk: Conversation) -> Update:
         """Train the server's part with a client; return its update, whose tensors are good until the next task.
@@ -179,11 +171,10 @@ class ServerSide:
         except Exception as error:  # the step works on the server's own example: this question of the client's is wrong
             raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
-    def _trainer(self, exchange: Exchange, terms: _Terms) -> LocalTrainer:
+    def _trainer(self, exchange: Exchange, terms: Question) -> LocalTrainer:
         if self._built is None or self._built[:2] != (exchange, terms):
-            precision, accumulate, sends = terms
-            options = FabricOptions(self._device.type, self._device.index, precision, None, accumulate)
-            trainer = LocalTrainer(exchange.server, self._local, sends, Training(), options, pools=True)
+            options = FabricOptions(self._device.type, self._device.index, terms.precision, None, terms.accumulate)
+            trainer = LocalTrainer(exchange.server, self._local, terms.sends, Training(), options, pools=True)
             self._built = exchange, terms, trainer
         return self._built[2]
 
@@ -198,7 +189,7 @@ class _SessionLink:
 
     def __init__(self, talk: Conversation, device: torch.device) -> None:
         self._talk, self._device, self.stream = talk, device, RngStream(device)
-        self.terms: _Terms | None = None
+        self.terms: Question | None = None
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
         def into(meta: dict[str, Any]) -> FlatTensors:
@@ -227,11 +218,7 @@ class _SessionLink:
 
     def _agree(self, meta: Mapping[str, Any]) -> None:
         """Note how the client trains, which must stay so."""
-        precision, accumulate, sends = terms = (meta.get("precision"), meta.get("accumulate"), meta.get("sends"))
-        if precision not in PRECISIONS:
-            raise Refused("bad-json", f"precision {str(precision)[:40]}: two sides know {', '.join(PRECISIONS)}")
-        if type(accumulate) is not int or not 0 < accumulate < 2**31 or sends not in ("values", "delta"):
-            raise Refused("bad-json", f"accumulate {str(accumulate)[:40]}, sends {str(sends)[:40]}")
+        terms = Question.from_meta(meta)
         if self.terms not in (None, terms):
             raise Refused("bad-json", "precision, accumulate or sends have changed within a task")
-        self.terms = cast(_Terms, terms)
+        self.terms = terms

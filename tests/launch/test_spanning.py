@@ -101,9 +101,9 @@ def test_an_algorithm_that_cannot_span_is_refused_before_anything_is_sent(tmp_pa
 def test_processes_must_be_alike_and_the_one_with_least_memory_counts(tmp_path):
     here, leader = site(tmp_path), SimpleNamespace(_client=2)
     assert ClientGroup._compared(leader, here, 1, _hello(here)).info == here.info
-    less = ClientGroup._compared(leader, here, 1, _hello(here) | {"memory_bytes": 5e6})
+    less = ClientGroup._compared(leader, here, 1, replace(_hello(here), memory_bytes=5e6))
     assert less.info.profile == replace(here.info.profile, memory_bytes=5e6)
     with pytest.raises(
         RunFailed, match=r"client 2: its processes differ in num_samples: .* in process 0, 7 in process 1"
     ):
-        ClientGroup._compared(leader, here, 1, _hello(here) | {"num_samples": 7})
+        ClientGroup._compared(leader, here, 1, replace(_hello(here), client={"num_samples": 7}))

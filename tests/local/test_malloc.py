@@ -17,7 +17,7 @@ STEP_PAGES = STEP_BYTES // 4096
 
 PROCESS = """
 import ctypes, json, os, resource, sys
-from raafl.local import heap
+from raafl.local import malloc
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault is one page, whatever the machine's setting
 import torch
@@ -43,18 +43,18 @@ def faults():
 
 def told(how):
     if how != "as it is":
-        assert getattr(heap, how)()
+        assert getattr(malloc, how)()
     for _ in range(5):  # blocks move until they have found their places
         step()
     before, start = resident(), faults()
     held = max(step() for _ in range(STEPS))
     new = faults() - start
     after = resident()
-    given = heap.give_back()
+    given = malloc.give_back()
     gone = after - resident()
-    again = heap.give_back()  # the holes are there, their pages are not
+    again = malloc.give_back()  # the holes are there, their pages are not
     step()
-    anew = heap.give_back()
+    anew = malloc.give_back()
     return {"faults": new, "held": held - before, "left": after - before, "given": given, "gone": gone,
             "again": [again, anew]}
 

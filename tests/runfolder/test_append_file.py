@@ -193,9 +193,9 @@ def test_a_device_that_is_always_full(tmp_path, warned, monkeypatch):
 LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from raafl.runfolder import rows
+from raafl.runfolder import append_file
 from raafl.runfolder.journal import RunFolder
-rows.RETRY_S = 0.0
+append_file.RETRY_S = 0.0
 run = RunFolder(sys.argv[1], "", print)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 for number in range(1000):

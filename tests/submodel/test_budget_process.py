@@ -34,7 +34,7 @@ import_lightning()
 from raafl.core.algorithm import Local, Training
 from raafl.core.types import Assignment
 from raafl.data import ClientData
-from raafl.local import heap
+from raafl.local import malloc
 from raafl.local.train import LocalTrainer
 from raafl.parts.select import Budget, largest_rate, leading, steps
 from raafl.submodel import FULL, FlatTensors, Submodels, skeleton
@@ -51,7 +51,7 @@ def writable():  # what RLIMIT_DATA limits
 def client(submodels, spec, data, limit, warm, tight):
     num_steps = 3
     if tight:
-        heap.free_at_once()
+        malloc.free_at_once()
         num_steps = 2  # each takes three seconds; the second has all that is ever alive
     trainer = LocalTrainer(submodels, Local(), "values", Training(num_epochs=None, num_steps=num_steps))
 

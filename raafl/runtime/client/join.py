@@ -16,7 +16,7 @@ from raafl.config.trust import from_server
 from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client
-from raafl.sanitize import sanitize_text
+from raafl.runtime.protocol import Config, Reason, no_tensors
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
@@ -150,10 +150,10 @@ class _Search:
 
 def _ask_config(pair: Connection) -> str:
     pair.send(Message(Kind.CONFIG))
-    answer = pair.recv(lambda kind, assignment, meta: None, _CONFIG_S)
-    text = answer.meta.get("config_yaml")
+    answer = pair.recv(no_tensors, _CONFIG_S)
     if answer.kind is Kind.STOP:
-        raise RunFailed(sanitize_text(answer.meta.get("reason", "refused")))
-    if answer.kind is not Kind.CONFIG or not isinstance(text, str):
+        raise RunFailed(Reason.from_meta(answer.meta).reason or "refused")
+    config = Config.from_meta(answer.meta)
+    if answer.kind is not Kind.CONFIG or config.config_yaml is None:
         raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")
-    return from_server(text)
+    return from_server(config.config_yaml)

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 from torch import distributed as _distributed
 
-from raafl._version import __version__
-from raafl.core.types import Assignment, assignment_from_json, assignment_to_json
+from raafl.core.types import Assignment
 from raafl.errors import BadInput, RunFailed
 from raafl.local.client_group import ClientProcesses
 from raafl.local.failure import attempt
 from raafl.local.train import Stopped
+from raafl.runtime.identity import Difference, Identity, agree
+from raafl.runtime.protocol import Assign, Config, Hello, no_tensors
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
@@ -127,7 +128,7 @@ class ClientGroup:
             site = make_site(config_yaml)
             refuse(site)
             for pair in self._pairs.values():
-                pair.send(Message(Kind.CONFIG, meta={"config_yaml": config_yaml}))
+                pair.send(Message(Kind.CONFIG, meta=Config(config_yaml).to_meta()))
             for number, pair in self._pairs.items():
                 site = self._compared(site, number, self._hello_of(number, pair))
             note = f"this client spans {self.size} processes: each trains on its part of every batch"
@@ -142,36 +143,40 @@ class ClientGroup:
 
         return make
 
-    def _hello_of(self, number: int, pair: GlooConnection) -> dict[str, Any]:
+    def _hello_of(self, number: int, pair: GlooConnection) -> Hello:
         try:
-            return pair.recv(_nothing, _MEET_S).meta
+            return Hello.from_meta(pair.recv(no_tensors, _MEET_S).meta)
         except (PeerLost, PeerTimeout, Refused) as error:
             raise RunFailed(f"client {self._client}: its process {number} did not get ready: {error}") from None
 
-    def _compared(self, site: ClientSetup, number: int, theirs: dict[str, Any]) -> ClientSetup:
+    def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
         """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""
-        for name, mine in _hello(site).items():
-            if name != "memory_bytes" and theirs.get(name) != mine:
-                raise RunFailed(
-                    f"client {self._client}: its processes differ in {name}: {mine} in process 0, {theirs.get(name)} in process "
-                    f"{number}"
-                )
-        if theirs["memory_bytes"] is None:
+        different = agree(Identity.of(site.submodels, site.sections), theirs.identity)
+        if different is None and (here := site.info.num_samples) != (there := theirs.num_samples):
+            different = Difference("num_samples", str(here), str(there))
+        if different is not None:
+            name = "frozen parameters" if different.field == "base" else different.field
+            raise RunFailed(
+                f"client {self._client}: its processes differ in {name}: {different.mine} in process 0, {different.theirs} in "
+                f"process {number}"
+            )
+        if theirs.memory_bytes is None:
             return site
-        least = min(site.info.profile.memory_bytes, float(theirs["memory_bytes"]))
+        least = min(site.info.profile.memory_bytes, theirs.memory_bytes)
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
     def _announce(self, assignment: Assignment, received: FlatTensors) -> None:
         """Have the followers begin a task."""
         with self._together():
             for pair in self._pairs.values():
-                pair.send(Message(Kind.ASSIGN, assignment.id, assignment.incarnation, assignment_to_json(assignment)))
+                meta = Assign(assignment).to_meta()
+                pair.send(Message(Kind.ASSIGN, assignment.id, assignment.incarnation, meta))
             self._spread(received)
 
     def _watch(self, number: int, pair: GlooConnection) -> None:
         """Wait for the end of a follower, who says nothing while it lives."""
         with suppress(PeerLost, PeerTimeout, Refused):
-            pair.recv(_nothing, _FOR_EVER_S)
+            pair.recv(no_tensors, _FOR_EVER_S)
         self._end(f"process {number} of this client is gone: the client ends")
 
     # ---- a follower ----
@@ -180,16 +185,16 @@ class ClientGroup:
         """Train what the leader hands on, until it says stop."""
         (pair,) = self._pairs.values()
         try:
-            message = pair.recv(_nothing, _FOR_EVER_S)
+            message = pair.recv(no_tensors, _FOR_EVER_S)
         except (PeerLost, PeerTimeout, Refused):
             return  # the leader has ended before there was anything to do, and has said why
         if message.kind is not Kind.CONFIG:
             return
         try:
-            site = make_site(message.meta["config_yaml"])
+            site = make_site(Config.from_meta(message.meta).config_yaml)
         except BadInput as error:  # the leader has found nothing wrong: it is this process's own
             raise RunFailed(f"client {self._client}: {error}") from None
-        pair.send(Message(Kind.HELLO, meta=_hello(site)))
+        pair.send(Message(Kind.HELLO, meta=_hello(site).to_meta()))
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
         self._join_group(site)
@@ -207,8 +212,8 @@ class ClientGroup:
 
     def _listen(self, pair: GlooConnection, tasks: queue.SimpleQueue[Assignment | None]) -> None:
         try:
-            while (message := pair.recv(_nothing, _FOR_EVER_S)).kind is Kind.ASSIGN:
-                tasks.put(assignment_from_json(message.meta))
+            while (message := pair.recv(no_tensors, _FOR_EVER_S)).kind is Kind.ASSIGN:
+                tasks.put(Assign.from_meta(message.meta).assignment)
             tasks.put(None)
             if not self._joined.wait(_WORD_S):
                 self._end("")  # the leader has found something wrong, and will not join
@@ -370,18 +375,10 @@ def _store(rank: int, size: int) -> Any:
     return dist.PrefixStore(f"raafl/client/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _hello(site: ClientSetup) -> dict[str, Any]:
+def _hello(site: ClientSetup) -> Hello:
     """Describe the setup that processes of one client must share, and this one's memory."""
-    base, memory_bytes = site.submodels.base, site.info.profile.memory_bytes
-    return {
-        "raafl": __version__,
-        "model": site.submodels.layout().fingerprint,
-        "frozen parameters": base.digest if base is not None else None,
-        "config": dict(site.sections),
-        "num_samples": site.info.num_samples,
-        "memory_bytes": memory_bytes if memory_bytes < math.inf else None,  # JSON knows no infinity
-    }
-
-
-def _nothing(kind: Kind, assignment: int, meta: dict[str, Any]) -> None:
-    return None
+    memory_bytes = site.info.profile.memory_bytes
+    return Hello(
+        Identity.of(site.submodels, site.sections), client={"num_samples": site.info.num_samples},
+        memory_bytes=memory_bytes if memory_bytes < math.inf else None,  # JSON knows no infinity
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -11,20 +10,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from raafl._version import __version__
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Timeouts
 from raafl.core.payload import Payload
-from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, assignment_from_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
-from raafl.local.failure import attempt, to_meta
+from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
 from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
-from raafl.runtime.answers import hello_of
 from raafl.runtime.exchange import ClientSide
+from raafl.runtime.identity import Identity
+from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -79,7 +78,7 @@ class Client:
             Refused: it has sent what is not raafl's.
         """
         self._trainer.stop = threading.Event()
-        self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello(), None))
+        self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))
         reader = threading.Thread(target=self._read, name="reader", daemon=True)
         reader.start()
         try:
@@ -104,11 +103,11 @@ class Client:
                 message = self._pair.recv(self._expect, wait_s)
                 wait_s = self._waits.idle_s  # it is heard from that often, whatever the others do
                 if message.kind is Kind.WELCOME:
-                    self._keep_whole(message.meta.get("kept_whole", []))
+                    Welcome.from_meta(message.meta).apply_to(self._submodels)
                     self.unsent = None
                     self._on_welcome()
                 if message.kind is Kind.STOP:
-                    self._received.put(sanitize_text(message.meta.get("reason", "")))
+                    self._received.put(Reason.from_meta(message.meta).reason)
                     break
                 if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
                     self._received.put((self._assignment, message.tensors))
@@ -119,7 +118,7 @@ class Client:
                 if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
                     self._up.forget()
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
-                    reason = sanitize_text(message.meta.get("reason", ""))
+                    reason = Reason.from_meta(message.meta).reason
                     warnings.warn(f"client {self._info.id}: the server refuses a task: {reason}", stacklevel=1)
                     self._assignment = None  # given up in the middle; the next may come
                     self._side.hear(None)
@@ -129,27 +128,11 @@ class Client:
             self._trainer.stop.set()
         self._side.hear(None)
 
-    def _keep_whole(self, names: Any) -> None:
-        """Take out the axes that the server has not proven; raises `Refused` for anything but names of axes."""
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise Refused("bad-meta", "kept_whole is no list of names of axes")
-        try:
-            self._submodels.keep_whole(dict.fromkeys(names, "not proven by the server"))
-        except SpecError as error:
-            raise Refused("bad-meta", f"kept_whole: {error}") from None
-
     def _is_out(self, number: int) -> bool:
         return self._assignment is not None and self._assignment.id == number
 
-    def _hello(self) -> dict[str, Any]:
-        return {
-            "raafl": __version__,
-            "model": self._submodels.layout().fingerprint,
-            "base": self._submodels.base.digest if self._submodels.base is not None else None,
-            "config": None if self._config is None else dict(self._config),
-            "unsent": self.unsent,
-            **hello_of(self._info),
-        }
+    def _hello(self) -> Hello:
+        return Hello.of_client(Identity.of(self._submodels, self._config), self._info, self.unsent)
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
         if kind is Kind.REPLY:
@@ -160,7 +143,7 @@ class Client:
             raise Refused("bad-kind", f"assignment {assignment} came before {self._assignment.id} was answered")
         self._since = time.perf_counter()
         try:
-            found = assignment_from_json(meta)
+            found = Assign.from_meta(meta).assignment
             layout = self._layout(found)  # what came before is unpacked: an answer to it has been sent
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
@@ -197,24 +180,23 @@ class Client:
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         except TaskFailed as failed:
-            self._give_up(assignment, to_meta(failed, private=self._info.own_data))
+            self._give_up(assignment, Failed.of(failed, private=self._info.own_data))
             with suppress(queue.Empty):  # until the server has taken it in
                 self._received.get(timeout=self._waits.stop_s)
             raise
         if update.refusal == OUT_OF_MEMORY:
             warnings.warn(f"client {self._info.id}: memory is too small for {assignment.spec}", stacklevel=1)
-            self._give_up(assignment, {"reason": OUT_OF_MEMORY})
+            self._give_up(assignment, Failed(OUT_OF_MEMORY))
             return
         packed = self._up.pack(assignment, update.tensors, received)
-        metrics = {name: value for name, value in update.metrics.items() if math.isfinite(value)}
-        metrics |= {PEAK: float(peak_bytes(device))}
-        meta = {"num_samples": update.num_samples, "num_steps": update.num_steps, "metrics": metrics}
-        meta |= {"extra": dict(update.extra)} if update.extra else {}
-        if assignment.spec.base is not None:
-            meta["base"] = self._submodels.bases.digest(assignment.spec.base)
+        base = assignment.spec.base
+        answer = Answer(
+            update.num_samples, update.num_steps, {**update.metrics, PEAK: float(peak_bytes(device))}, update.extra,
+            None if base is None else self._submodels.bases.digest(base),
+        )  # fmt: skip
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
         try:
-            self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, meta, packed))
+            self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, answer.to_meta(), packed))
         except (PeerLost, PeerTimeout):
             return
         finally:
@@ -222,8 +204,8 @@ class Client:
         self.unsent = None
         self.num_answered += 1
 
-    def _give_up(self, assignment: Assignment, meta: dict[str, str]) -> None:
+    def _give_up(self, assignment: Assignment, failed: Failed) -> None:
         """Tell the server that there will be no answer, and why."""
         self._assignment = None
         with suppress(PeerLost, PeerTimeout):
-            self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, meta))
+            self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, failed.to_meta()))

@@ -9,21 +9,21 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from raafl._version import __version__
-from raafl.core.types import OUT_OF_MEMORY, Assignment, assignment_from_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment
 from raafl.errors import GpuLost, TaskFailed, said
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import to_meta
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor
-from raafl.submodel import FULL, FlatTensors, Submodels
+from raafl.runtime.identity import Identity
+from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Measure, Welcome
+from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Connection, Kind, Message
 
 FOR_EVER_S = 1e6
 """To wait for a message: the pair tells of a rank that is gone."""
 
-_Received = tuple[Assignment | dict[str, Any], FlatTensors | None, bool]
+_Received = tuple[Assignment | Measure, FlatTensors | None, bool]
 
 
 def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
@@ -45,7 +45,7 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
     stop, made, out = threading.Event(), cache(evaluator), list[Assignment]()
     inbox: queue.SimpleQueue[_Received | Exception | None] = queue.SimpleQueue()
     trainer.stop = stop
-    pair.send(Message(Kind.HELLO, meta=hello(trainer.submodels)))
+    pair.send(Message(Kind.HELLO, meta=Hello(Identity.of(trainer.submodels)).to_meta()))
     threading.Thread(target=_receive, args=(pair, trainer, inbox), name="reader", daemon=True).start()
     while (item := inbox.get()) is not None:
         if isinstance(item, Exception):
@@ -69,27 +69,31 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
 
 def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -> None:
     """Put tasks into ``inbox``, and at the end None, or what went wrong; then the task at hand is stopped, too."""
-    out: list[Assignment] = []
+    expected: list[Assign | Measure] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
+        device = trainer.fabric.device
         if kind is Kind.MEASURE:
-            whole = trainer.submodels.layout(FULL, "present")
-            return FlatTensors.empty(whole, trainer.fabric.device) if meta["has_values"] else None
+            measure = Measure.from_meta(meta)
+            expected[:] = [measure]
+            return FlatTensors.empty(trainer.submodels.layout(FULL, "present"), device) if measure.has_values else None
         if kind is not Kind.ASSIGN:
             return None
-        out[:] = [assignment_from_json(meta["task"])]
-        return FlatTensors.empty(trainer.payload.layout(out[0].spec, "sent"), trainer.fabric.device)
+        task = Assign.from_meta(meta)
+        expected[:] = [task]
+        return FlatTensors.empty(trainer.payload.layout(task.assignment.spec, "sent"), device)
 
     last: Exception | None = None
     try:
         while (message := pair.recv(expect, FOR_EVER_S)).kind is not Kind.STOP:
             if message.kind is Kind.WELCOME:
-                names = message.meta["kept_whole"]
-                trainer.submodels.keep_whole(dict.fromkeys(names, "not proven by rank 0"))
-            elif message.kind is Kind.MEASURE:
-                inbox.put((message.meta, message.tensors, False))
-            elif message.tensors is not None:
-                inbox.put((out[0], message.tensors, message.meta["more"]))
+                Welcome.from_meta(message.meta).apply_to(trainer.submodels)
+            elif expected:
+                item = expected.pop()
+                if isinstance(item, Assign):
+                    inbox.put((item.assignment, message.tensors, item.more))
+                else:
+                    inbox.put((item, message.tensors, False))
     except Exception as error:
         last = error
     if trainer.stop is not None:
@@ -97,15 +101,15 @@ def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[A
     inbox.put(last)
 
 
-def _measured(made: Callable[[], Evaluator], asked: dict[str, Any], values: FlatTensors | None) -> Message:
+def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors | None) -> Message:
     """Measure some test batches, with the values that were sent last."""
     try:
         evaluator = made()
         if values is not None:
             evaluator.fill(values)
-        return Message(Kind.MEASURED, meta=evaluator.noted(asked["start"], asked["stop"]))
+        return Message(Kind.MEASURED, meta=evaluator.noted(asked.start, asked.stop))
     except Exception as error:  # rank 0 measures on them itself, and says what there is to say
-        return Message(Kind.FAILED, meta={"reason": said(error)})
+        return Message(Kind.FAILED, meta=Failed(error=said(error)).to_meta())
 
 
 def _answer(inner: Executor, assignment: Assignment) -> Message:
@@ -115,24 +119,15 @@ def _answer(inner: Executor, assignment: Assignment) -> Message:
     except GpuLost:
         raise
     except TaskFailed as failed:
-        return Message(Kind.FAILED, assignment.id, meta=to_meta(failed, private=False))
+        return Message(Kind.FAILED, assignment.id, meta=Failed.of(failed, private=False).to_meta())
     if update.refusal == OUT_OF_MEMORY:
-        return Message(Kind.FAILED, update.assignment, meta={"reason": OUT_OF_MEMORY})
-    meta = {
-        "num_samples": update.num_samples, "num_steps": update.num_steps, "refusal": update.refusal,
-        "metrics": {name: repr(value) for name, value in update.metrics.items()},  # to the bit, and NaN too
-        "extra": dict(update.extra), "counted": inner.counted(),
-    }  # fmt: skip
-    return Message(Kind.UPDATE, update.assignment, 0, meta, update.tensors)
-
-
-def hello(submodels: Submodels) -> dict[str, str]:
-    """Describe what a rank and rank 0 must have alike."""
-    base = submodels.base
-    frozen = "" if base is None else base.digest
-    return {"raafl": __version__, "model": submodels.layout().fingerprint, "frozen parameters": frozen}
-
-
-def nothing(kind: Kind, number: int, meta: dict[str, Any]) -> None:
-    """Expect no tensors."""
-    return None
+        return Message(Kind.FAILED, update.assignment, meta=Failed(OUT_OF_MEMORY).to_meta())
+    answer = Answer(
+        update.num_samples,
+        update.num_steps,
+        update.metrics,
+        update.extra,
+        refusal=update.refusal,
+        counted=inner.counted(),
+    )
+    return Message(Kind.UPDATE, update.assignment, 0, answer.to_meta(exact=True), update.tensors)

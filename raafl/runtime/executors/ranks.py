@@ -16,14 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, assignment_to_json
+from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import from_meta, out_of_memory
+from raafl.local.failure import out_of_memory
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
-from raafl.runtime.executors.rank_worker import FOR_EVER_S, hello, nothing
+from raafl.runtime.executors.rank_worker import FOR_EVER_S
 from raafl.runtime.executors.shared_evaluation import Shared
+from raafl.runtime.identity import Identity, agree
+from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -308,17 +310,17 @@ class RankExecutor(Executor):
 
     def _greet(self, pair: Connection) -> None:
         """Check that the rank has the same raafl and model, and tell it which axes are whole."""
-        theirs = pair.recv(nothing, FOR_EVER_S).meta
-        for name, ours in hello(self._submodels).items():
-            if theirs.get(name) != ours:
-                raise Refused("incompatible", f"another {name}: {sanitize_text(theirs.get(name))}, here it is {ours}")
+        theirs = Hello.from_meta(pair.recv(no_tensors, FOR_EVER_S).meta)
+        if (different := agree(Identity.of(self._submodels), theirs.identity)) is not None:
+            name = "frozen parameters" if different.field == "base" else different.field
+            raise Refused("incompatible", f"another {name}: {different.theirs}, here it is {different.mine}")
         with self._stopping:
-            pair.send(Message(Kind.WELCOME, meta={"kept_whole": sorted(self._submodels.refuted)}))
+            pair.send(Message(Kind.WELCOME, meta=Welcome(tuple(sorted(self._submodels.refuted))).to_meta()))
 
     def _stop(self, pair: Connection) -> None:
         """Tell a rank that the run has ended; it is no error if it is gone."""
         with self._stopping, suppress(PeerLost, PeerTimeout):
-            pair.send(Message(Kind.STOP, meta={"reason": "the run has ended"}), 1.0)
+            pair.send(Message(Kind.STOP, meta=Reason("the run has ended").to_meta()), 1.0)
 
     def _next(self) -> list[_Task] | Shared | None:
         """Wait for an evaluation to help with, or tasks to begin; None = the run has ended."""
@@ -341,7 +343,7 @@ class RankExecutor(Executor):
     def _exchange(self, name: str, pair: Connection, out: list[_Task]) -> None:
         """Have a rank train tasks, and keep what it answers; those that are done leave ``out``."""
         for place, task in enumerate(out, start=1):
-            meta = {"task": assignment_to_json(task.assignment), "more": place < len(out)}
+            meta = Assign(task.assignment, more=place < len(out)).to_meta()
             try:
                 pair.send(Message(Kind.ASSIGN, task.assignment.id, 0, meta, task.snapshot))
             finally:
@@ -350,9 +352,8 @@ class RankExecutor(Executor):
                     self._changed.notify_all()
         while out:
             answer = pair.recv(self._expected(out[0].assignment), FOR_EVER_S)
-            if "counted" in answer.meta:
-                self._counted[name] = answer.meta["counted"]
-            self._keep(out[0], _found(out.pop(0).assignment, answer))
+            found = self._found(name, out[0].assignment, answer)
+            self._keep(out.pop(0), found)
 
     def _expected(self, assignment: Assignment) -> Expect:
         def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -361,6 +362,19 @@ class RankExecutor(Executor):
             return FlatTensors.empty(self._payload.layout(assignment.spec, "trained")) if kind is Kind.UPDATE else None
 
         return expect
+
+    def _found(self, name: str, assignment: Assignment, message: Message) -> Update | TaskFailed:
+        """Read what a rank answers to a task."""
+        if message.tensors is None:
+            failed = Failed.from_meta(message.meta)
+            return out_of_memory(assignment) if failed.is_out_of_memory else failed.to_error(assignment.client)
+        answer = Answer.from_rank(message.meta)
+        if answer.counted:
+            self._counted[name] = dict(answer.counted)
+        return Update(
+            assignment.id, assignment.client, assignment.incarnation, message.tensors, answer.num_samples, answer.num_steps,
+            dict(answer.metrics), extra=dict(answer.extra), refusal=answer.refusal,
+        )  # fmt: skip
 
     def _lose(self, out: list[_Task]) -> bool:
         """Go on without a rank, whose tasks are trained again, to the same bits; return whether the run had not ended."""
@@ -374,15 +388,3 @@ class RankExecutor(Executor):
                     self._offer(task)
             self._changed.notify_all()
             return not self._closed
-
-
-def _found(assignment: Assignment, answer: Message) -> Update | TaskFailed:
-    meta = answer.meta
-    if answer.tensors is None:
-        is_memory = meta.get("reason") == OUT_OF_MEMORY
-        return out_of_memory(assignment) if is_memory else from_meta(assignment.client, meta)
-    metrics = {name: float(text) for name, text in meta["metrics"].items()}
-    return Update(
-        assignment.id, assignment.client, assignment.incarnation, answer.tensors, meta["num_samples"], meta["num_steps"],
-        metrics, extra=meta["extra"], refusal=meta["refusal"],
-    )  # fmt: skip

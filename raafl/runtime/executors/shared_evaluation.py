@@ -9,7 +9,8 @@ import threading
 from typing import Any
 
 from raafl.local.evaluate import Evaluator
-from raafl.runtime.executors.rank_worker import FOR_EVER_S, nothing
+from raafl.runtime.executors.rank_worker import FOR_EVER_S
+from raafl.runtime.protocol import Measure, no_tensors
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message
 
@@ -76,9 +77,9 @@ class Shared:
             noted = None
             try:
                 start, stop = self._parts[place]
-                asked = {"start": start, "stop": stop, "has_values": values is not None}
-                pair.send(Message(Kind.MEASURE, meta=asked, tensors=values))
-                answer = pair.recv(nothing, FOR_EVER_S)
+                asked = Measure(start, stop, values is not None)
+                pair.send(Message(Kind.MEASURE, meta=asked.to_meta(), tensors=values))
+                answer = pair.recv(no_tensors, FOR_EVER_S)
                 values = None
                 if answer.kind is not Kind.MEASURED:
                     self.is_refused = True

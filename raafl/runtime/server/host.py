@@ -11,6 +11,7 @@ from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import RunHooks
 from raafl.runtime.lifecycle import resume
+from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session, Terms
@@ -80,7 +81,7 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= experiment.clients:
             problem = f"client is {client}: this run has clients 1 to {experiment.clients}"
-            connect().send(Message(Kind.STOP, meta={"reason": f"refused: {problem}"}))
+            connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()))
             raise Refused("unknown-client", problem)
         known = parts.clients[client - 1]
         server.enter(client, lambda incarnation: Session(

@@ -7,11 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from raafl._version import __version__
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Down, Up
 from raafl.config.options import Timeouts
@@ -20,20 +18,19 @@ from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.quarantine import DAMAGED
 from raafl.core.types import (
-    OUT_OF_MEMORY,
     Arrived,
     Assignment,
     ClientInfo,
     Joined,
     Lost,
     Update,
-    assignment_to_json,
 )
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
-from raafl.local.failure import GPU_LOST, from_meta, out_of_memory
+from raafl.local.failure import out_of_memory
 from raafl.local.train import Stopped
-from raafl.runtime.answers import client_of, count_of, extra_of, metrics_of
 from raafl.runtime.exchange import Conversation, ServerSide
+from raafl.runtime.identity import Difference, Identity, agree, client_info
+from raafl.runtime.protocol import GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.runtime.server.inbox import Inbox
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
@@ -58,17 +55,6 @@ class Terms:
     config_yaml: str = ""
     sections: Mapping[str, str] | None = None
     own_data: bool = True
-
-    def problem(self, theirs: Any) -> str | None:
-        """Name the section of a client's config that is not the server's, or None."""
-        if self.sections is None:
-            return None
-        if not isinstance(theirs, dict):
-            return "the client names no config"
-        for name, digest in self.sections.items():
-            if theirs.get(name) != digest and not (name == "data" and theirs.get(name) == "own"):
-                return f"different config: '{name}' is not as in the server's config.yaml"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +168,7 @@ class Session(threading.Thread):
             self._outbox.get(timeout=self._waits.stop_s)
         self._say_stop(reason)
 
-    def _greet(self, pair: Connection) -> tuple[ClientInfo, dict[str, Any]]:
+    def _greet(self, pair: Connection) -> tuple[ClientInfo, Hello]:
         """Welcome the client, or tell it why not; return what it is, and its HELLO."""
         try:
             info, hello = self._checked(pair)
@@ -191,44 +177,49 @@ class Session(threading.Thread):
                 with self._sending:
                     self._say_stop(f"refused: {refused.detail}")
             raise
-        refuted = {"kept_whole": sorted(self._submodels.refuted)} if self._submodels.refuted else {}
+        welcome = Welcome(tuple(sorted(self._submodels.refuted)), self.client)
         with self._sending:
-            pair.send(Message(Kind.WELCOME, 0, self.incarnation, {"client": self.client, **refuted}, None))
+            pair.send(Message(Kind.WELCOME, 0, self.incarnation, welcome.to_meta()))
         self._welcomed = True
         return info, hello
 
-    def _checked(self, pair: Connection) -> tuple[ClientInfo, dict[str, Any]]:
+    def _checked(self, pair: Connection) -> tuple[ClientInfo, Hello]:
         """Check that the client runs the same raafl, config and model."""
-        hello = pair.recv(_nothing, self._waits.join_s)
-        if hello.kind is Kind.CONFIG and self._terms.config_yaml:
+        message = pair.recv(no_tensors, self._waits.join_s)
+        if message.kind is Kind.CONFIG and self._terms.config_yaml:
             with self._sending:
-                pair.send(Message(Kind.CONFIG, 0, self.incarnation, {"config_yaml": self._terms.config_yaml}, None))
+                config = Config(self._terms.config_yaml)
+                pair.send(Message(Kind.CONFIG, 0, self.incarnation, config.to_meta()))
             self._say_if_stopping()
-            hello = pair.recv(_nothing, self._waits.join_s)
-        base = self._submodels.base
-        expected = {"raafl": __version__, "model": self._submodels.layout().fingerprint}
-        problem = None if hello.kind is Kind.HELLO else f"expected HELLO, got {hello.kind.name}"
-        for field, value in expected.items():
-            if problem is None and hello.meta.get(field) != value:
-                theirs = sanitize_text(hello.meta.get(field))
-                problem = f"different {field}: the server has {value}, client {self.client} has {theirs}"
-            if problem is None and field == "raafl":  # before the model, which follows from the config
-                problem = self._terms.problem(hello.meta.get("config"))
-        if problem is None and base is not None and hello.meta.get("base") != base.digest:
-            problem = (
-                f"different frozen parameters: the server's have digest {base.digest[:16]}, those of client {self.client} "
-                f"{sanitize_text(hello.meta.get('base'), 16)}; they are not sent: give both the same pretrained weights"
-            )
-        if problem is not None:
-            raise Refused("incompatible", problem)
-        return client_of(hello.meta, self._known, self.incarnation, own_data=self._terms.own_data), hello.meta
+            message = pair.recv(no_tensors, self._waits.join_s)
+        if message.kind is not Kind.HELLO:
+            raise Refused("incompatible", f"expected HELLO, got {message.kind.name}")
+        hello = Hello.from_meta(message.meta)
+        if (difference := agree(Identity.of(self._submodels, self._terms.sections), hello.identity)) is not None:
+            raise Refused("incompatible", self._in_words(difference))
+        own_data = self._terms.own_data
+        return client_info(hello.client, hello.num_samples, self._known, self.incarnation, own_data=own_data), hello
 
-    def _take_late(self, hello: dict[str, Any]) -> None:
+    def _in_words(self, different: Difference) -> str:
+        """Describe a difference to the client."""
+        if different.field == "config":
+            return "the client names no config"
+        if different.field.startswith("config."):
+            return f"different config: '{different.field[7:]}' is not as in the server's config.yaml"
+        if different.field == "base":
+            return (
+                f"different frozen parameters: the server's have digest {different.mine[:16]}, those of client {self.client} "
+                f"{different.theirs[:16]}; they are not sent: give both the same pretrained weights"
+            )
+        return (
+            f"different {different.field}: the server has {different.mine}, client {self.client} has {different.theirs}"
+        )
+
+    def _take_late(self, hello: Hello) -> None:
         """Report an answer that a client still held when its connection broke; the coordinator refuses it by id."""
-        if hello.get("unsent") is not None:
+        if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
-            number = count_of(hello, "unsent", least=1)
-            self._inbox.put(Arrived(Update(number, self.client, self.incarnation, nothing, 0, refusal="late")))
+            self._inbox.put(Arrived(Update(hello.unsent, self.client, self.incarnation, nothing, 0, refusal="late")))
 
     def _serve(self, pair: Connection) -> None:
         idle_s = 0.0
@@ -239,7 +230,7 @@ class Session(threading.Thread):
                 idle_s += _LOOK_S
                 if idle_s >= self._waits.idle_s / 3:
                     with self._sending:
-                        pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {}, None))
+                        pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
                     idle_s = 0.0
                 pair.check()
                 continue
@@ -261,7 +252,7 @@ class Session(threading.Thread):
         if self._pair is None or self._told:
             return
         self._told = True
-        message = Message(Kind.STOP, 0, self.incarnation, {"reason": reason}, None)
+        message = Message(Kind.STOP, 0, self.incarnation, Reason(reason).to_meta())
         with suppress(PeerLost, PeerTimeout):
             self._pair.send(message, self._waits.stop_s if wait_s is None else wait_s)
 
@@ -278,7 +269,7 @@ class Session(threading.Thread):
             values = FlatTensors.empty(exchange.client.layout(spec, "sent"), values.device).take_(values)
         self._out = assignment
         packed = self._down.pack(assignment, values)
-        talk.send(Kind.ASSIGN, assignment_to_json(assignment), packed)
+        talk.send(Kind.ASSIGN, Assign(assignment).to_meta(), packed)
         if self._plan.sender_unpacks:
             self._received = self._down.unpack(spec, packed)
         told = ""
@@ -291,7 +282,7 @@ class Session(threading.Thread):
             update, told = self._refused(assignment, refused), str(refused)
         # the client may wait for a reply, and forgets its residual
         if exchange is not None and told and not pair.closed:
-            talk.send(Kind.REFUSED, {"reason": told[:200]})
+            talk.send(Kind.REFUSED, Reason(told[:200]).to_meta())
         self._arrived(pair, update, talk.down_bytes, talk.up_bytes)
 
     def _answered(self, exchange: Exchange | None, task: _Task, talk: Conversation) -> Update:
@@ -311,10 +302,10 @@ class Session(threading.Thread):
 
     def _refused(self, assignment: Assignment, refused: Refused) -> Update:
         """Make the update that stands for a refused answer; raises `TaskFailed` where the client says that its code failed."""
-        meta = refused.message.meta if refused.message is not None else {}
-        if refused.reason == GIVEN_UP and meta.get("reason") != OUT_OF_MEMORY:
-            raise from_meta(self.client, meta) from None
         if refused.reason == GIVEN_UP:
+            failed = Failed.from_meta({} if refused.message is None else refused.message.meta)
+            if not failed.is_out_of_memory:
+                raise failed.to_error(self.client) from None
             return out_of_memory(assignment)
         nothing = self._nothing(assignment.spec)
         return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
@@ -347,23 +338,26 @@ class Session(threading.Thread):
             return self._up.nothing(spec, torch.device(self._device))
         return self._buffer(self._plan.payload.layout(spec, "trained"))
 
-    def _update(self, answer: Message, spec: Spec) -> Update:
-        meta = answer.meta
-        if answer.kind is not Kind.UPDATE or answer.tensors is None:
-            raise Refused("bad-kind", f"expected UPDATE, got {answer.kind.name}")
-        if answer.incarnation != self.incarnation:
-            raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {answer.incarnation}")
-        if (num_samples := count_of(meta, "num_samples", least=1)) > self._num_samples:
-            raise Refused("too-many-samples", f"{num_samples}, of {self._num_samples} that the client has said it has")
-        if spec.base is not None and meta.get("base") != self._submodels.bases.digest(spec.base):
+    def _update(self, message: Message, spec: Spec) -> Update:
+        """Check a client's answer, and unpack its tensors; raises `Refused`."""
+        if message.kind is not Kind.UPDATE or message.tensors is None:
+            raise Refused("bad-kind", f"expected UPDATE, got {message.kind.name}")
+        if message.incarnation != self.incarnation:
+            raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {message.incarnation}")
+        answer = Answer.from_meta(message.meta)
+        if answer.num_samples > self._num_samples:
+            raise Refused(
+                "too-many-samples", f"{answer.num_samples}, of {self._num_samples} that the client has said it has"
+            )
+        if spec.base is not None and answer.base != self._submodels.bases.digest(spec.base):
             raise Refused("other-base", f"the frozen parameters, held as {spec.base}, are not those of the server")
         try:
-            tensors = self._up.unpack(spec, answer.tensors, self._received)
+            tensors = self._up.unpack(spec, message.tensors, self._received)
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(
-            answer.assignment, self.client, self.incarnation, tensors, num_samples,
-            count_of(meta, "num_steps"), metrics_of(meta), extra=extra_of(meta),
+            message.assignment, self.client, self.incarnation, tensors, answer.num_samples, answer.num_steps,
+            dict(answer.metrics), extra=dict(answer.extra),
         )  # fmt: skip
 
     def _buffer(self, layout: Layout) -> FlatTensors:
@@ -374,7 +368,3 @@ class Session(threading.Thread):
                 self._storage.pop(next(iter(self._storage)))
             buffer = self._storage[layout] = FlatTensors.empty(layout, self._device)
         return buffer
-
-
-def _nothing(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
-    return None

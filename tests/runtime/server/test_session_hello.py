@@ -10,7 +10,8 @@ import pytest
 
 from raafl.core.types import Lost, client_to_json
 from raafl.devices.profiles import Profile
-from raafl.runtime.answers import hello_of
+from raafl.runtime.identity import Identity
+from raafl.runtime.protocol import Hello
 from raafl.runtime.server.session import Terms
 from raafl.transport import Kind
 from tests.runtime.server.sessions import INFO, Table
@@ -156,7 +157,7 @@ def test_a_series_of_more_than_a_hundred_pairs_is_refused_with_the_remedy(table,
 @pytest.mark.parametrize("name", ["availability", "speed_changes"])
 def test_a_long_series_that_the_server_has_goes_by_its_digest(name):
     profile = Profile(**{name: LONG})
-    hello = hello_of(replace(INFO, profile=profile))
+    hello = Hello.of_client(Identity("m"), replace(INFO, profile=profile)).client
     assert len(json.dumps(hello)) < 1000
     for known, welcome in ((profile, True), (Profile(**{name: LONG[1:]}), False), (Profile(), False)):
         table = Table(profile=known)

@@ -1,0 +1,120 @@
+"""Decide whether a peer may take part: what two processes must have alike, and what a client may claim to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from raafl._version import __version__
+from raafl.core.types import ClientInfo, client_from_json, client_to_json
+from raafl.devices.series import long_series, restored, too_long
+from raafl.sanitize import sanitize_text
+from raafl.submodel import Submodels
+from raafl.transport import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must be equal in two processes before tensors travel between them.
+
+    Attributes:
+        model: fingerprint of the layout of all parameters.
+        base: digest of the frozen parameters; None = there are none.
+        config: digest of each section of the config that both must share; None = not compared.
+        raafl: version of the package.
+    """
+
+    model: object
+    base: object = None
+    config: Mapping[str, object] | None = None
+    raafl: object = __version__
+
+    @classmethod
+    def of(cls, submodels: Submodels, config: Mapping[str, str] | None = None) -> Self:
+        """Describe this process."""
+        base = submodels.base
+        return cls(submodels.layout().fingerprint, None if base is None else base.digest, config, __version__)
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> Self:
+        """Read a peer's; nothing in it is trusted, it is only compared."""
+        config = meta.get("config")
+        return cls(meta.get("model"), meta.get("base"), config if isinstance(config, dict) else None, meta.get("raafl"))
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return it as fields of a HELLO."""
+        config = None if self.config is None else dict(self.config)
+        return {"raafl": self.raafl, "model": self.model, "base": self.base, "config": config}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first field in which two identities differ, with both values as text of at most 64 characters."""
+
+    field: str
+    mine: str
+    theirs: str
+
+
+def agree(mine: Identity, theirs: Identity) -> Difference | None:
+    """Compare two identities; return their first difference, None where they agree.
+
+    The version comes first, since another version may mean other fields; the config comes before the model, which follows
+    from it. A section ``data`` of the peer may be "own": it trains on data of its own.
+    """
+    if mine.raafl != theirs.raafl:
+        return _difference("raafl", mine.raafl, theirs.raafl)
+    for name, digest in (mine.config or {}).items():
+        other = None if theirs.config is None else theirs.config.get(name)
+        if other != digest and not (name == "data" and other == "own"):
+            return _difference("config" if theirs.config is None else f"config.{name}", digest, other)
+    if mine.model != theirs.model:
+        return _difference("model", mine.model, theirs.model)
+    if mine.base != theirs.base:
+        return _difference("base", mine.base, theirs.base)
+    return None
+
+
+def _difference(name: str, mine: object, theirs: object) -> Difference:
+    return Difference(name, sanitize_text(mine, 64), sanitize_text(theirs, 64))
+
+
+def client_info(
+    hello: Mapping[str, Any], num_samples: int, known: ClientInfo, incarnation: int, *, own_data: bool = True
+) -> ClientInfo:
+    """Make the coordinator's description of a client from its HELLO, whose fields are checked here.
+
+    Args:
+        hello: fields of the HELLO.
+        num_samples: how many training samples it claims.
+        known: what the server knows of it: its id, how many samples of the run's data it was dealt (0 = not known), and
+            its profile, whose long series it may name by digest.
+        incarnation: number of this connection of the client.
+        own_data: whether it may train on data of its own.
+
+    Raises:
+        Refused: the description makes no sense, or claims more than it may; the detail is for the client.
+    """
+    profile, client = hello.get("profile"), known.id
+    try:
+        if not isinstance(profile, dict):
+            raise ValueError("it is no table")
+        if (problem := too_long(profile)) is not None:
+            raise ValueError(
+                f"{problem}: give client {client} the same devices in the server's config, or a shorter series"
+            )
+        series = long_series(client_to_json(known)["profile"])
+        profile = {**restored(profile, series), "name": sanitize_text(profile.get("name", "default"))}
+        info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Refused("bad-json", f"profile of client {client}: {sanitize_text(error)}") from None
+    if info.own_data and not own_data:
+        raise Refused("own-data", f"client {client} has data of its own, which guard.own_data of this run forbids")
+    if known.num_samples and not info.own_data and num_samples > known.num_samples:
+        raise Refused(
+            "too-many-samples",
+            f"client {client} says that it has {num_samples} samples, but its share of the run's data is "
+            f"{known.num_samples}: it has other data than the run",
+        )
+    return info

@@ -1,0 +1,391 @@
+"""Every message of a run: who sends it when, which fields it has, and how a peer's words are checked.
+
+A message is a frame of `raafl.transport.codec`: a kind, an assignment's id, a client's incarnation, a JSON object `meta` and
+tensors. This module is the only place that names a field of `meta`. Each record writes it with `to_meta`; `from_meta` bounds
+and checks what a peer wrote, and raises `Refused` for anything else. A field that is not known is ignored.
+
+========= ===================================================== ======================= ==============================
+kind      who sends it, and when                                record                  tensors
+========= ===================================================== ======================= ==============================
+CONFIG    client, first, if it has no config; the server's reply `Config`                none
+HELLO     client, process of a client, or rank, once set up     `Hello`                 none
+WELCOME   server or rank 0: the peer is admitted                `Welcome`               none
+ASSIGN    server, leader or rank 0: train this                  `Assign`                the submodel's values
+UPDATE    client or rank: the answer                            `Answer`                what was trained
+FAILED    client or rank: there will be no answer               `Failed`                none
+QUESTION  client, in the middle of a task with an exchange      `Question`              the method's
+REPLY     server, to a question                                 none                    the method's
+REFUSED   server: the task's exchange is over, nothing is used  `Reason`                none
+MEASURE   rank 0: measure these batches                         `Measure`               the model's values, the first time
+MEASURED  rank: the partial sums                                plain data of `Evaluator.noted`  none
+KEEPALIVE server, to an idle client                             none                    none
+STOP      server, leader or rank 0: the run, or the client, ends `Reason`               none
+========= ===================================================== ======================= ==============================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self, cast
+
+from raafl.core.types import (
+    OUT_OF_MEMORY,
+    Assignment,
+    ClientInfo,
+    assignment_from_json,
+    assignment_to_json,
+    client_to_json,
+)
+from raafl.devices.series import shortened
+from raafl.errors import LONGEST, GpuLost, TaskFailed
+from raafl.runtime.identity import Identity
+from raafl.sanitize import sanitize_text
+from raafl.submodel import SpecError, Submodels
+from raafl.transport import Kind, Refused
+
+Meta = Mapping[str, Any]
+"""A JSON object that a peer sent: bounded in size and depth by the codec, and otherwise anything."""
+
+MAX_METRIC: Final = 3.5e38
+"""Slightly above the largest single-precision number, which is what clients measure in: sums of these are finite."""
+MAX_METRICS: Final = 100
+MAX_TRACEBACK: Final = 20_000
+GPU_LOST: Final = "gpu"
+PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
+"""Those in which both sides of an exchange can train; 16-mixed scales losses, which takes one backward pass."""
+
+
+def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
+    """Expect a message without tensors; for `Connection.recv`."""
+
+
+def count_of(meta: Meta, name: str, least: int = 0) -> int:
+    """Return a field that is a whole number from ``least`` to below 2**53.
+
+    Raises:
+        Refused: it is missing, or anything else.
+    """
+    value = meta.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
+        raise Refused("bad-json", f"{name} is {sanitize_text(value)}")
+    return value
+
+
+# ---- records, in the order of a session ----
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The server's config, for a client that has none; without text it is the request.
+
+    Attributes:
+        config_yaml: text of config.yaml; None = a request, or a client that has its own.
+    """
+
+    config_yaml: str | None = None
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        return {"config_yaml": self.config_yaml}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` where the text is none."""
+        text = meta.get("config_yaml")
+        if text is not None and not isinstance(text, str):
+            raise Refused("bad-meta", "config_yaml is no text")
+        return cls(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a peer says of itself once it is set up.
+
+    Attributes:
+        identity: what it and the server must have alike.
+        unsent: id of an assignment that it answered on an earlier connection without being heard; None = none.
+        client: a client's `client_to_json`, whose long series go by digest; empty from a rank.
+        memory_bytes: of a process of a client: what it may use; None = no limit.
+    """
+
+    identity: Identity
+    unsent: int | None = None
+    client: Meta = field(default_factory=dict)
+    memory_bytes: float | None = None
+
+    @classmethod
+    def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
+        """Describe a client; a long series of its profile goes by digest, for a server that has the series itself."""
+        data = client_to_json(info)
+        return cls(identity, unsent, {**data, "profile": shortened(data["profile"])})
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        limit = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
+        return {**self.identity.to_meta(), "unsent": self.unsent, **limit, **self.client}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` for an `unsent` or a `memory_bytes` that is no number above 0."""
+        unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
+        memory = meta.get("memory_bytes")
+        if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
+            raise Refused("bad-json", f"memory_bytes is {sanitize_text(memory)}")
+        return cls(Identity.from_meta(meta), unsent, meta, memory)
+
+    @property
+    def num_samples(self) -> int:
+        """Training samples of the client; raises `Refused` where that is no count from 1."""
+        return count_of(self.client, "num_samples", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A peer is admitted.
+
+    Attributes:
+        kept_whole: names of the axes that the server could not prove; the peer must not cut them either.
+        client: id of the client; None for a rank.
+    """
+
+    kept_whole: tuple[str, ...] = ()
+    client: int | None = None
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        client = {} if self.client is None else {"client": self.client}
+        return {**client, "kept_whole": list(self.kept_whole)} if self.kept_whole or self.client is None else client
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` where ``kept_whole`` is no list of texts."""
+        names = meta.get("kept_whole", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Refused("bad-meta", "kept_whole is no list of names of axes")
+        return cls(tuple(names))
+
+    def apply_to(self, submodels: Submodels) -> None:
+        """Keep the named axes whole; raises `Refused` for a name that the model has not."""
+        try:
+            submodels.keep_whole(dict.fromkeys(self.kept_whole, "not proven by the server"))
+        except SpecError as error:
+            raise Refused("bad-meta", f"kept_whole: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """A task.
+
+    Attributes:
+        assignment: what to train.
+        more: whether the tasks that follow are trained together with this one, as one batch.
+    """
+
+    assignment: Assignment
+    more: bool = False
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        return {**assignment_to_json(self.assignment), **({"more": True} if self.more else {})}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` for what is no assignment."""
+        try:
+            fields = {name: value for name, value in meta.items() if name != "more"}
+            return cls(assignment_from_json(fields), meta.get("more") is True)
+        except (SpecError, TypeError, KeyError, ValueError, AttributeError) as error:
+            raise Refused("bad-json", f"assignment: {sanitize_text(error)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a task brought, beside its tensors.
+
+    Attributes:
+        num_samples: samples that the client has trained on, which may weigh its update.
+        num_steps: optimiser steps made.
+        metrics: what it measured, by name; no more than `MAX_METRICS`.
+        extra: plain data of the method's hook for the merge.
+        base: digest of the frozen parameters in the form that the task was to have; None = the task named no form.
+        refusal: why the update may not be merged, found where it was trained; None = nothing is wrong.
+        counted: how the executor of a rank trained so far; empty from a client.
+    """
+
+    num_samples: int
+    num_steps: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    refusal: str | None = None
+    counted: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_meta(self, *, exact: bool = False) -> dict[str, Any]:
+        """Return the message's fields.
+
+        Args:
+            exact: write metrics as text, so that NaN and infinity survive JSON; between ranks of one simulated run.
+        """
+        if exact:
+            metrics: dict[str, float | str] = {name: repr(value) for name, value in self.metrics.items()}
+        else:
+            metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        meta: dict[str, Any] = {"num_samples": self.num_samples, "num_steps": self.num_steps, "metrics": metrics}
+        optional = {"extra": self.extra, "base": self.base, "refusal": self.refusal, "counted": self.counted}
+        return meta | {name: value for name, value in optional.items() if value}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a client's message; metrics that are no number, or above `MAX_METRIC`, are left out. Raises `Refused`."""
+        metrics, extra, base = meta.get("metrics", {}), meta.get("extra", {}), meta.get("base")
+        if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
+            raise Refused("bad-json", "metrics is not a small table")
+        if not isinstance(extra, dict):
+            raise Refused("bad-json", "extra is not a table")
+        try:
+            numbers = {
+                sanitize_text(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)
+            }
+        except OverflowError:
+            raise Refused("bad-json", "a metric is out of range") from None
+        within = {name: value for name, value in numbers.items() if abs(value) <= MAX_METRIC}  # NaN is not
+        num_samples, num_steps = count_of(meta, "num_samples", least=1), count_of(meta, "num_steps")
+        return cls(num_samples, num_steps, within, extra, base if isinstance(base, str) else None)
+
+    @classmethod
+    def from_rank(cls, meta: Meta) -> Self:
+        """Read a rank's message, whose metrics are exact; ranks of one run share a machine's trust, yet a bad field is refused."""
+        refusal, counted = meta.get("refusal"), meta.get("counted", {})
+        try:
+            metrics = {str(name): float(text) for name, text in meta["metrics"].items()}
+            extra = dict(meta.get("extra", {}))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Refused("bad-json", f"metrics or extra: {sanitize_text(error)}") from None
+        if not isinstance(counted, dict) or not (refusal is None or isinstance(refusal, str)):
+            raise Refused("bad-json", "counted or refusal is of another type")
+        return cls(count_of(meta, "num_samples"), count_of(meta, "num_steps"), metrics, extra, None, refusal, counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There will be no answer: the memory was too small, or the client's code raised.
+
+    Attributes:
+        reason: `OUT_OF_MEMORY`, `GPU_LOST`, or "" for an error of the code.
+        where: the task and the line, as the client says.
+        error: the error in a line.
+        traceback: in full, at most `MAX_TRACEBACK` characters; "" where the client's data are private.
+    """
+
+    reason: str = ""
+    where: str = ""
+    error: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, failure: TaskFailed, *, private: bool) -> Self:
+        """Describe a failure; where the client's data are ``private`` only its type and place are said."""
+        reason = GPU_LOST if isinstance(failure, GpuLost) else ""
+        if not private:
+            return cls(reason, failure.where, failure.error, failure.traceback)
+        kind, place = failure.error.partition(":")[0], failure.error.rpartition(" (")[2]
+        at = f" ({place}" if place.endswith(")") else ""
+        return cls(reason, failure.where, kind.partition(" (")[0] + at)
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        fields = {"reason": self.reason, "where": self.where, "error": self.error, "traceback": self.traceback}
+        return {name: value for name, value in fields.items() if value}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message: texts are cleaned and cut, whatever they are."""
+        lines = str(meta.get("traceback", ""))[-MAX_TRACEBACK:].splitlines()
+        return cls(
+            sanitize_text(meta.get("reason", "")), sanitize_text(meta.get("where", "")),
+            sanitize_text(meta.get("error", ""), 2 * LONGEST), "\n".join(map(sanitize_text, lines)),
+        )  # fmt: skip
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether the memory was too small for the task."""
+        return self.reason == OUT_OF_MEMORY
+
+    def to_error(self, client: int) -> TaskFailed:
+        """Make the exception that the failure of ``client`` is."""
+        made = GpuLost if self.reason == GPU_LOST else TaskFailed
+        return made(client, self.where, self.error, self.traceback)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something ends: a STOP, or a REFUSED."""
+
+    reason: str
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        return {"reason": self.reason}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; the text is cleaned and cut."""
+        return cls(sanitize_text(meta.get("reason", "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """How a client trains its side of an exchange, which the server's side must match; the method adds fields of its own.
+
+    Attributes:
+        precision: one of `PRECISIONS`.
+        accumulate: batches to an optimiser step, from 1.
+        sends: whether the client's update holds values or a difference.
+    """
+
+    precision: str
+    accumulate: int
+    sends: Literal["values", "delta"]
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the fields to add to the method's own."""
+        return {"precision": self.precision, "accumulate": self.accumulate, "sends": self.sends}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` for a value out of range."""
+        precision, accumulate, sends = meta.get("precision"), meta.get("accumulate"), meta.get("sends")
+        if precision not in PRECISIONS:
+            raise Refused(
+                "bad-json", f"precision {sanitize_text(precision, 40)}: two sides know {', '.join(PRECISIONS)}"
+            )
+        if type(accumulate) is not int or not 0 < accumulate < 2**31 or sends not in ("values", "delta"):
+            raise Refused("bad-json", f"accumulate {sanitize_text(accumulate, 40)}, sends {sanitize_text(sends, 40)}")
+        return cls(cast(str, precision), accumulate, cast(Literal["values", "delta"], sends))
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Some test batches for a rank to measure.
+
+    Attributes:
+        start: index of the first batch.
+        stop: index after the last one.
+        has_values: whether the model's values come with the message; otherwise the last ones count.
+    """
+
+    start: int
+    stop: int
+    has_values: bool
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        return {"start": self.start, "stop": self.stop, "has_values": self.has_values}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` for what is no range."""
+        start, stop = count_of(meta, "start"), count_of(meta, "stop", least=1)
+        return cls(start, stop, meta.get("has_values") is True)

@@ -6,9 +6,9 @@ Raw is one Gloo send and receive of one buffer each way. All run between the sam
 torch; a row holds the medians and the ratio to raw. The last rows are the ciphers that encryption could use, alone.
 
 `python -m benchmarks.wire counts` has another table, which needs no time: how often a task between two GPUs is copied and
-waited for, by the number of its pieces, on the emulated GPUs of `tests/emulated_cuda.py`. `synchronisations` hold the CPU up
-until all of a GPU's work is done; an event is waited for alone, by then mostly there: that of the piece that goes next, or of
-the slot that is used again.
+waited for, by the number of its pieces, on the emulated GPUs of `tests/helpers/emulated_cuda.py`. `synchronisations` hold
+the CPU up until all of a GPU's work is done; an event is waited for alone, by then mostly there: that of the piece that goes
+next, or of the slot that is used again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
     import pytest
 
     from raafl.transport import frames, staging
-    from tests.emulated_cuda import emulation
+    from tests.helpers.emulated_cuda import emulation
 
     sizes = {"gloo": staging.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}
     found = []

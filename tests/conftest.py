@@ -1,4 +1,4 @@
-"""What every test may rely on; `tests/guards.py` has what none may leave behind, or take."""
+"""What every test may rely on; `tests/helpers/guards.py` says what none may leave behind, or cost."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from raafl.lean_import import import_lightning, quick_imports
-from tests.emulated_cuda import emulated_cuda  # noqa: F401
-from tests.guards import (  # noqa: F401  fixtures and hooks, which pytest finds by name here
+from tests.helpers.emulated_cuda import emulated_cuda  # noqa: F401
+from tests.helpers.guards import (  # noqa: F401  fixtures and hooks, which pytest finds by name here
     leaves_nothing_behind,
     pytest_runtest_call,
     pytest_runtest_makereport,
@@ -31,9 +31,9 @@ from tests.guards import (  # noqa: F401  fixtures and hooks, which pytest finds
 
 with quick_imports():  # what stays is looked through for garbage neither here nor in the processes that tests fork
     import_lightning()
-    from tests.remembered import remember
+    from tests.helpers.cached_models import cache_inputs
 
-    remember()
+    cache_inputs()
 
 hypothesis.settings.register_profile("raafl", deadline=None)  # by the wall clock, which goes on while others compute
 hypothesis.settings.load_profile("raafl")

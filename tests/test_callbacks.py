@@ -16,7 +16,7 @@ from raafl.api.callback_hooks import CallbackHooks
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.run import simulate
 from raafl.submodel.nested_batch import to_device
-from tests.federation import digits, experiment, small_mlp, unequal
+from tests.helpers.small_runs import digits, experiment, small_mlp, unequal
 from tests.test_federation_api import Steps
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence as pack
 
-from tests.emulated_cuda import Emulated
+from tests.helpers.emulated_cuda import Emulated
 
 INT, BOOL = torch.int64, torch.bool
 

@@ -20,10 +20,10 @@ from raafl.local.train import FabricOptions
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.run import simulate
-from tests import remembered
-from tests.crashed import crash, simulated
-from tests.emulated_cuda import Emulated
-from tests.federation import experiment, finish
+from tests.helpers import cached_models
+from tests.helpers.crash import crash, simulated
+from tests.helpers.emulated_cuda import Emulated
+from tests.helpers.small_runs import experiment, finish
 
 CLIENTS = FabricOptions(accelerator="cuda")  # takes cuda:0
 QUICK = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -36,7 +36,7 @@ SMALLER = {"fed_buff": fed_buff(buffer_size=2)}
 def test_a_run_on_two_emulated_gpus_that_is_resumed_gives_the_cpus_model(tmp_path, monkeypatch, request, name):
     """The emulation computes on the CPU and seeds its generators alike, so that any difference is raafl's."""
     algorithm = SMALLER.get(name, name)
-    with remembered.findings():
+    with cached_models.reuse_findings():
         plain = finish(experiment(tmp_path / "cpu", algorithm, max_updates=4, **SHORT))
         emulated = request.getfixturevalue("emulated_cuda")
         made = experiment(tmp_path / "gpu", algorithm, max_updates=4, checkpoint_every=1, **SHORT, **ON_GPUS)
@@ -88,7 +88,7 @@ MORE = {
 def test_a_run_with_more_on_two_emulated_gpus_gives_the_cpus_model(tmp_path, request, name):
     algorithm, more = MORE[name]
     more = {**SHORT, "max_updates": 6, **more}
-    with remembered.findings():
+    with cached_models.reuse_findings():
         plain = finish(experiment(tmp_path / "cpu", algorithm, **more))
         request.getfixturevalue("emulated_cuda")
         found = finish(experiment(tmp_path / "gpu", algorithm, **more, **ON_GPUS))
@@ -113,7 +113,7 @@ def test_a_run_on_two_emulated_gpus_replays(tmp_path, emulated_cuda: Emulated):
 def test_forked_workers_use_no_emulated_gpu_though_the_server_is_on_one(tmp_path, monkeypatch, request, name):
     """A real one takes no call from a process that was forked after its parent's first."""
     options = {**SHORT, "max_updates": 4, "workers": 2}
-    with remembered.findings():
+    with cached_models.reuse_findings():
         plain = finish(experiment(tmp_path / "cpu", SMALLER.get(name, name), **options))
         emulated = request.getfixturevalue("emulated_cuda")
         first, begin = os.getpid(), emulated.streams.begin

@@ -21,8 +21,8 @@ from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_events
 from raafl.runtime.lifecycle import signals
-from tests import warm
-from tests.forked import command, wait_for
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command, wait_for
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.timeout(240)
@@ -201,7 +201,7 @@ def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
 def short_echo():
     """Have ranks take what comes two seconds after the first signal for another."""
     signals._ECHO_S = 2.0
-    warm.start()
+    forkserver.start()
 
 
 def test_under_torchrun_once_and_twice(tmp_path):
@@ -212,10 +212,10 @@ def test_under_torchrun_once_and_twice(tmp_path):
         "--standalone", "--nproc-per-node=3", "-m", "raafl", "fit", *ENDLESS, "--clients=2",
         "--model", f"{__name__}.SlowToValidate", f"--output={run}", "--checkpoint_s=0.1",
     )  # fmt: skip
-    more = {"HANG": str(hang), warm.STARTED: str(notes)}
-    with command(tmp_path / "c", *argv, before=short_echo, entry=warm.torchrun, **more) as torchrun:
+    more = {"HANG": str(hang), forkserver.STARTED: str(notes)}
+    with command(tmp_path / "c", *argv, before=short_echo, entry=forkserver.torchrun, **more) as torchrun:
         wait_for(lambda: hang.exists() and checkpoint.newest(run), "an evaluation that hangs")
-        ranks = warm.started(notes)
+        ranks = forkserver.started(notes)
         assert {one.rank for one in ranks} == {"0", "1", "2"}
         torchrun.send_all(signal.SIGINT)
         wait_for(lambda: "stop" in events(run), "the end of the loop")

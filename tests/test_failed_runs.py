@@ -20,7 +20,7 @@ from raafl.core.algorithm import Training
 from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
-from tests.federation import Finished, digits, experiment, finish, small_mlp, unequal
+from tests.helpers.small_runs import Finished, digits, experiment, finish, small_mlp, unequal
 
 TRAIN = Training(num_epochs=1, num_steps=None)
 

@@ -26,9 +26,9 @@ from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.protect.options import Rounds
 from raafl.runtime.run import simulate
-from tests.federation import digits, experiment, small_mlp
-from tests.federations import federation, small_net
 from tests.habits.source import ROOT
+from tests.helpers.small_federations import federation, small_net
+from tests.helpers.small_runs import digits, experiment, small_mlp
 
 
 def seeded_net(seed=0):

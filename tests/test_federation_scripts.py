@@ -8,9 +8,9 @@ import os
 import pytest
 
 from raafl.lean_import import quick_imports
-from tests import warm
-from tests.forked import command
 from tests.habits.source import ROOT
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command
 
 EXAMPLES = ROOT / "docs" / "examples"
 pytestmark = pytest.mark.timeout(240)
@@ -29,7 +29,7 @@ def test_an_example_is_short_and_runs(tmp_path, request, example):
         request.getfixturevalue("raafl_data")
         with quick_imports():  # here other tests need it too; the script's process would import it anew
             pytest.importorskip("transformers.models.bert.modeling_bert")
-    with command(tmp_path / "c", str(path), entry=warm.script, OUTPUT=str(output)) as script:
+    with command(tmp_path / "c", str(path), entry=forkserver.script, OUTPUT=str(output)) as script:
         code = script.end(200)
     if script.err.startswith("skipped: the package"):
         pytest.skip(script.err)
@@ -43,13 +43,15 @@ def test_the_example_for_hugging_face_says_why_it_skips(tmp_path):
         os.environ.pop("RAAFL_DATA", None)
 
     path = str(EXAMPLES / "hugging_face.py")
-    with command(tmp_path / "c", path, before=without_data, entry=warm.script) as script:
+    with command(tmp_path / "c", path, before=without_data, entry=forkserver.script) as script:
         assert (script.end(), script.err) == (1, "skipped: RAAFL_DATA is not set, the folder that has SST-2\n")
 
 
 def test_an_example_runs_under_torchrun(tmp_path):
     argv, output = ("--standalone", "--nproc-per-node=4", str(EXAMPLES / "lightning_digits.py")), tmp_path / "run"
-    with command(tmp_path / "c", *argv, before=warm.start, entry=warm.torchrun, OUTPUT=str(output)) as torchrun:
+    with command(
+        tmp_path / "c", *argv, before=forkserver.start, entry=forkserver.torchrun, OUTPUT=str(output)
+    ) as torchrun:
         assert torchrun.end() == 0, torchrun.err
     assert torchrun.out.count("accuracy") > 1
     found = summary_of(output)
@@ -78,7 +80,7 @@ except raafl.BadInput as error:
 def test_a_script_starts_its_own_ranks_and_a_callback_ends_them(tmp_path):
     script, output = tmp_path / "script.py", tmp_path / "run"
     script.write_text(LOCAL)
-    with command(tmp_path / "c", str(script), str(output), before=warm.start, entry=warm.script) as started:
+    with command(tmp_path / "c", str(script), str(output), before=forkserver.start, entry=forkserver.script) as started:
         assert started.end() == 0, started.err
     # clients end within fit
     assert started.out.splitlines() == [

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from raafl.errors import BadInput
-from tests.federation import digits, small_mlp
-from tests.federations import federation, small_net
+from tests.helpers.small_federations import federation, small_net
+from tests.helpers.small_runs import digits, small_mlp
 
 
 class Stream(IterableDataset):

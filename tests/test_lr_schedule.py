@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.core.algorithm import Training
-from tests.federation import equal_replay, experiment, finish
+from tests.helpers.small_runs import equal_replay, experiment, finish
 
 FALLING = Training(num_epochs=None, num_steps=2, lr_schedule="linear", lr_versions=4)
 

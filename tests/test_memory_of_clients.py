@@ -18,7 +18,7 @@ from raafl.runtime.client import memory
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
-from tests.federation import experiment, unequal
+from tests.helpers.small_runs import experiment, unequal
 
 ROOM = Room(1e9, "control group")
 USABLE = math.floor(0.9e9 - 64 * 2**20)

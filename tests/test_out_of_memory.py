@@ -12,7 +12,7 @@ from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
 from raafl.local.failure import is_out_of_memory
 from raafl.runtime.setup import load_data
-from tests.federation import equal_replay, experiment, finish
+from tests.helpers.small_runs import equal_replay, experiment, finish
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,7 +17,7 @@ from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated
 from raafl.runtime.setup import build, make_model
 from raafl.submodel import Member, Submodels
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 HALVED = {"algorithm": fed_avg(submodel=Rated(rates=[1.0, 0.25]))}
 

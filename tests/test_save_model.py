@@ -23,7 +23,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.outcome import summary_lines
 from raafl.runtime.lifecycle import checkpointer, export
 from raafl.runtime.run import simulate
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from raafl.core.algorithm import Task
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment
 from raafl.submodel import FlatTensors, Spec, Submodels
-from tests.tools import EXAMPLE, Line
+from tests.helpers.coordinators import EXAMPLE, Line
 
 
 def prepared_line(initial=0.5):

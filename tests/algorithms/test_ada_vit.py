@@ -14,7 +14,7 @@ from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec, Submodels, skeleton
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 IMAGES = torch.linspace(-1, 1, 3 * 64).view(3, 1, 8, 8)
 
@@ -253,7 +253,7 @@ def test_the_cost_is_the_whole_models_and_the_policies_and_a_note_says_so():
 
 def test_ranks_of_lora_are_taken_for_neither_heads_nor_sublayers():
     pytest.importorskip("peft")
-    from tests.adapted import lora_bert
+    from tests.helpers.lora_models import lora_bert
 
     model = Adaptive().prepare(lora_bert())
     assert not any(isinstance(part, UsagePolicy) for part in model.modules())

@@ -10,7 +10,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.compression.compressors import Compress
 from raafl.errors import BadInput
 from raafl.submodel import Spec, Submodels
-from tests.federation import experiment, finish, small_mlp
+from tests.helpers.small_runs import experiment, finish, small_mlp
 
 WIRES = {
     "int8 both ways": Compress("int8", "int8"),

@@ -8,8 +8,8 @@ from raafl.algorithms import fed_dyn
 from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
 from raafl.submodel import Spec
-from tests.one_task import Slope, give, task_of, whole
-from tests.tools import assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
+from tests.helpers.single_task import Slope, give, task_of, whole
 
 
 def test_two_steps_of_a_client():
@@ -37,7 +37,7 @@ def test_what_no_client_of_the_round_covers_stays():
     give(coordinator, task, 2.0)  # g = -1 everywhere, theta = 2 + 1 / 0.5 = 4
     assert state.values["fc2.weight"].tolist() == [[4.0, 4.0]]
     from raafl.core.types import Update
-    from tests.tools import filled
+    from tests.helpers.coordinators import filled
 
     part = Spec.keep({"hidden": [1]})
     merge.receive(state, Update(0, 1, 0, filled(state, 4.0, part), 1), part, 0)  # it has not moved: g and h stay

@@ -29,7 +29,7 @@ from raafl.errors import BadInput
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.lora import is_lora
 from tests.algorithms.fed_mezo_noise import NOTHING, assignment, noise, trained
-from tests.federation import digits, experiment, small_mlp
+from tests.helpers.small_runs import digits, experiment, small_mlp
 
 # ---- steps ----
 
@@ -220,7 +220,7 @@ def test_what_is_frozen_is_not_perturbed():
 
 def test_of_lora_only_the_adapters_are_perturbed():
     pytest.importorskip("peft")
-    from tests.adapted import lora_bert
+    from tests.helpers.lora_models import lora_bert
 
     module = lora_bert()
     names = parameters_of(Submodels(module), Spec())

@@ -25,8 +25,8 @@ from raafl.parts.select.rated import Rated
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels
 from tests.algorithms.fed_mezo_noise import NOTHING, noise
-from tests.federation import experiment, finish
-from tests.tools import assigned, coordinator_for, join, line_state, values_of
+from tests.helpers.coordinators import assigned, coordinator_for, join, line_state, values_of
+from tests.helpers.small_runs import experiment, finish
 
 # ---- merging ----
 

@@ -6,8 +6,8 @@ import pytest
 
 from raafl.algorithms import fed_nova
 from raafl.errors import BadInput
-from tests.one_task import Slope, give, task_of, whole
-from tests.tools import assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
+from tests.helpers.single_task import Slope, give, task_of, whole
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from raafl.algorithms import fed_per
 from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
-from tests.one_task import give
-from tests.tools import assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
+from tests.helpers.single_task import give
 
 
 def layers(flat):

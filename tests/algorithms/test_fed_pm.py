@@ -14,7 +14,7 @@ from raafl.core.types import Update, derive_seed
 from raafl.errors import BadInput
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.algorithms.fed_pm_line import ones, prepared_line, prepared_state, training
-from tests.tools import Line
+from tests.helpers.coordinators import Line
 
 # ---- straight through the draw ----
 

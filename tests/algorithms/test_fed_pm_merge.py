@@ -20,8 +20,8 @@ from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated
 from raafl.submodel import Spec, Submodels
 from tests.algorithms.fed_pm_line import assignment, ones, prepared_state
-from tests.federation import experiment, finish
-from tests.tools import assigned, coordinator_for, join
+from tests.helpers.coordinators import assigned, coordinator_for, join
+from tests.helpers.small_runs import experiment, finish
 
 
 def masks_of(state, first, second, spec=None):

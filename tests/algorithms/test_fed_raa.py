@@ -23,8 +23,8 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.submodels import Fragments, Full
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FlatTensors, Spec
-from tests.federation import experiment, finish
-from tests.tools import Line, line_state
+from tests.helpers.coordinators import Line, line_state
+from tests.helpers.small_runs import experiment, finish
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mnist-fed-raa.yaml"
 

@@ -19,8 +19,8 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Axis, Member, Submodels
-from tests.federation import experiment, finish
-from tests.tools import answer, assigned, coordinator_for, join
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join
+from tests.helpers.small_runs import experiment, finish
 
 AXES = {"a": Axis("a", 10, (Member("w", 0),)), "b": Axis("b", 2, (Member("v", 0),))}
 

@@ -11,8 +11,8 @@ from torch import nn
 from raafl.algorithms import moon
 from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
-from tests.one_task import Slope, give, task_of
-from tests.tools import assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
+from tests.helpers.single_task import Slope, give, task_of
 
 
 class TwoLayers(Slope):

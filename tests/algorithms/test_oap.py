@@ -11,8 +11,8 @@ from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported
-from tests.federation import experiment, finish
-from tests.tools import answer, assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
+from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():

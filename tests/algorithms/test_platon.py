@@ -19,8 +19,16 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select import unit_scores
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.federation import experiment, finish
-from tests.tools import assigned, coordinator_for, cut_in_the_middle, join, line_state, update_for, values_of
+from tests.helpers.coordinators import (
+    assigned,
+    coordinator_for,
+    cut_in_the_middle,
+    join,
+    line_state,
+    update_for,
+    values_of,
+)
+from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():
@@ -294,13 +302,13 @@ def test_it_prunes(tmp_path, trigger):
 
 
 def test_scores_survive_a_checkpoint(monkeypatch):
-    from tests import tools
+    from tests.helpers import coordinators
 
     def scored(state, assignment, value, **more):
         number = len(assignment.spec.indices("hidden") or range(4))
         return replace(update_for(state, assignment, value, **more), extra=told(*(value + i for i in range(number))))
 
-    monkeypatch.setattr(tools, "update_for", scored)
+    monkeypatch.setattr(coordinators, "update_for", scored)
 
     def fresh():
         return coordinator_for(platon(rates=0.5, rounds=1), line_state(value=0.5), min_clients=4)

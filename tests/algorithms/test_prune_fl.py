@@ -13,8 +13,8 @@ from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Spec
-from tests.federation import experiment, finish
-from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, join, line_state, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, cut_in_the_middle, join, line_state, values_of
+from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():

@@ -16,7 +16,7 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rated import Rated
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec, Submodels, skeleton
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 
 def deep_mlp() -> MLP:

@@ -16,9 +16,9 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec
-from tests.federation import experiment, finish
 from tests.habits.source import ROOT
-from tests.tools import answer, assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
+from tests.helpers.small_runs import experiment, finish
 
 CONFIG = str(ROOT / "configs" / "ra-fed.yaml")
 REGION = [Spec.keep({"hidden": range(2 * i, 2 * i + 2)}) for i in range(4)]

@@ -28,9 +28,18 @@ from raafl.parts.trigger import AllReported, EachArrival
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.federation import experiment, finish
 from tests.habits.source import ROOT
-from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, filled, join, line_state, values_of
+from tests.helpers.coordinators import (
+    answer,
+    assigned,
+    coordinator_for,
+    cut_in_the_middle,
+    filled,
+    join,
+    line_state,
+    values_of,
+)
+from tests.helpers.small_runs import experiment, finish
 
 CONFIG = str(ROOT / "configs" / "ram-fed.yaml")
 TOP, BOTTOM = Spec.keep({"hidden": [0]}), Spec.keep({"hidden": [1]})

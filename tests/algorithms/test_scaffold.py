@@ -13,9 +13,9 @@ from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated
 from raafl.submodel import FULL, Spec
-from tests.federation import experiment, finish
-from tests.one_task import Slope, give, task_of, whole
-from tests.tools import assigned, coordinator_for, filled, join, line_state
+from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
+from tests.helpers.single_task import Slope, give, task_of, whole
+from tests.helpers.small_runs import experiment, finish
 
 PART = Spec.keep({"hidden": [1]})
 

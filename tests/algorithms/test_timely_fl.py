@@ -28,8 +28,8 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean, ServerOptimizer
 from raafl.submodel import FULL, Spec, Submodels
-from tests.federation import experiment, finish, unequal
-from tests.tools import assigned, coordinator_for, cut_in_the_middle, join, update_for
+from tests.helpers.coordinators import assigned, coordinator_for, cut_in_the_middle, join, update_for
+from tests.helpers.small_runs import experiment, finish, unequal
 
 LAST = Spec.keep(trained=["fc2"])
 exact = partial(timely_fl, slack=0.0)

@@ -12,7 +12,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 WHOLE = "every client trains all of the model, which has no axes to "
 NOTES = {

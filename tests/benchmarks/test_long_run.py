@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import long_run
-from tests.forked import in_fork
+from tests.helpers.forked_command import in_fork
 
 
 def test_every_way_on_a_short_run(tmp_path):

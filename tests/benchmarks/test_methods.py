@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import methods
 from benchmarks.methods import Setting, lead, smoothed
-from tests.crashed import crashed
 from tests.habits.source import ROOT
+from tests.helpers.crash import crashed
 
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 SHORT = ("--max_updates", "24", "--checkpoint_every", "1")

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import operations
-from tests.forked import in_fork
+from tests.helpers.forked_command import in_fork
 
 BATCH, WIDTHS = 32, (3072, 2048, 2048, 10)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks import robustness
-from tests.tools import filled, line_state
+from tests.helpers.coordinators import filled, line_state
 
 
 def test_attacks_by_hand():

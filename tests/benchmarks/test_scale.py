@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import scale
-from tests.forked import in_fork
+from tests.helpers.forked_command import in_fork
 
 
 def test_rows_of_small_runs(tmp_path):

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from tests.chaos.accounting import audit, journal, that_count
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from itertools import islice
 
 import pytest
 
-from tests import warm
 from tests.chaos.faults import EARLY, LATE, script
 from tests.chaos.federation import leaks
 from tests.chaos.run import main as chaos
-from tests.forked import command
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command
 
 ONCE_EACH = len(LATE) + 2  # all clients die twice before the late kinds begin
 
@@ -43,10 +43,10 @@ def test_a_server_that_holds_on_to_what_clients_left_is_found():
 @pytest.mark.slow("each kind of fault once takes its own dozen restarts")
 @pytest.mark.timeout(900)
 def test_a_federation_survives_every_kind_of_fault(tmp_path):
-    """Once each, by forked processes (`tests.warm`); `make test-long` starts them from nothing, 200 times."""
+    """Once each, by forked processes (`tests.helpers.forkserver`); `make test-long` starts them from nothing, 200 times."""
     out = tmp_path / "out"
     options = ("--faults", str(ONCE_EACH), "--gap", "1", "--restart", "2", "--seed", "0", "--out", str(out))
-    with command(tmp_path / "c", *options, before=warm.start, entry=chaos) as started:
+    with command(tmp_path / "c", *options, before=forkserver.start, entry=chaos) as started:
         code = started.end(deadline_s=880)
         print(started.out)
         assert code == 0, started.out[-6000:] + started.err[-2000:]

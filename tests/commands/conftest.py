@@ -7,8 +7,8 @@ import json
 import pytest
 
 from raafl.commands.cli import main
-from tests import remembered
 from tests.commands.simulated import QUICKSTART
+from tests.helpers import cached_models
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run(tmp_path, capsys):
         output = [] if "--output" in options else ["--output", str(tmp_path / f"run{numbered}")]
         limit = ["--max_updates", str(updates)] if updates else []
         argv = ["simulate", "--config", str(config), "--progress", "quiet", *limit, *output, *map(str, options)]
-        with remembered.findings():
+        with cached_models.reuse_findings():
             code = main(argv)
         shown = capsys.readouterr()
         return code, shown.out, shown.err

@@ -11,7 +11,7 @@ import yaml
 
 from raafl.commands.cli import main
 from tests.commands.simulated import QUICKSTART
-from tests.forked import command
+from tests.helpers.forked_command import command
 
 CLIENT_1_K = "client 1: its cheapest fragment, 1, takes 0.08665 s, more than K = 1e-09 s: set K to at least 0.08665"
 BAD = {

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from raafl.commands.cli import main
-from tests import warm
 from tests.commands.simulated import QUICKSTART
-from tests.forked import command, wait_for
 from tests.habits.source import ROOT
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command, wait_for
 
 SUMMARY = {
     "algorithm", "runtime", "seed", "versions", "updates_merged", "updates_refused", "updates_lost", "time_s", "wall_s",
@@ -212,7 +212,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path):
 def test_too_few_ranks_under_torchrun(tmp_path):
     """What enough of them do is in tests/distributed/test_torchrun.py."""
     argv = ("--standalone", "--nproc-per-node=3", "-m", "raafl", "fit", "--config", QUICKSTART, "--clients", "4")
-    with command(tmp_path, *argv, before=warm.start, entry=warm.torchrun) as done:
+    with command(tmp_path, *argv, before=forkserver.start, entry=forkserver.torchrun) as done:
         assert done.end() != 0
     ours = [line for line in done.err.splitlines() if line.startswith("raafl: ")]
     assert ours == [

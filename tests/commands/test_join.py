@@ -21,7 +21,7 @@ from raafl.transport.tcp import transport
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 SECRET = Secret(b"a secret for tests only")
 HANDSHAKE = (("client", 44), ("server", 40), ("client", 64), ("server", 68))

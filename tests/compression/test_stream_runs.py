@@ -28,8 +28,8 @@ from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
 from tests.compression.ends import drawn, model, plan_of, task
-from tests.crashed import crashed, simulated
-from tests.federation import SPEEDS, experiment, finish, unequal
+from tests.helpers.crash import crashed, simulated
+from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 

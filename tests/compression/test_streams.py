@@ -18,7 +18,7 @@ from raafl.core.types import Assignment, Update
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.compression.ends import cut, drawn, model, plan_of, task
-from tests.tools import coordinator_for
+from tests.helpers.coordinators import coordinator_for
 
 
 def whole_of(spec, flat, submodels) -> dict[str, torch.Tensor]:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from raafl.config.experiment import Experiment
-from tests import remembered
-from tests.federation import Finished, finish
-from tests.ranks import ranks
-from tests.scripted_inbox import ScriptedInbox
+from tests.helpers import cached_models
+from tests.helpers.real_ranks import ranks
+from tests.helpers.scripted_inbox import ScriptedInbox
+from tests.helpers.small_runs import Finished, finish
 
 
 def order_of(run):
@@ -45,7 +45,7 @@ def fingerprints(run):
 
 def on_both_clocks(experiment: Experiment, output: Path) -> tuple[Finished, Finished]:
     """Run it simulated, then on real ranks in that order with its folder at ``output``; they are equal in all but times."""
-    with remembered.findings():
+    with cached_models.reuse_findings():
         simulated, real = _both(experiment, output)
     assert order_of(real) == order_of(simulated)
     assert fingerprints(real) == fingerprints(simulated)

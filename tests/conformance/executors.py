@@ -23,10 +23,10 @@ from raafl.runtime.executors.batched import BatchedExecutor
 from raafl.submodel import FlatTensors, Spec
 from raafl.transport import PeerLost
 from raafl.transport.tcp.connection import TcpConnection
-from tests import remembered
-from tests.federation import Finished
+from tests.helpers import cached_models
+from tests.helpers.real_ranks import ranks as real_ranks
+from tests.helpers.small_runs import Finished
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
-from tests.ranks import ranks as real_ranks
 
 HERE = os.getpid()
 WAIT_S = 60.0
@@ -48,7 +48,7 @@ class Slow(Net):
 
 def over_ranks(made: Experiment) -> Finished:
     """Run over two ranks that meet over Gloo: this process, and one that is forked."""
-    with remembered.findings(), real_ranks(made, simulating=1) as fleet:
+    with cached_models.reuse_findings(), real_ranks(made, simulating=1) as fleet:
         run = fleet.simulate()
         assert fleet.exit_codes() == {1: 0}
     return run

@@ -21,10 +21,10 @@ from raafl.runfolder import checkpoints
 from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.clocks import fingerprints, on_both_clocks
-from tests.crashed import crash
-from tests.federation import equal_replay, finish, unequal
 from tests.habits.source import ROOT
-from tests.ranks import ranks
+from tests.helpers.crash import crash
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import equal_replay, finish, unequal
 
 pytestmark = pytest.mark.timeout(120)
 BASES = ("fp32", "bf16", "nf4")

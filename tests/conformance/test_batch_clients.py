@@ -16,8 +16,8 @@ from raafl.data import Dirichlet
 from raafl.runtime.executors import batched
 from raafl.runtime.run import simulate
 from tests.conformance.executors import over_ranks
-from tests.crashed import crash
-from tests.federation import equal_replay, experiment, finish
+from tests.helpers.crash import crash
+from tests.helpers.small_runs import equal_replay, experiment, finish
 
 
 class Plain(MLP):
@@ -100,7 +100,7 @@ def test_auto_leaves_the_bits_of_the_loop_whatever_it_chooses(tmp_path, monkeypa
 
 
 def test_clients_that_come_and_go_are_trained_alike(tmp_path):
-    from tests.federation import unequal
+    from tests.helpers.small_runs import unequal
 
     devices = unequal(presence="markov", on_s=0.6, off_s=0.2)
     compared(tmp_path, fed_async(), devices=devices)

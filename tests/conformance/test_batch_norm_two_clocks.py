@@ -10,7 +10,7 @@ from raafl.config.experiment import SubmodelOptions
 from raafl.parts import Rated
 from raafl.runfolder import checkpoints as checkpoint
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 from tests.numerics.test_batch_norm_runs import ConvNorm
 
 pytestmark = pytest.mark.timeout(90)

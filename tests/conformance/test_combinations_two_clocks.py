@@ -12,7 +12,7 @@ from raafl.core.algorithm import Training
 from raafl.parts import Rated, WindowPieces
 from raafl.submodel import FULL, Spec
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import SPEEDS, Finished, experiment, unequal
+from tests.helpers.small_runs import SPEEDS, Finished, experiment, unequal
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,8 +11,8 @@ from raafl.runtime.server.session import Session
 from raafl.runtime.setup import build, make_executor
 from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment, finish
-from tests.ranks import ranks
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import experiment, finish
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,9 +10,9 @@ from raafl.core.algorithm import Training
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from tests import remembered
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment, finish
+from tests.helpers import cached_models
+from tests.helpers.small_runs import experiment, finish
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -28,7 +28,7 @@ VARIANTS = {
 def test_ranks_on_emulated_gpus_give_the_cpus_model(tmp_path, request, name):
     algorithm, more = VARIANTS[name]
     more = {"clients": 2, "max_updates": 4, "train": Training(num_epochs=None, num_steps=1), "emulate": False, **more}
-    with remembered.findings():
+    with cached_models.reuse_findings():
         plain = finish(experiment(tmp_path / "cpu", algorithm, **more))
         emulated = request.getfixturevalue("emulated_cuda")
         on_gpus = {"server_device": "cuda:1", "fabric": FabricOptions(accelerator="cuda")}

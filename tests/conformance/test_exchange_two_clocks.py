@@ -19,9 +19,9 @@ from raafl.runtime.server.session import Session
 from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_compress_two_clocks import assert_replays
-from tests.crashed import crash
-from tests.federation import equal_replay, experiment, finish
-from tests.ranks import ranks
+from tests.helpers.crash import crash
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import equal_replay, experiment, finish
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -24,9 +24,9 @@ from raafl.runtime.executors.shared_evaluation import Shared
 from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.executors import Dropping, Slow, clients, evaluator_of, in_any_order, one_by_one, tasks_of
-from tests.crashed import crash
-from tests.federation import COMING_AND_GOING, equal_replay, experiment, finish
-from tests.forked import wait_for
+from tests.helpers.crash import crash
+from tests.helpers.forked_command import wait_for
+from tests.helpers.small_runs import COMING_AND_GOING, equal_replay, experiment, finish
 from tests.local.bench import Bench, Net
 
 KINDS = [executors.inline, executors.cohorts, executors.pool, executors.pool_of_cohorts, executors.ranks]

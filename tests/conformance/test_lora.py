@@ -17,10 +17,10 @@ from raafl.core.algorithm import Training
 from raafl.data import FederatedData, Iid
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.setup import make_model
-from tests.adapted import LAYERS, RANKS, Tokens, lora_bert, lora_run, rated, trained_bytes
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import equal_replay, finish
-from tests.ranks import ranks
+from tests.helpers.lora_models import LAYERS, RANKS, Tokens, lora_bert, lora_run, rated, trained_bytes
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import equal_replay, finish
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -117,7 +117,7 @@ model:
     architecture: {architecture}
     lr: 0.01
     lora: {{rank: 8, alpha: 16.0, target_modules: [query, value]}}
-data: tests.adapted.Tokens
+data: tests.helpers.lora_models.Tokens
 algorithm:
   class_path: raafl.fed_raa
   init_args:
@@ -135,7 +135,7 @@ def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
 
     from raafl.config.parse import parse
     from raafl.runtime.run import simulate
-    from tests.adapted import BERT
+    from tests.helpers.lora_models import BERT
 
     path = tmp_path / "lora.yaml"
     path.write_text(CONFIG.format(architecture=json.dumps(BERT)))

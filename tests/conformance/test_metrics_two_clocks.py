@@ -9,7 +9,7 @@ import pytest
 from raafl.algorithms import fed_raa, hetero_fl
 from raafl.data import Dirichlet
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 from tests.runfolder.test_logged import Logging, check
 
 pytestmark = pytest.mark.timeout(90)

@@ -8,7 +8,7 @@ from raafl.algorithms import fed_buff, fed_raa
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 pytestmark = pytest.mark.timeout(90)
 

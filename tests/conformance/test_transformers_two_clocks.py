@@ -15,7 +15,7 @@ from raafl.core.algorithm import Training
 from raafl.data import Iid
 from raafl.parts import Rated
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment, unequal
+from tests.helpers.small_runs import experiment, unequal
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -35,7 +35,7 @@ from raafl.algorithms import (
 )
 from raafl.parts.select.rated import Rated
 from tests.conformance.clocks import on_both_clocks, order_of
-from tests.federation import SPEEDS, experiment, finish, unequal
+from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -16,7 +16,7 @@ from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_transformers_two_clocks import MODELS
 from tests.conformance.test_two_clocks import DEVICES
 from tests.conformance.test_two_clocks import VARIANTS as USUAL
-from tests.federation import experiment, unequal
+from tests.helpers.small_runs import experiment, unequal
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,7 +11,7 @@ from raafl.core.admission import LOSSES
 from raafl.core.types import Arrived, ClientInfo, Dismiss, Fail, Joined, Lost, SetTimer, Settled, Timer, Work
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
-from tests.tools import answer, assigned, coordinator_for, join, update_for, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from raafl.errors import BadInput, RunFailed
 from raafl.parts.select import of_regions
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from tests.algorithms.test_ram_fed import CONFIG, Net
-from tests.crashed import crashed, simulated
-from tests.tools import coordinator_for, cut_in_the_middle, line_state, values_of
+from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state, values_of
+from tests.helpers.crash import crashed, simulated
 
 LAYOUT = Layout.pack([("a", (3, 2), torch.float32), ("none", (0,), torch.float16), ("b", (5,), torch.float64)])
 

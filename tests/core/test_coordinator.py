@@ -17,7 +17,7 @@ from raafl.core.types import (
     Timer,
     Update,
 )
-from tests.tools import answer, assigned, coordinator_for, filled, join, update_for, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, filled, join, update_for, values_of
 
 
 def outcomes(actions):

@@ -21,7 +21,7 @@ from raafl.core.types import (
     event_to_json,
 )
 from raafl.parts.trigger import AllReported
-from tests.tools import answer, assigned, coordinator_for, join, update_for, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of
 
 
 def rounds(close_at=1.0, deadline=None, num_clients=3, **more):

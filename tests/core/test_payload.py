@@ -8,7 +8,7 @@ import torch
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
-from tests.tools import line_state
+from tests.helpers.coordinators import line_state
 
 PART = Spec.keep({"hidden": [2]})
 

@@ -20,7 +20,7 @@ from raafl.core.types import (
     Suspend,
     Timer,
 )
-from tests.tools import answer, assigned, coordinator_for, join, update_for
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for
 
 
 def refuse(coordinator, task, now=0.0, reason="non-finite"):

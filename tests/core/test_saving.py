@@ -8,7 +8,7 @@ import torch
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.saving import from_plain, restore, save, to_plain
 from raafl.submodel import Spec
-from tests.tools import answer, assigned, coordinator_for, join, line_state, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, values_of
 
 ALGORITHMS = {
     "fed_raa": lambda: fed_raa(fragments=2, cohort=3),

@@ -13,8 +13,8 @@ from raafl.core.types import Arrived, Assign, ClientInfo, Dismiss, Finish, Joine
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.runtime.setup import build
-from tests.federation import experiment
-from tests.tools import coordinator_for, update_for
+from tests.helpers.coordinators import coordinator_for, update_for
+from tests.helpers.small_runs import experiment
 
 
 class Picky(Select):

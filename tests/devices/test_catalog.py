@@ -206,7 +206,7 @@ def test_timely_fl_gives_a_device_that_slows_down_in_mid_run_less():
     """T_k is the steady client's unit of work; at a quarter of its speed the other has time for less than all layers."""
     from raafl.algorithms import timely_fl
     from raafl.core.types import ClientInfo, Timer, Work
-    from tests.tools import coordinator_for, filled
+    from tests.helpers.coordinators import coordinator_for, filled
 
     speeds = [Profile(flops_per_s=1.0), Profile(flops_per_s=1.0, speed_changes=((100.0, 0.25),))]
     coordinator = coordinator_for(timely_fl(participation=0.5))

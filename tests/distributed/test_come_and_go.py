@@ -16,8 +16,8 @@ from raafl.config.options import Timeouts
 from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.transport.tcp.handshake import Secret
-from tests.ranks import Watched
-from tests.remote import SECRET, remote
+from tests.helpers.joining_clients import SECRET, remote
+from tests.helpers.real_ranks import Watched
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]

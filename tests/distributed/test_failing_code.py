@@ -13,10 +13,10 @@ from raafl.config.options import Timeouts
 from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Stop
 from raafl.local import failure
 from raafl.runfolder import checkpoints as checkpoint
-from tests import ranks as of_this_process
-from tests.federation import experiment
-from tests.ranks import Watched, ranks
-from tests.remote import remote
+from tests.helpers import real_ranks as of_this_process
+from tests.helpers.joining_clients import remote
+from tests.helpers.real_ranks import Watched, ranks
+from tests.helpers.small_runs import experiment
 
 pytestmark = pytest.mark.timeout(120)
 ENDLESS = {"clients": 2, "max_updates": 100_000}

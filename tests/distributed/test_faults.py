@@ -18,9 +18,9 @@ from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.parts.merge.mean import Mean
-from tests import ranks as here
-from tests.federation import experiment
-from tests.ranks import Watched, held, ranks
+from tests.helpers import real_ranks as here
+from tests.helpers.real_ranks import Watched, held, ranks
+from tests.helpers.small_runs import experiment
 
 pytestmark = pytest.mark.timeout(240)
 SHORT = Timeouts(join_s=40.0, task_s=40.0, idle_s=40.0, stop_s=5.0)

@@ -13,8 +13,8 @@ import pytest
 
 from model_zoo import MLP
 from raafl.commands.replay import replay
-from tests import warm
-from tests.forked import Command, command, wait_for
+from tests.helpers import forkserver
+from tests.helpers.forked_command import Command, command, wait_for
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -29,7 +29,7 @@ class Local:
 
     def ranks(self, *words: str) -> list[psutil.Process]:
         """Its processes with these words in their command lines."""
-        return [one.process for one in warm.started(self.started, *words)]
+        return [one.process for one in forkserver.started(self.started, *words)]
 
     def merged(self) -> int:
         """Updates merged so far, by the table."""
@@ -59,8 +59,10 @@ def fit(tmp_path):
             folder, started = tmp_path / "run", tmp_path / "started"
             started.mkdir()
             argv = ["fit", *SMALL, "--output", str(folder), *options]
-            notes = {warm.STARTED: str(started)}
-            return Local(folder, started, stack.enter_context(command(tmp_path, *argv, before=warm.start, **notes)))
+            notes = {forkserver.STARTED: str(started)}
+            return Local(
+                folder, started, stack.enter_context(command(tmp_path, *argv, before=forkserver.start, **notes))
+            )
 
         yield start
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from raafl.units import size
-from tests import warm
-from tests.forked import command
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA is Linux's")
 
@@ -34,7 +34,7 @@ def test_under_a_limit_each_client_has_what_it_leaves(tmp_path):
 
     def limited():
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        warm.start()
+        forkserver.start()
 
     argv = ["fit", "--local=2", "--config=configs/quickstart.yaml", "--max_updates=4", "--max_restarts=0"]
     argv += ["--progress=plain", f"--output={tmp_path / 'run'}"]

@@ -9,8 +9,8 @@ import pytest
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS
 from raafl.submodel import FULL
-from tests.federation import experiment
-from tests.ranks import ranks
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import experiment
 
 pytestmark = pytest.mark.timeout(120)
 

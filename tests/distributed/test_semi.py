@@ -10,7 +10,7 @@ import pytest
 from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from tests.habits.source import ROOT
-from tests.ranks import ranks
+from tests.helpers.real_ranks import ranks
 
 pytestmark = pytest.mark.timeout(120)
 

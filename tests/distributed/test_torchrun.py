@@ -17,8 +17,8 @@ from raafl.config.parse import load_experiment
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
 from raafl.runtime.simulate_over_ranks import simulate_over_ranks
-from tests import warm
-from tests.forked import command
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
@@ -98,7 +98,9 @@ def test_three_ranks_simulate_what_one_process_does(tmp_path):
         "--config=configs/quickstart.yaml",
         *options,
     )
-    with command(tmp_path, *argv, f"--output={tmp_path / 'three'}", before=warm.start, entry=warm.torchrun) as started:
+    with command(
+        tmp_path, *argv, f"--output={tmp_path / 'three'}", before=forkserver.start, entry=forkserver.torchrun
+    ) as started:
         assert started.end() == 0, started.err
     three = json.loads((tmp_path / "three" / "summary.json").read_text())
     one, _ = simulate(load_experiment("configs/quickstart.yaml", *options, f"--output={tmp_path / 'one'}"))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raafl.algorithms import fed_raa
-from tests.federation import experiment
-from tests.ranks import ranks
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import experiment
 
 pytestmark = pytest.mark.timeout(120)
 

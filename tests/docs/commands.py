@@ -18,8 +18,8 @@ from raafl.config.argv import values, without
 from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
-from tests import remembered
 from tests.habits.source import ROOT
+from tests.helpers import cached_models
 
 # Data or weights that are not at hand.
 FAR = re.compile(
@@ -141,7 +141,7 @@ def _configs(argv: list[str]) -> list[str]:
 def exits_well(argv: list[str]) -> None:
     """Run raafl in this process; exit code 0."""
     try:
-        with remembered.findings():
+        with cached_models.reuse_findings():
             code = main(argv)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0

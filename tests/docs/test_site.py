@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from raafl.algorithms import ALGORITHMS
-from tests.forked import command
 from tests.habits.source import ROOT
+from tests.helpers.forked_command import command
 
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")

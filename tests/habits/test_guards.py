@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.guards import ALLOWANCE, BUDGET_S, over_budget, unnamed
 from tests.habits.source import ROOT
+from tests.helpers.guards import ALLOWANCE, BUDGET_S, over_budget, unnamed
 
 TESTS = """
 import os, subprocess, sys, threading, time
@@ -67,7 +67,7 @@ def test_costly_for_a_reason(costly):
 @pytest.fixture
 def outcomes(tmp_path):
     """A function that runs some of TESTS under the project's conftest; returns each one's outcomes and the output."""
-    shutil.copy(ROOT / "tests" / "guards.py", tmp_path / "conftest.py")
+    shutil.copy(ROOT / "tests" / "helpers" / "guards.py", tmp_path / "conftest.py")
     (tmp_path / "test_it.py").write_text(TESTS)
 
     def run(*options, **environment):

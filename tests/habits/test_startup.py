@@ -12,8 +12,8 @@ from contextlib import suppress
 import pytest
 
 from raafl.lean_import import quick_imports
-from tests.forked import in_fork
 from tests.habits.source import ROOT
+from tests.helpers.forked_command import in_fork
 
 HEAVY = (
     "lightning",

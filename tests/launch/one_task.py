@@ -11,7 +11,7 @@ from raafl.core.types import Assignment
 from raafl.runtime.client.multiprocess import together
 from raafl.runtime.client.setup import ClientSetup
 from raafl.submodel import FULL, FlatTensors, Spec
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 CLIENT = 2
 SPECS = (FULL, Spec.keep({"layers.1": range(3, 15)}), FULL)

@@ -21,8 +21,8 @@ import pytest
 
 from raafl.config.parse import load_experiment
 from raafl.runtime.run import simulate
-from tests import warm
-from tests.forked import command
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
@@ -184,14 +184,14 @@ def test_a_simulation_over_two_nodes_leaves_the_bits_of_one_process(link, tmp_pa
     def node(number, where):
         def before():
             where.enter()
-            warm.start()
+            forkserver.start()
 
         argv = (
             *("--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", f"--master-addr={link.near.address}"),
             *("--master-port=29600", "-m", "raafl", "simulate", *options, f"--output={tmp_path / 'two'}"),
         )
         more = {"GLOO_SOCKET_IFNAME": where.interface}
-        return command(tmp_path / where.name, *argv, before=before, entry=warm.torchrun, **more)
+        return command(tmp_path / where.name, *argv, before=before, entry=forkserver.torchrun, **more)
 
     with node(0, link.near) as near, node(1, link.far) as far:
         assert [near.end(), far.end()] == [0, 0], [near.err, far.err]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from raafl.transport.tcp.handshake import load_secret
-from tests import warm
+from tests.helpers import forkserver
 from tests.launch.processes import ROOT, WAIT_S, started, until
 
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -59,7 +59,7 @@ def cluster(tmp_path):
 @pytest.fixture
 def warm_cluster(cluster, tmp_path):
     """The same, with a `raafl` and a `torchrun` that need not start from nothing."""
-    with warm.stand_ins(tmp_path / "tools"):
+    with forkserver.stand_ins(tmp_path / "tools"):
         yield cluster
 
 

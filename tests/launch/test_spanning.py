@@ -13,9 +13,9 @@ import torch
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.client.multiprocess import ClientGroup, _hello, processes, refuse
-from tests import warm
-from tests.forked import command, wait_for
 from tests.habits.source import ROOT
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command, wait_for
 from tests.launch.one_task import site, tasks
 
 TORCHRUN = ("--standalone", "--nproc-per-node=2")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(480)
 def test_two_processes_come_to_the_update_of_one(tmp_path):
     """Batches of 64 in float32: 32 and 32 rows summed apart; the last batch is of another size, whose halves may differ."""
     argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "one_task.py"), str(tmp_path))
-    with command(tmp_path / "c", *argv, before=warm.start, entry=warm.torchrun) as started:
+    with command(tmp_path / "c", *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
         assert started.end() == 0, started.err
     found, expected = torch.load(tmp_path / "found.pt"), tasks(site(tmp_path))
     assert found.keys() == expected.keys()
@@ -55,10 +55,16 @@ def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, f
     join = (*TORCHRUN, "-m", "raafl", "join", *address, "--client", "1")
     with (
         command(tmp_path / "server", "serve", *options, *address, "--output", str(folder)) as server,
-        command(tmp_path / "c", *join, before=warm.start, entry=warm.torchrun, **{warm.STARTED: str(notes)}) as client,
+        command(
+            tmp_path / "c",
+            *join,
+            before=forkserver.start,
+            entry=forkserver.torchrun,
+            **{forkserver.STARTED: str(notes)},
+        ) as client,
     ):
         wait_for(lambda: len(events("arrived")) > 2, "updates")
-        ranks = {one.rank: one.process for one in warm.started(notes)}
+        ranks = {one.rank: one.process for one in forkserver.started(notes)}
         ranks["1"].send_signal(signal.SIGKILL)
         assert client.end() == 1
         assert "raafl, client 1: process 1 of this client is gone: the client ends" in client.err.splitlines()
@@ -73,7 +79,7 @@ def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, f
 def test_when_processes_are_unlike_none_waits_for_the_others(tmp_path):
     """A follower that waited to be joined would have to be killed by torchrun, half a minute later."""
     argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "unlike.py"), str(tmp_path))
-    with command(tmp_path / "c", *argv, before=warm.start, entry=warm.torchrun) as started:
+    with command(tmp_path / "c", *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
         assert started.end() == 1
     assert "client 1: its processes differ in config" in started.out
     assert "SIGKILL" not in started.err

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 
 from raafl.core.algorithm import Local
 from raafl.submodel import Spec
-from tests.emulated_cuda import Emulated
+from tests.helpers.emulated_cuda import Emulated
 from tests.local.bench import Bench, Net, Norm, assignment, same
 
 ROOT = Path(__file__).parents[2]

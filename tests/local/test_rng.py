@@ -5,7 +5,7 @@ import threading
 import torch
 
 from raafl.local.rng import RngStream, seed_everything
-from tests.emulated_cuda import Emulated
+from tests.helpers.emulated_cuda import Emulated
 
 
 def test_streams_of_draws_do_not_disturb_each_other():

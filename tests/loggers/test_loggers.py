@@ -17,7 +17,7 @@ from raafl.data import Iid
 from raafl.errors import BadInput
 from raafl.loggers import loggers
 from raafl.runtime.run import simulate
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 ROOT = Path(__file__).parents[2]
 

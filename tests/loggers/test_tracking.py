@@ -26,7 +26,7 @@ from raafl.loggers.tracking import (
 from raafl.runfolder.reading import read
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 HALF, OTHER = Spec.keep({"fc1": range(12)}), Spec.keep({"fc1": range(12, 24)})
 SHARES = {frozenset({HALF}): 0.4, frozenset({HALF, OTHER}): 0.75, frozenset({FULL}): None}

@@ -20,8 +20,8 @@ from raafl.config.parse import load_experiment
 from raafl.data import FineTuning
 from raafl.data.synthetic import SPECIAL, byte_tokenizer
 from raafl.parts import Rated
-from tests.federation import experiment, finish
 from tests.habits.source import ROOT
+from tests.helpers.small_runs import experiment, finish
 
 T5 = {"model_type": "t5", "vocab_size": 261, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4,
       "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip

@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 from model_zoo import HFCausalLM, HFImageClassifier, HFSequenceClassifier
 from model_zoo.lora import LoRA
 from raafl.submodel import FULL, Submodels
-from tests.adapted import BERT, LAYERS
+from tests.helpers.lora_models import BERT, LAYERS
 from tests.model_zoo.test_huggingface import LLAMA, VIT
 
 CASES = [

@@ -15,8 +15,8 @@ from model_zoo.lora import LoRA
 from model_zoo.nf4 import BLOCK, LEVELS, NF4Linear, dequantised, quantised
 from raafl.algorithms.fed_buff import fed_buff
 from raafl.submodel import FULL, Submodels
-from tests.adapted import BERT, RANK, RANKS, lora_bert, lora_run, rated, trained_bytes
-from tests.federation import finish
+from tests.helpers.lora_models import BERT, RANK, RANKS, lora_bert, lora_run, rated, trained_bytes
+from tests.helpers.small_runs import finish
 from tests.model_zoo.test_huggingface import LLAMA
 from tests.model_zoo.test_language_recipe import T5
 

@@ -22,9 +22,9 @@ from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
-from tests.crashed import crash
-from tests.federation import equal_replay, experiment, finish
 from tests.habits.source import ROOT
+from tests.helpers.crash import crash
+from tests.helpers.small_runs import equal_replay, experiment, finish
 
 pytestmark = pytest.mark.timeout(180)
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")

@@ -12,7 +12,7 @@ from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_dyn, fed_nova, fe
 from raafl.core.algorithm import Training
 from raafl.data import Dirichlet, FederatedData, Iid
 from raafl.runfolder import checkpoints as checkpoint
-from tests.federation import digits, experiment, finish, small_mlp
+from tests.helpers.small_runs import digits, experiment, finish, small_mlp
 
 pytestmark = pytest.mark.timeout(120)
 UNEVEN = Dirichlet(alpha=1.0)

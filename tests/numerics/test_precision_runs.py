@@ -21,8 +21,8 @@ from raafl.runfolder import checkpoints
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import make_model
 from raafl.submodel.flat import reals
-from tests.crashed import crash
-from tests.federation import equal_replay, experiment, finish
+from tests.helpers.crash import crash
+from tests.helpers.small_runs import equal_replay, experiment, finish
 
 BF16, FP16, CFLOAT = torch.bfloat16, torch.float16, torch.complex64
 MEDIAN, TRIMMED = Guard(combine="median"), Guard(combine="trimmed_mean", trim=0.3)

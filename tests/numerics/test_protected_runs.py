@@ -23,9 +23,9 @@ from raafl.local.train import LocalTrainer
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.run import simulate
-from tests.crashed import crash, simulated
-from tests.federation import equal_replay, experiment, finish, unequal
 from tests.habits.source import ROOT
+from tests.helpers.crash import crash, simulated
+from tests.helpers.small_runs import equal_replay, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(180)
 INF = float("inf")

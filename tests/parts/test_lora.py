@@ -16,7 +16,8 @@ from raafl.errors import BadInput
 from raafl.parts.lora import Adapted
 from raafl.parts.merge.low_rank import rank_energy
 from raafl.submodel import FlatTensors, Submodels
-from tests.low_rank import (
+from tests.helpers.coordinators import assigned
+from tests.helpers.lora_merge import (
     BY_RANK,
     RANKS,
     A,
@@ -28,7 +29,6 @@ from tests.low_rank import (
     started,
     state_of,
 )
-from tests.tools import assigned
 
 # ---- one factor at a time ----
 

@@ -25,7 +25,7 @@ from raafl.plan import plan as planning
 from raafl.plan.dry import World, predict
 from raafl.runtime.run import simulate
 from raafl.submodel.axes import AxisTable
-from tests.tools import line_state
+from tests.helpers.coordinators import line_state
 
 SMALL = ["--config", "configs/quickstart.yaml", "--progress", "quiet"]
 

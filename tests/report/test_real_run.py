@@ -15,8 +15,8 @@ from raafl.report.labels import classes_of
 from raafl.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, stretches, uses
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import MERGED
-from tests.federation import SPEEDS, experiment, finish, unequal
 from tests.habits.source import ROOT
+from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
 from tests.report.folders import write
 
 DEAL_OUT = partial(_deal_out, trusted=True)

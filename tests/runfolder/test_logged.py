@@ -16,8 +16,8 @@ from raafl.local.metrics import MAX_LOGGED
 from raafl.runfolder.logged import MAX_OTHERS, LoggedMeans, column_of, logged_values
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout
-from tests.crashed import crash
-from tests.federation import experiment, finish
+from tests.helpers.crash import crash
+from tests.helpers.small_runs import experiment, finish
 
 
 class Logging(MLP):

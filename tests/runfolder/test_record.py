@@ -17,9 +17,9 @@ from raafl.errors import BadInput
 from raafl.runfolder.append_file import read_table
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
-from tests.federation import experiment, finish
+from tests.helpers.coordinators import filled, line_state
+from tests.helpers.small_runs import experiment, finish
 from tests.runtime.test_simulation import COMING_AND_GOING
-from tests.tools import filled, line_state
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,7 +19,7 @@ from raafl.runfolder.schema import (
     kind_of,
 )
 from raafl.runtime.run import simulate
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 
 def test_a_run_writes_what_the_schema_names(tmp_path):

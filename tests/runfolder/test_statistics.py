@@ -20,8 +20,8 @@ from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.federation import experiment, finish
-from tests.tools import EXAMPLE, Line, assigned, filled, line_state
+from tests.helpers.coordinators import EXAMPLE, Line, assigned, filled, line_state
+from tests.helpers.small_runs import experiment, finish
 
 pytestmark = pytest.mark.timeout(120)
 

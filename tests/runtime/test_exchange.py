@@ -30,9 +30,9 @@ from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
 from tests.algorithms.split_fed.models import Conv
 from tests.conformance.clocks import on_both_clocks
-from tests.federation import experiment, finish
-from tests.ranks import ranks
-from tests.tools import EXAMPLE, Line
+from tests.helpers.coordinators import EXAMPLE, Line
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import experiment, finish
 
 pytestmark = pytest.mark.timeout(120)
 TERMS = {"cut": "fc1", "batch_size": 2, "num_samples": 3, "per_epoch": 2, "batches": 2, "samples": 3}

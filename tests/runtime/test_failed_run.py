@@ -20,7 +20,7 @@ from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import build, make_executor
-from tests.federation import digits, experiment, finish, small_mlp, unequal
+from tests.helpers.small_runs import digits, experiment, finish, small_mlp, unequal
 
 pytestmark = pytest.mark.timeout(120)
 

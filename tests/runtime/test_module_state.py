@@ -15,7 +15,7 @@ from model_zoo import MLP
 from raafl.data import Iid
 from raafl.errors import BadInput
 from raafl.runtime.setup import client_parts, load_data, make_model
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 
 class Annealed(LightningModule):

@@ -13,8 +13,8 @@ from raafl.local.train import LocalTrainer
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.replay import Replay
 from raafl.runtime.run import simulate
-from tests import warm
-from tests.forked import command
+from tests.helpers import forkserver
+from tests.helpers.forked_command import command
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -56,7 +56,7 @@ def test_a_wall_clock_run_of_real_ranks_replays_to_the_last_bit(tmp_path):
         "--standalone", "--nproc-per-node=4", "-m", "raafl", "fit", "--config", CONFIG, "--clients=3", "--max_updates=40",
         f"--output={tmp_path / 'run'}", "--progress=quiet",
     )  # fmt: skip
-    with command(tmp_path, *argv, before=warm.start, entry=warm.torchrun) as started:
+    with command(tmp_path, *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
         assert started.end() == 0, started.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["runtime"] == "distributed" and summary["updates_merged"] == 40

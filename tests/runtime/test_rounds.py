@@ -10,8 +10,8 @@ from raafl.algorithms import fed_avg, fed_buff, scaffold
 from raafl.errors import BadInput
 from raafl.parts.protect.options import Rounds
 from raafl.runtime.replay import event_of
-from tests.crashed import crash
-from tests.federation import equal_replay, experiment, finish, unequal
+from tests.helpers.crash import crash
+from tests.helpers.small_runs import equal_replay, experiment, finish, unequal
 
 SLOW = unequal((8e7, 6e7, 5e7, 2e6))
 """Three clients that are done within 1.6 times the median time, and one that takes some twenty times as long."""

@@ -13,7 +13,7 @@ from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.devices.profiles import Device
 from raafl.runtime.setup import make_model
-from tests.federation import COMING_AND_GOING, experiment, finish, unequal
+from tests.helpers.small_runs import COMING_AND_GOING, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(120)
 

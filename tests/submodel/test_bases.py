@@ -15,7 +15,7 @@ from raafl.errors import BadInput
 from raafl.parts import Rated
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.spec import SpecError
-from tests.tools import assigned, coordinator_for, update_for
+from tests.helpers.coordinators import assigned, coordinator_for, update_for
 
 BATCH = torch.arange(6).view(2, 3), torch.tensor([0, 1])
 TABLE = 1000 * 8

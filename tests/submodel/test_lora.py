@@ -16,7 +16,7 @@ import peft
 from model_zoo import HFCausalLM
 from model_zoo.lora import LoRA
 from raafl.submodel import FULL, Member, Spec, Submodels, depth_window
-from tests.adapted import LAYERS, lora_bert, trained_bytes
+from tests.helpers.lora_models import LAYERS, lora_bert, trained_bytes
 from tests.model_zoo.test_huggingface import LLAMA
 
 BATCH = [

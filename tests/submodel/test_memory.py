@@ -11,7 +11,7 @@ from torch import nn
 
 from raafl.local import malloc
 from raafl.submodel import Spec, Submodels, skeleton
-from tests.forked import in_fork
+from tests.helpers.forked_command import in_fork
 
 MIB = 2**20
 FULL_WEIGHTS = 4 * (3072 * 8192 + 8192 + 8192 * 10 + 10)  # 96 MiB

@@ -16,7 +16,7 @@ from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener, call
-from tests.whole_frames import encode
+from tests.helpers.raw_frames import encode
 
 SECRET = Secret(b"sixteen bytes or more")
 LAYOUT = Layout.pack([("w", (1000,), torch.float32)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport.codec import DTYPES, HEADER_BYTES, Kind, Message, Refused
-from tests.whole_frames import decode, encode
+from tests.helpers.raw_frames import decode, encode
 
 
 def no_tensors(kind, assignment, meta):

@@ -25,7 +25,7 @@ from raafl.transport.frames import Frames
 from raafl.transport.tcp.cipher import RecordCipher
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.handshake import Secret, server_handshake
-from tests.whole_frames import encode
+from tests.helpers.raw_frames import encode
 
 NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))
 DRAIN_BYTES = 4096

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused, nccl
 from raafl.transport.gloo import GlooConnection
-from tests.emulated_streams import Stream
+from tests.helpers.emulated_streams import Stream
 
 WAIT_S = 10.0
 

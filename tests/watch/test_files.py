@@ -24,7 +24,7 @@ from raafl.runtime.run import simulate
 from raafl.watch.show import evaluation, plain
 from raafl.watch.snapshot import ProgressState
 from raafl.watch.state import follow
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
 
 ROOT = Path(__file__).parents[2]

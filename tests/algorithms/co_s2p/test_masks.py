@@ -20,9 +20,9 @@ from raafl.parts.local.mask_training import (
 )
 from raafl.parts.select.segments import Gates, Segments, cuts_of, readers
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from tests.helpers.coordinators import EXAMPLE, Line
 from tests.local.bench import assignment
 from tests.submodel import networks
-from tests.tools import EXAMPLE, Line
 
 
 class Conv(nn.Module):

@@ -13,7 +13,7 @@ from raafl.core.types import Update, Work
 from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.personal import AT_WORK, WithScores, forget_work, note_work, scores_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.tools import filled, line_state
+from tests.helpers.coordinators import filled, line_state
 
 FIRST = Spec.keep({"hidden": range(2)})
 

@@ -12,8 +12,8 @@ from raafl.data import Dirichlet, Iid
 from raafl.parts.local.mask_training import SCORES
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.algorithms.test_co_s2p import blocks
-from tests.federation import experiment, finish
-from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
+from tests.helpers.small_runs import experiment, finish
 
 
 def eyes():

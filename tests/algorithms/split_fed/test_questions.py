@@ -11,7 +11,7 @@ from raafl.algorithms.split_fed.questions import halves
 from raafl.core.types import Assignment
 from raafl.errors import InvalidPayload
 from raafl.submodel import FULL, FlatTensors, Submodels
-from tests.tools import EXAMPLE, Line
+from tests.helpers.coordinators import EXAMPLE, Line
 
 TERMS = {"cut": "fc1", "batch_size": 2, "num_samples": 3, "per_epoch": 2, "batches": 2, "samples": 3}
 META = {"precision": "32-true", "sends": "values", "dtype": "float32"}

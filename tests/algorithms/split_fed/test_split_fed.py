@@ -22,7 +22,7 @@ from raafl.plan.plan import make_plan
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors
 from tests.algorithms.split_fed.models import Argmax, Conv, Masked, Skip, Tied, mlp
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():

@@ -25,9 +25,9 @@ from raafl.parts.protect.guard import guarded
 from raafl.parts.protect.options import Guard
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
-from tests.federation import experiment, finish
 from tests.habits.source import ROOT
-from tests.tools import answer, assigned, coordinator_for, filled, join, update_for, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, filled, join, update_for, values_of
+from tests.helpers.small_runs import experiment, finish
 
 
 class Three(nn.Module):

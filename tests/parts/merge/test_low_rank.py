@@ -15,7 +15,8 @@ from raafl.core.types import Arrived, Lost, Update
 from raafl.parts import Rated
 from raafl.parts.protect.bounded import bounded
 from raafl.submodel import FlatTensors, Submodels
-from tests.low_rank import (
+from tests.helpers.coordinators import coordinator_for
+from tests.helpers.lora_merge import (
     BASE,
     BY_RANK,
     RANK,
@@ -34,7 +35,6 @@ from tests.low_rank import (
     trained,
     weight,
 )
-from tests.tools import coordinator_for
 
 # ---- rounds: the mean of B A ----
 

@@ -11,7 +11,7 @@ from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
-from tests.tools import filled, line_state, values_of
+from tests.helpers.coordinators import filled, line_state, values_of
 
 TOP, BOTTOM = Spec.keep({"hidden": range(0, 2)}), Spec.keep({"hidden": range(2, 4)})
 

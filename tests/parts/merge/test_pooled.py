@@ -17,8 +17,8 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
+from tests.helpers.coordinators import line_state
 from tests.local.bench import Bench, Net, assignment
-from tests.tools import line_state
 
 MEAN, VAR = "norm.running_mean", "norm.running_var"
 FRONT = Spec.keep({"fc1": range(0, 2)})

@@ -12,7 +12,7 @@ from raafl.parts.merge import mean as merges
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
-from tests.tools import filled, line_state
+from tests.helpers.coordinators import filled, line_state
 
 SPECS = [FULL, *(Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(2, 4), range(1, 3)))]
 

@@ -17,7 +17,7 @@ from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.wide import WideSubmodels
-from tests.tools import Line, line_state
+from tests.helpers.coordinators import Line, line_state
 
 FRONT = Spec.keep({"hidden": range(2)})
 

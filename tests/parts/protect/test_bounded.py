@@ -15,7 +15,7 @@ from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.bounded import Bounded, bounded
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.tools import (
+from tests.helpers.coordinators import (
     EXAMPLE,
     Line,
     answer,

@@ -15,7 +15,7 @@ from raafl.parts.protect.centred import Centred
 from raafl.parts.protect.guard import guarded
 from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, Spec
-from tests.tools import coordinator_for, cut_in_the_middle, filled, line_state, values_of
+from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 
 TOP, BOTTOM = (Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(2, 4)))
 ROOT_13 = math.sqrt(13)  # the line's 13 parameters: a difference of x everywhere has norm x sqrt(13)

@@ -17,8 +17,8 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect import privacy as privacies
 from raafl.parts.protect.privacy import Privacy, Private, epsilon, expected_updates, gaussian, noise_key, private
 from raafl.submodel import FULL, Spec
+from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 from tests.parts.protect.test_robust import BOTTOM, INF, MIDDLE, TOP, WithNorm, one
-from tests.tools import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 
 KEY = b"k" * 32
 

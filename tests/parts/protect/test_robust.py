@@ -20,7 +20,16 @@ from raafl.parts.protect.guard import guarded
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import WINDOW, CoordinateWise, NormFilter, comparators, locate, norm_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.tools import answer, assigned, coordinator_for, cut_in_the_middle, filled, join, line_state, values_of
+from tests.helpers.coordinators import (
+    answer,
+    assigned,
+    coordinator_for,
+    cut_in_the_middle,
+    filled,
+    join,
+    line_state,
+    values_of,
+)
 
 TOP, MIDDLE, BOTTOM = (Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(1, 3), range(2, 4)))
 INF = math.inf

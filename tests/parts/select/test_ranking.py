@@ -9,7 +9,7 @@ from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.parts.select.ranking import Ranking
 from raafl.parts.select.submodels import Fragments
-from tests.tools import line_state
+from tests.helpers.coordinators import line_state
 
 
 def slow_bound(clients, sizes):

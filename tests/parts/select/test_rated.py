@@ -21,8 +21,8 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
-from tests.federation import Finished
-from tests.tools import Line, answer, assigned, coordinator_for, join, line_state
+from tests.helpers.coordinators import Line, answer, assigned, coordinator_for, join, line_state
+from tests.helpers.small_runs import Finished
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RATES = [1.0, 0.5625, 0.25, 0.0625]

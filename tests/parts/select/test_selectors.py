@@ -27,8 +27,8 @@ from raafl.parts.select import (
 )
 from raafl.parts.select.windows import window_starts
 from raafl.submodel import FULL, Axis, Member, Spec, Stack, Submodels
+from tests.helpers.coordinators import Line
 from tests.submodel.models import Blocks, FusedAttention
-from tests.tools import Line
 
 
 def axis(name: str, size: int) -> Axis:

@@ -15,7 +15,7 @@ from raafl.parts.select.ranking import Ranking
 from raafl.parts.select.submodels import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import FULL, Axis, Member
-from tests.tools import line_state
+from tests.helpers.coordinators import line_state
 
 
 def fleet_of(speeds, hidden=10, seed=0, memory=float("inf"), batch_size=1):

@@ -18,8 +18,8 @@ from raafl.parts import WindowPieces
 from raafl.parts.local.distilled import with_every_exit
 from raafl.runtime.run import simulate
 from raafl.submodel import Submodels
-from tests.federation import experiment, finish
-from tests.tools import coordinator_for
+from tests.helpers.coordinators import coordinator_for
+from tests.helpers.small_runs import experiment, finish
 
 
 def vit():

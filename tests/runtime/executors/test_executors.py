@@ -22,8 +22,8 @@ from raafl.errors import TaskFailed
 from raafl.local import failure
 from raafl.runtime.executors import ranks as ranks_module
 from tests.conformance.executors import WAIT_S, Slow, clients, one_by_one, pool, ranks, tasks_of, told
-from tests.federation import experiment, finish
-from tests.forked import command, wait_for
+from tests.helpers.forked_command import command, wait_for
+from tests.helpers.small_runs import experiment, finish
 from tests.local.bench import Bench, Net
 
 HERE = os.getpid()
@@ -224,7 +224,7 @@ def test_an_error_in_a_worker_is_told_with_its_own_words(tmp_path):
 
 
 def killed_at_its_first_evaluation(argv):
-    """A run that names its workers and dies without a word: an entry for `tests.forked.command`."""
+    """A run that names its workers and dies without a word: an entry for `tests.helpers.forked_command.command`."""
 
     def killed(self, version, now, metrics):
         print(*[child.pid for child in children()], flush=True)

@@ -10,7 +10,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.checkpoints import load
 from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
 from raafl.submodel import FlatTensors, Submodels
-from tests.federation import experiment, finish
+from tests.helpers.small_runs import experiment, finish
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from raafl.runfolder import append_file
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.checkpointer import Checkpointer
 from raafl.runtime.run import simulate
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 
 class Clock:

@@ -21,7 +21,7 @@ from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.run import simulate
 from raafl.watch.show import evaluation, plain
 from raafl.watch.state import RunState
-from tests.federation import Finished, experiment, finish
+from tests.helpers.small_runs import Finished, experiment, finish
 
 NUM_MEASURED = [0]
 

@@ -9,8 +9,8 @@ from lightning.fabric import Fabric
 from raafl.local.numerics import numerics_left, precision_of, set_numerics
 from raafl.local.train import FabricOptions
 from raafl.runtime.lifecycle.environment import conditions, differences
-from tests.emulated_cuda import Emulated
-from tests.federation import experiment
+from tests.helpers.emulated_cuda import Emulated
+from tests.helpers.small_runs import experiment
 
 
 def test_a_run_on_the_cpu_says_nothing_of_gpus(tmp_path, emulated_cuda: Emulated):

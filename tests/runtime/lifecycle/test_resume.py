@@ -21,9 +21,9 @@ from raafl.runfolder.append_file import write_table
 from raafl.runfolder.checkpoints import newest
 from raafl.runtime.lifecycle.resume import SavedRun, load, mend
 from raafl.watch.state import follow
-from tests import warm
-from tests.crashed import crashed, simulated
-from tests.forked import command, wait_for
+from tests.helpers import forkserver
+from tests.helpers.crash import crashed, simulated
+from tests.helpers.forked_command import command, wait_for
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -107,9 +107,13 @@ def torchrun(tmp_path):
     @contextmanager
     def start(name, *argv):
         with command(
-            tmp_path / name, *argv, before=warm.start, entry=warm.torchrun, **{warm.STARTED: str(notes)}
+            tmp_path / name,
+            *argv,
+            before=forkserver.start,
+            entry=forkserver.torchrun,
+            **{forkserver.STARTED: str(notes)},
         ) as started:
-            yield started, lambda rank: next(one.process for one in warm.started(notes) if one.rank == rank)
+            yield started, lambda rank: next(one.process for one in forkserver.started(notes) if one.rank == rank)
 
     return start
 
@@ -183,13 +187,13 @@ def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
     folder = tmp_path / "run"
     fit = ("fit", "--local=2", "--progress=quiet", "--max_updates=null")
     first = (*fit, "--config", CONFIG, "--max_time=3600", "--checkpoint_every=5", f"--output={folder}")
-    with command(tmp_path / "first", *first, before=warm.start) as started:
+    with command(tmp_path / "first", *first, before=forkserver.start) as started:
         wait_for_version(folder, 10)
         started.send(signal.SIGINT)
         assert started.end() == 130
     limit = json.loads((folder / "summary.json").read_text())["time_s"] + 2
     second = (*fit, "--resume", str(folder), f"--max_time={limit}")
-    with command(tmp_path / "second", *second, before=warm.start) as started:
+    with command(tmp_path / "second", *second, before=forkserver.start) as started:
         assert started.end() == 0, started.err
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["finished"] == "max_time" and limit <= summary["time_s"] < limit + 2

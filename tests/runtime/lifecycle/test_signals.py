@@ -14,7 +14,7 @@ import pytest
 
 from raafl.runtime.lifecycle import signals
 from raafl.runtime.lifecycle.signals import Interrupt
-from tests.forked import pending, wait_for
+from tests.helpers.forked_command import pending, wait_for
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from raafl.runtime.local.supervisor import fate
-from tests import supervised
+from tests.helpers import stand_in_ranks
 
 pytestmark = [
     pytest.mark.timeout(100),
@@ -32,7 +32,7 @@ def run(tmp_path):
 
     def supervise(server, *clients, **plan):
         said: list[str] = []
-        made = supervised.supervisor(tmp_path, {"server": server, "clients": clients, **plan}, said.append)
+        made = stand_in_ranks.supervisor(tmp_path, {"server": server, "clients": clients, **plan}, said.append)
         code = made.run()
         wait_for(lambda: not running(tmp_path), "all children to be gone")  # whom init has to reap may take a moment
         return code, said
@@ -49,7 +49,7 @@ def started(tmp_path):
         file = tmp_path / "plan.json"
         file.write_text(json.dumps({"server": server, "clients": clients, **plan}))
         process = subprocess.Popen(
-            [sys.executable, supervised.__file__, str(tmp_path), str(file)], start_new_session=terminal is None,
+            [sys.executable, stand_in_ranks.__file__, str(tmp_path), str(file)], start_new_session=terminal is None,
             stdin=terminal, stdout=terminal or subprocess.PIPE, stderr=terminal or subprocess.PIPE, text=True,
             preexec_fn=None if terminal is None else lambda: os.login_tty(terminal),
         )  # fmt: skip

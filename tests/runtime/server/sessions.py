@@ -13,7 +13,7 @@ from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
-from tests.tools import filled, line_state
+from tests.helpers.coordinators import filled, line_state
 
 WAIT_S = 60.0  # for what comes at once on an idle machine, and before a sign of life that the test does not expect
 INFO = ClientInfo(4, 17, Profile(name="phone", flops_per_s=1e8))

@@ -15,9 +15,9 @@ from raafl.devices.profiles import Profile
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.wall_clock import Server
-from tests import remembered
-from tests.hostile import HOSTILE, Play, play, world
-from tests.tools import coordinator_for
+from tests.helpers import cached_models
+from tests.helpers.coordinators import coordinator_for
+from tests.helpers.hostile_client import HOSTILE, Play, play, world
 
 
 def check(run: Play, folder) -> None:
@@ -35,7 +35,7 @@ def check(run: Play, folder) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_hostile_profiles_and_answers_end_no_run(tmp_path, name):
-    with remembered.findings():
+    with cached_models.reuse_findings():
         run = world(tmp_path, name, seed=1)
     play(run, 24)
     check(run, tmp_path / "run")

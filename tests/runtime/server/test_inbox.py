@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raafl.core.types import Arrived, ClientInfo, Joined, Lost, Stop, Timer, Update
 from raafl.runtime.server.inbox import Inbox
-from tests.scripted_inbox import ScriptedInbox, key_of
-from tests.tools import filled, line_state
+from tests.helpers.coordinators import filled, line_state
+from tests.helpers.scripted_inbox import ScriptedInbox, key_of
 
 NOTHING = filled(line_state(), 0.0)
 

@@ -18,8 +18,8 @@ from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.transport import Kind, PeerLost, codec
 from raafl.transport.gloo import GlooConnection
+from tests.helpers.coordinators import filled, line_state
 from tests.runtime.server.sessions import INFO, WAIT_S, Table
-from tests.tools import filled, line_state
 
 pytestmark = pytest.mark.timeout(120)
 HOST = "127.0.0.1"

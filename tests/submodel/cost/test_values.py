@@ -14,7 +14,7 @@ from raafl.plan.plan import make_plan
 from raafl.plan.show import text
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 LABELS = torch.zeros(2, dtype=torch.long)
 

@@ -21,8 +21,8 @@ from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.setup import build, client_parts, user_model
 from raafl.submodel import add_exits, depth_window
-from tests.adapted import BERT, Tokens
-from tests.federation import experiment, finish
+from tests.helpers.lora_models import BERT, Tokens
+from tests.helpers.small_runs import experiment, finish
 
 EXITS = SubmodelOptions(exits=[1])
 

@@ -19,7 +19,7 @@ from raafl.local.prepare import prepare
 from raafl.runtime.setup import proven_submodels
 from raafl.submodel import FULL, CopyPlan, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 from tests.submodel.zoo import ZOO
 
 BATCH = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]

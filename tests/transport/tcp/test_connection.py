@@ -14,7 +14,7 @@ from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.stream import TimeBudget, hang_up
-from tests.whole_frames import encode
+from tests.helpers.raw_frames import encode
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -1,4 +1,4 @@
-"""A tiny BERT with LoRA adapters, and short texts of random tokens for it."""
+"""Build a tiny BERT with LoRA adapters, and short texts of random tokens to train it on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raafl.config.experiment import Experiment
 from raafl.parts import Rated
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
         "vocab_size": 30, "max_position_embeddings": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,

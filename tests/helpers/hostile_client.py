@@ -1,4 +1,4 @@
-"""A run of which one client says whatever it likes: its words are drawn by a seed, and read as a session reads them."""
+"""Run a coordinator with one hostile client, whose messages are drawn from a seed and parsed as a session parses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raafl.runtime.identity import client_info
 from raafl.runtime.protocol import Answer, Hello
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.transport import Refused
-from tests.federation import experiment
+from tests.helpers.small_runs import experiment
 
 HOSTILE = 4
 """Its id, of four."""

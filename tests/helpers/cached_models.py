@@ -1,4 +1,4 @@
-"""What every small run would find out anew, though nothing of it changes: half of its CPU time."""
+"""Cache what every small run would compute again (data, axes, proofs, costs): half of its CPU time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OF_THE_ZOO: dict[Any, Any] = {}
 _COST, _REFUTED, _DISCOVER = Submodels._cost, setup.refuted, discover.discover_axes
 
 
-def remember() -> None:
-    """From now on read the digits, and look for entry points of installed packages, once."""
+def cache_inputs() -> None:
+    """Cache the digits and the entry points of installed packages for the life of this process."""
     from lightning.fabric.utilities import registry
 
     from raafl.data import readers
@@ -34,8 +34,8 @@ def remember() -> None:
 
 
 @cache
-def prepare() -> None:
-    """Do once what every `raafl` that is forked from this process would do anew: two thirds of a start.
+def warm_up() -> None:
+    """Build parsers and run one task before forking: two thirds of each forked command's start-up.
 
     The commands' parsers are made, and a task of the quick start is simulated.
     """
@@ -43,14 +43,14 @@ def prepare() -> None:
 
     for command in ("fit", "serve", "join"):
         make_parser(command)
-    quickstart = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     small = ("--train.num_epochs=null", "--train.num_steps=1", "--max_updates=1", "--progress=quiet")
-    with tempfile.TemporaryDirectory() as folder, findings():
+    with tempfile.TemporaryDirectory() as folder, reuse_findings():
         simulate(load_experiment(quickstart, *small, f"--output={folder}/run"))
 
 
 @contextmanager
-def findings() -> Iterator[None]:
+def reuse_findings() -> Iterator[None]:
     """Find and prove a model's axes, and predict a submodel's cost, once for all runs within, the forked ones' too.
 
     For the zoo's own models once for all tests: all that such a model is is in its arguments and parameters. How they are found

@@ -1,4 +1,4 @@
-"""One task of a method on a model of one weight, whose every step can be followed by hand."""
+"""Run one task of a method on a model with one weight, where every step can be computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raafl.core.types import Arrived, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Submodels
-from tests.tools import assigned, coordinator_for, join
+from tests.helpers.coordinators import assigned, coordinator_for, join
 
 
 class Slope(LightningModule):

@@ -1,4 +1,4 @@
-"""Real ranks for tests: each client a forked process, the server in the test's own, so that it can be watched."""
+"""Run real ranks in tests: each client is a forked process, the server runs in the test's own process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.simulate_over_ranks import train
 from raafl.transport import Admit, Transport
 from raafl.transport import torchrun as transport
-from tests import remembered
-from tests.federation import Finished, finish
+from tests.helpers import cached_models
+from tests.helpers.small_runs import Finished, finish
 
 HOST = "127.0.0.1"
 PY_SPY = os.path.join(os.path.dirname(sys.executable), "py-spy")
@@ -188,7 +188,7 @@ def ranks(
     simulating: int = 0,
 ) -> Iterator[Ranks]:
     """The experiment's clients (and rank 0, if asked for), or ranks that train what is simulated, killed at the end."""
-    with remembered.findings():
+    with cached_models.reuse_findings():
         started = Ranks(experiment, before, fork_server=fork_server, simulating=simulating)
         try:
             yield started

@@ -1,4 +1,4 @@
-"""What no test may leave behind, skip for want of data, or cost without saying why."""
+"""Fail a test that leaves processes, threads or variables behind, skips for lack of data, or exceeds its CPU budget."""
 
 from __future__ import annotations
 

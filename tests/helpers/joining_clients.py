@@ -1,4 +1,4 @@
-"""Clients that come and go, for tests: processes that join over TCP, and a server in the test's own process."""
+"""Run clients that join over TCP and leave, each a process, with the server in the test's own process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.server.inbox import Inbox
 from raafl.transport.tcp.handshake import Secret
-from tests import ranks, remembered
-from tests.federation import Finished
+from tests.helpers import cached_models, real_ranks
+from tests.helpers.small_runs import Finished
 
 HOST = "127.0.0.1"
 SECRET = Secret(b"a secret for tests only")
@@ -72,7 +72,7 @@ def _be_client(
     said: Path,
     options: dict[str, Any],
 ) -> None:
-    ranks.RANK = client
+    real_ranks.RANK = client
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         told.recv()
@@ -177,7 +177,7 @@ def remote(
     held_back: Sequence[int] = (), servers: Sequence[Experiment] = (), port: int | None = None,
 ) -> Iterator[Remote]:  # fmt: skip
     """Clients that join at once, but for some (by their place in the list) that wait for `Joiner.begin`; killed at the end."""
-    with remembered.findings():
+    with cached_models.reuse_findings():
         started = Remote(experiment, config_yaml, folder, clients, servers, port)
         try:
             for place, joiner in enumerate(started.joiners):

@@ -3,7 +3,7 @@
 Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
 mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
 draw from a generator of its own, counts copies and what the CPU must wait for a device for, and refuses what is done out of the
-order of its streams (`tests/emulated_streams.py`). What it does not have: NCCL, fused optimisers, the bits of a GPU's kernels;
+order of its streams (`emulated_streams.py`). What it does not have: NCCL, fused optimisers, the bits of a GPU's kernels;
 autocast is the CPU's.
 """
 
@@ -26,7 +26,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.emulated_streams import Counts, Event, Stream, Streams
+from tests.helpers.emulated_streams import Counts, Event, Stream, Streams
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

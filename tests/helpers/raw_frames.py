@@ -1,4 +1,4 @@
-"""Whole frames as bytes, which nothing in raafl holds: there they are written and read piece by piece."""
+"""Encode and decode whole frames as bytes; raafl itself writes and reads them piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny adapted model whose merges can be computed by hand, and clients that answer with random adapters."""
+"""Provide a tiny LoRA model whose merges can be computed by hand, and clients that answer with random adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Update
 from raafl.parts import Rated
 from raafl.submodel import FlatTensors, Submodels
-from tests.tools import assigned, coordinator_for, join
+from tests.helpers.coordinators import assigned, coordinator_for, join
 
 peft = pytest.importorskip("peft")
 

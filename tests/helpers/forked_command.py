@@ -1,4 +1,4 @@
-"""The command line in a process forked from the test's: a whole run, its signals and its exit code, without the start-up."""
+"""Run a command in a process forked from the test's: its signals and exit code are real, its imports are not repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from raafl.commands.cli import main
-from tests import remembered
+from tests.helpers import cached_models
 
 DEADLINE_S = 100.0
 
@@ -95,7 +95,7 @@ def _run(
     os.environ.update(environment)
     code = 99
     try:
-        with remembered.findings():  # for whatever is forked from this one, too
+        with cached_models.reuse_findings():  # for whatever is forked from this one, too
             if before is not None:
                 before()
             code = entry(argv) or 0
@@ -128,7 +128,7 @@ def command(
     ``before`` is called in it first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    remembered.prepare()
+    cached_models.warm_up()
     process = mp.get_context("fork").Process(target=_run, args=(entry, list(argv), folder, environment, before))
     process.start()
     try:

@@ -1,4 +1,4 @@
-"""A supervisor over stand-in ranks, as a process of its own: `python tests/supervised.py FOLDER PLAN.json`.
+"""Supervise stand-in ranks in a process of its own: `python tests/helpers/stand_in_ranks.py FOLDER PLAN.json`.
 
 The plan holds Python code for the server and for each client. Each runs with `note(text)`, which appends a line to its file in
 FOLDER; `until(condition)`, which waits for one; `lines(name)`, what a rank has noted so far; `gone(line)`, whether the process of a
@@ -61,7 +61,7 @@ def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     plan = json.loads(Path(sys.argv[2]).read_text())
     made = supervisor(Path(sys.argv[1]), plan, lambda text: print(text, file=sys.stderr, flush=True))
     assert "torch" not in sys.modules

@@ -1,4 +1,4 @@
-"""An inbox that hands out events in the order of a script."""
+"""Deliver events in the order of a script."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`python -m raafl`, or a script, without its start: processes forked from one that has imported everything.
+"""Fork `python -m raafl ...` and scripts from a process that has imported everything, instead of starting them anew.
 
-`start` is called in a process of the test's own, before that has threads: `tests.forked.command(..., before=warm.start)`. It forks
-one process that does nothing but fork, so that threads and locks of whoever asks later do not come along. Its children are the
-asker's own, as those of `subprocess` are: whoever forked them leaves them, and Linux gives them to the asker, who takes orphans.
-For shell scripts, `stand_ins` writes a `raafl` and a `torchrun` that ask for such processes.
+`start` is called in a process of the test's own, before it has threads: `forked_command.command(..., before=forkserver.start)`.
+It forks one process that only forks, so that no thread or lock of a later caller is copied. The processes become children of
+the caller, as those of `subprocess` are: the process between them exits, and Linux gives its child to the caller (a subreaper).
+For shell scripts, `stand_ins` writes executables `raafl` and `torchrun` that ask for such processes.
 That a command starts from nothing, too, is tested once for each: test_cli.py, test_torchrun.py, launch/test_scripts.py.
 """
 
@@ -32,7 +32,7 @@ import psutil
 import torch._dynamo  # noqa: F401  the first optimiser does
 
 from raafl.commands.cli import main
-from tests import remembered
+from tests.helpers import cached_models
 
 STARTED = "RAAFL_TEST_STARTED"
 """Environment variable: a folder in which each process notes its command line."""
@@ -119,7 +119,7 @@ sys.exit(code if code >= 0 else 128 - code)
 @contextmanager
 def stand_ins(folder: Path) -> Iterator[None]:
     """Put a `raafl` and a `torchrun` for shell scripts into ``folder``; what they start is killed in the end."""
-    remembered.prepare()
+    cached_models.warm_up()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # a name that Linux chooses
         listener.listen(16)
@@ -156,7 +156,7 @@ def _stand_in(listener: socket.socket) -> None:
                 worker = os.fork()
                 if worker == 0:
                     caller.close()
-                    with remembered.findings():
+                    with cached_models.reuse_findings():
                         _be(json.loads(data), fds, libc)
                 for fd in fds:
                     os.close(fd)
@@ -173,13 +173,13 @@ def _stand_in(listener: socket.socket) -> None:
 
 
 def script(argv: list[str]) -> int:
-    """Run `python SCRIPT.py ...` in this process: an entry for `tests.forked.command`."""
+    """Run `python SCRIPT.py ...` in this process: an entry for `tests.helpers.forked_command.command`."""
     sys.argv = argv
     return _run(argv)
 
 
 def torchrun(argv: list[str]) -> int:
-    """Run `torchrun ARGV` in this process: an entry for `tests.forked.command`."""
+    """Run `torchrun ARGV` in this process: an entry for `tests.helpers.forked_command.command`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 

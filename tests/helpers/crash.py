@@ -1,4 +1,4 @@
-"""Simulated runs by their options, and what ends one between two events without a word."""
+"""Run simulations from command-line options, and crash one between two events."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 from raafl.config.parse import parse
 from raafl.runtime.lifecycle.checkpointer import Checkpointer
 from raafl.runtime.run import simulate
-from tests import remembered
-from tests.federation import whole
+from tests.helpers import cached_models
+from tests.helpers.small_runs import whole
 
 
 class Crash(Exception):
-    """Stands for whatever ends a process between two events."""
+    """A stand-in for the death of a process between two events."""
 
 
 def simulated(*options: str) -> dict[str, Any]:
-    """Run it to its end; return the summary."""
+    """Simulate with these command-line options to the end; return the summary."""
     parsed = parse("simulate", ["--progress=quiet", *options])
-    with remembered.findings():
+    with cached_models.reuse_findings():
         return whole(simulate(parsed.experiment, parsed.config_yaml))[0]
 
 
 @contextmanager
 def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
-    """End the run within this context once so many tasks are settled."""
+    """Raise Crash in the run inside this context, once `num_settled` tasks are settled."""
     seen = []
 
     def on_settled(self: Checkpointer, settled: Any, now: float) -> None:
@@ -43,6 +43,6 @@ def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
 
 
 def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:
-    """Run it until so many tasks are settled."""
+    """Simulate with these options, and crash once `num_settled` tasks are settled."""
     with crash(monkeypatch, num_settled):
         simulated(*options)

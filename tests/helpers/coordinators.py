@@ -1,4 +1,4 @@
-"""What several tests share: a tiny model's state, hand-made updates, and a coordinator driven by hand."""
+"""Drive a coordinator by hand, over a tiny model's state and updates of constant values."""
 
 from __future__ import annotations
 

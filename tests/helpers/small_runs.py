@@ -1,4 +1,4 @@
-"""Small whole runs on the bundled digits, and what they leave behind, read back."""
+"""Run small experiments on the bundled digits to their end, and read back what they wrote."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raafl.runfolder.events import read_run
 from raafl.runtime.replay import Replay
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import build, make_executor
-from tests import remembered
+from tests.helpers import cached_models
 
 SPEEDS = (8e7, 5e7, 3e7, 2e7)
 """FLOP/s of four clients, none a multiple of another: no two tasks end at the same instant."""
@@ -97,14 +97,14 @@ class Finished:
 
 def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, Any], Path]] = simulate) -> Finished:
     """Run it to its end."""
-    with remembered.findings():
+    with cached_models.reuse_findings():
         return Finished(*whole(run(experiment)))
 
 
 def equal_replay(made: Experiment, run: Finished) -> bool:
     """Check whether a replay of the run that it made comes to the same model."""
     rows, summary = read_run(run.folder)
-    with remembered.findings():
+    with cached_models.reuse_findings():
         parts = build(made, pace=False, **next(iter(rows))["start"])
         with closing(make_executor(parts, 1)) as executor:
             Replay(parts.coordinator, executor).run(rows)

@@ -1,11 +1,11 @@
-"""Small federations on the digits, for the tests of `raafl.Federation`."""
+"""Build small federations on the digits, for the tests of `raafl.Federation`."""
 
 from __future__ import annotations
 
 from torch import nn
 
 import raafl
-from tests.federation import unequal
+from tests.helpers.small_runs import unequal
 
 
 def federation(folder=None, algorithm="fed_avg", **settings):

@@ -47,7 +47,7 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     """Join as client 2 as often as can be, at most ``per_s`` times a second; return how it went."""
     import raafl
     from raafl.config.parse import parse
-    from raafl.core.types import client_to_json
+    from raafl.core.records_json import client_to_json
     from raafl.runtime.client.setup import ClientSetup
     from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
     from raafl.transport.tcp.handshake import Secret

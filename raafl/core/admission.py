@@ -1,20 +1,25 @@
-"""Judge clients for the loop: admit them, refuse their updates, suspend them, turn them away, or count them as lost."""
+"""Decide for the coordinator which clients take part, which updates count and for how much, and who is suspended."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from raafl.core.algorithm import Algorithm, SelectContext
+from raafl.core.payload import Payload
 from raafl.core.quarantine import DAMAGED, RefusalBackoff
 from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
 from raafl.core.state import GlobalState
 from raafl.core.types import (
     DIVERGED,
+    NUM_TESTED,
     OUT_OF_MEMORY,
     RESTART,
     Action,
+    Assign,
     Assignment,
     ClientInfo,
     Dismiss,
@@ -26,8 +31,10 @@ from raafl.core.types import (
     Settled,
     Suspend,
     Update,
+    Work,
+    derive_seed,
 )
-from raafl.errors import said
+from raafl.errors import BadInput, said
 
 ERROR = "error"
 """Reason for which a client is lost, and its update refused, whose words raised an exception."""
@@ -45,15 +52,19 @@ LOSSES = frozenset(
 
 
 class Admission:
-    """Admits and drops clients, and settles the tasks that this ends; base of `Coordinator`, whose books it keeps."""
+    """Base of `Coordinator`: admits and drops clients, refuses updates, bounds weights, chooses work, settles tasks."""
 
     algorithm: Algorithm
+    pace: bool
+    seed: int
     absent: set[int]
     fleet: SelectContext
     limits: Limits
+    payload: Payload
+    clipped: Counter[int]
     refused: Counter[str]
     roster: Roster
-    standing: RefusalBackoff
+    backoff: RefusalBackoff
     started: bool
     state: GlobalState
     _actions: list[Action]
@@ -62,15 +73,21 @@ class Admission:
     def num_good(self) -> int:
         """Clients that are there and whose last updates were not all refused."""
         return len(self.roster.clients) - sum(
-            map(self.standing.is_bad, self.standing.refused.keys() & self.roster.clients)
+            map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients)
         )
+
+    def restart(self) -> None:
+        """Reset admission after a server restart: wait for ``limits.min_clients`` again before work is assigned."""
+        self.started = False
+        self.backoff.forgive()
+        self.absent.clear()
 
     def _joined(self, event: Joined, now: float) -> None:
         if self.roster.find(event.client.id) is not None:
             self._count_unanswered(event.client.id, now)
             self._drop(event.client.id, "replaced")
         self.absent.discard(event.client.id)
-        if self.standing.keeps_out(event.client.id, now):
+        if self.backoff.keeps_out(event.client.id, now):
             self.roster.keep_out(event.client)
         else:
             self._admit(event.client, now)
@@ -88,7 +105,7 @@ class Admission:
         What calls this has left the books as they were before, or settled. A fault of the method's own meets every client, and so
         ends the run.
         """
-        until = self.standing.condemn(client.id, now)
+        until = self.backoff.condemn(client.id, now)
         self._drop(client.id, ERROR)
         reason = f"what it says cannot be worked with ({type(error).__name__})"
         self._actions += [SetTimer(-client.id, until), Dismiss(client.id, client.incarnation, reason, error)]
@@ -116,18 +133,53 @@ class Admission:
         if problem == OUT_OF_MEMORY:
             self._narrow(assignment)
         excused = problem in DIVERGED and is_ruined(self.state)  # a model on which honest clients fail, too
-        until = self.standing.refuse(client.id, now, excused=excused)
+        until = self.backoff.refuse(client.id, now, excused=excused)
         client = self.roster.clients[client.id]
         if until is not None:
             said_bytes = self.roster.said_bytes.get(client.id)
             self._drop(client.id, "kept-out")
             self.roster.keep_out(client, said_bytes)
             self._actions += [SetTimer(-client.id, until), Suspend(client.id, until, problem)]
-        if self.standing.is_bad(client.id):
+        if self.backoff.is_bad(client.id):
             most = self.limits.max_refused
             self._fail_if_hopeless(
                 f"the last {most} updates of every client were refused, those of client {client.id} as {problem}"
             )
+
+    def _reject_reason(self, update: Update, assignment: Assignment | None) -> str | None:
+        """Return why an update is refused whatever its values are, or None: unknown, another client's, late, empty, misshapen."""
+        if assignment is None:
+            return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
+        if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
+            return "wrong-client"
+        if update.refusal is not None:
+            return update.refusal
+        if assignment.id in self.roster.late:
+            return LATE
+        if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
+            return "no-samples"
+        expected = self.payload.layout(assignment.spec, "trained")
+        if update.tensors.layout is not expected and update.tensors.layout != expected:
+            return "wrong-layout"
+        return None
+
+    def _max_samples(self, client: ClientInfo) -> int | None:
+        """Return the most samples that a client with data of its own may count as beside the others; None = as it says."""
+        if not client.own_data or self.limits.max_weight is None:
+            return None
+        return max(int(self.limits.max_weight * self.roster.middle), 1)
+
+    def _clip(self, client: ClientInfo, update: Update) -> None:
+        """Cut what a client says of its number of samples to what it may count as, for training and for its own tests."""
+        most = self._max_samples(client)
+        if most is not None and update.num_samples > most:
+            self.clipped[client.id] += 1
+            update.num_samples = most
+        tested = self.fleet.own_tests.most(
+            client if most is None else replace(client, num_samples=min(client.num_samples, most))
+        )
+        if update.metrics.get(NUM_TESTED, 0) > tested:
+            update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 
     def _count_unanswered(self, client: int, now: float, *, always: bool = False) -> None:
         """Count a task that its client leaves without an answer as a refusal: ``always``, or if its round was closed without it.
@@ -137,7 +189,7 @@ class Admission:
         number = self.roster.busy.get(client)
         if number is None or not (always or number in self.roster.late):
             return
-        until = self.standing.refuse(client, now)
+        until = self.backoff.refuse(client, now)
         if until is not None:
             self._actions += [SetTimer(-client, until), Suspend(client, until, "not answered")]
 
@@ -148,10 +200,10 @@ class Admission:
     def _is_hopeless(self) -> bool:
         """Check whether no client's update can be hoped to be merged any more."""
         known = [client for client, num in self.roster.joins.items() if num]
-        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.standing.is_bad, known)):
+        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
             return True
         there = (*self.roster.clients, *self.roster.kept_out)
-        return bool(there) and all(map(self.standing.is_hopeless, there))
+        return bool(there) and all(map(self.backoff.is_hopeless, there))
 
     def _lost(self, event: Lost, now: float) -> None:
         client = self.roster.find(event.client)
@@ -173,6 +225,39 @@ class Admission:
         needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
         self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
         self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
+
+    def _open_round(self, now: float) -> None:
+        """Tell the selector who is in the round; turn away those whose words alone make it raise.
+
+        Raises:
+            Exception: what it raises for no client alone, or for each of several, is the method's own fault.
+        """
+        select = self.algorithm.select
+        while out := self.roster.out:
+            try:
+                select.drawn(out, self.fleet)
+                return
+            except Exception as error:
+                guilty = [client for client in out if _raises(partial(select.drawn, [client], self.fleet))]
+                if not guilty or (len(guilty) == len(out) > 1):
+                    raise
+                for client in guilty:
+                    self._turn_away(client, error, now)
+
+    def _work_for(self, client: ClientInfo) -> Work:
+        """Choose a client's work; where nothing smaller suits one whose memory was too small, that which suited it before."""
+        try:
+            return self._selected(client)
+        except BadInput:
+            if client.id not in self.roster.said_bytes:
+                raise
+            return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
+
+    def _selected(self, client: ClientInfo) -> Work:
+        """Choose a client's work, and in which form it holds the frozen base."""
+        work = self.algorithm.select(client, self.fleet)
+        spec = self.fleet.held(client, work.spec, work.extra)
+        return work if spec is work.spec else replace(work, spec=spec)
 
     def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
         changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
@@ -200,3 +285,26 @@ class Admission:
         self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
     ) -> None:
         self._actions.append(Settled(assignment, client, outcome, self.state.version, staleness, update))
+
+    def _assign(self, client: ClientInfo, work: Work, now: float, pace_s: float) -> None:
+        number, task = self.roster.number(client.id)
+        assignment = Assignment(
+            id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
+            spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
+            seed=derive_seed(self.seed, client.id, task), assigned_s=now,
+            pace_s=pace_s, extra=work.extra, lr_scale=self.fleet.training.lr_scale(self.state.version, now),
+        )  # fmt: skip
+        self.roster.start(assignment)
+        self._actions.append(Assign(assignment))
+
+    def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
+        """Return the least duration of a wall-clock task in seconds: what the emulated device would take; 0 = as fast as it can."""
+        return client.profile.as_it_goes(self.fleet.task_time(client, work), now).total_s if self.pace else 0.0
+
+
+def _raises(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except Exception:
+        return True
+    return False

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from raafl.core.client_files import is_in_files, release, zeros_in
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
+from raafl.submodel.tensor_files import is_in_files, release, zeros_in
 
 
 class ClientState:
@@ -45,7 +45,7 @@ class ClientState:
     ) -> FlatTensors:  # fmt: skip
         """Look up a client's tensors under ``name``, to be changed in place: in ``layout``, all ``fill`` (integers 0) at first.
 
-        With a ``folder`` it lies in files there (`raafl.core.client_files`), with the same bits.
+        With a ``folder`` it lies in files there (`raafl.submodel.tensor_files`), with the same bits.
         """
         kept = self.everyone(name, folder)
         self._record(name, client)

@@ -1,6 +1,6 @@
-"""THE LOOP: events in, actions out. It has no socket, thread, file, sleep or clock; two runtimes drive it.
+"""Drive a federated run: take an event in, return actions. It has no socket, thread, file, sleep or clock; two runtimes drive it.
 
-Given the same events at the same times it asks for the same actions and leaves the same model, bit for bit.
+The same events at the same times give the same actions and the same model, bit for bit.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
-from raafl.core.admission import ERROR, LATE, Admission
+from raafl.core.admission import ERROR, Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
 from raafl.core.payload import Wire
 from raafl.core.quarantine import RefusalBackoff
@@ -19,14 +17,11 @@ from raafl.core.roster import Roster
 from raafl.core.state import GlobalState
 from raafl.core.types import (
     ENDS,
-    NUM_TESTED,
     OVERFLOW,
     Action,
     Arrived,
-    Assign,
     Assignment,
     Checkpoint,
-    ClientInfo,
     Dismiss,
     Evaluate,
     Event,
@@ -38,7 +33,6 @@ from raafl.core.types import (
     Stop,
     Timer,
     Update,
-    Work,
     derive_seed,
 )  # fmt: skip
 from raafl.errors import BadInput
@@ -47,23 +41,33 @@ TIME_UP = 0  # id of the timer that ends the run; minus a client's id: of the on
 
 
 class Coordinator(Admission):
-    """Decides who trains what and when it is merged; owns the global state."""
+    """The state machine of a run: decides who trains what and when updates are merged; owns the global state."""
 
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
         seed: int = 0, pace: bool = False, plan: Wire | None = None, own_tests: OwnTests | None = None,
         drop_last: bool = False,
     ) -> None:  # fmt: skip
-        """Start with nobody there; what decides the cost of tasks is told to the parts as `SelectContext` says.
+        """Start without clients.
 
-        ``pace`` makes a wall-clock client take its profile's time for each task.
+        Args:
+            algorithm: the five parts, merge and trigger wrapped as the run's options ask.
+            state: the global model; changed in place by merges.
+            limits: when the run starts, evaluates, saves and ends.
+            training: epochs or steps of a task, and the learning rate over the run.
+            batch_size: of local steps.
+            seed: of the run; every task's seed follows from it.
+            pace: make wall-clock clients take their emulated device's time for each task.
+            plan: how updates are compressed, for predicted transfer times; None = not at all.
+            own_tests: how many samples clients measure their own submodels on; None = none.
+            drop_last: whether clients drop their last, smaller batch.
         """
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
         self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
         self.arrived_s: list[float] = []
         self.merged = self.evaluated = 0
-        self.standing = RefusalBackoff(limits.max_refused)
+        self.backoff = RefusalBackoff(limits.max_refused)
         self.refused: Counter[str] = Counter()
         self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
@@ -79,11 +83,17 @@ class Coordinator(Admission):
         self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
-            Joined: self._joined, Arrived: self._arrived, Lost: self._lost, Timer: self._timer, Stop: self._stop,
+            Joined: self._joined, Arrived: self._arrived, Lost: self._lost, Timer: self._timer,
+            Stop: lambda event, now: self._finish(event.reason),
         }  # fmt: skip
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take in one event that happened at ``now`` (seconds) and return what is to be done, in order."""
+        """Process one event and return the actions that follow from it, in order.
+
+        Args:
+            event: what happened.
+            now: when, in seconds of the run's clock; never before the last event.
+        """
         self._actions = []
         if self.finished is None:
             self._handlers[type(event)](event, now)
@@ -93,17 +103,11 @@ class Coordinator(Admission):
 
     # ---- events ----
 
-    def restart(self) -> None:
-        """Begin again with whoever joins, as many as the run needs to start; for a server that was started anew."""
-        self.started = False
-        self.standing.forgive()
-        self.absent.clear()
-
     def _arrived(self, event: Arrived, now: float) -> None:
         update = event.update
         assignment = self.roster.active.get(update.assignment)
         try:
-            problem = self._problem(update, assignment)
+            problem = self._reject_reason(update, assignment)
             if problem is None and assignment is not None:
                 problem = self._take(update, assignment, now)
         except Exception as error:
@@ -115,71 +119,35 @@ class Coordinator(Admission):
             self._refuse(update, assignment, problem or "", now)
             return
         self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
-        self.standing.accept(assignment.client)
+        self.backoff.accept(assignment.client)
         self.waiting.append((assignment, update, self.state.version - assignment.version))
         self.arrived_s.append(now)
 
     def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
-        """Hand a sound update to the parts, before the books know of it; return why it is refused all the same, or None."""
-        client = self.roster.clients[assignment.client]
+        """Pass a well-formed update to the parts, before it is recorded as answered; return why a part refuses it, or None."""
+        client, cut = self.roster.clients[assignment.client], assignment.spec.cut
+        staleness = self.state.version - assignment.version
+        update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
+        problem = self.algorithm.merge.problem(self.state, update, cut, staleness)
+        if problem is not None:
+            return problem
         self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
         self._clip(client, update)
-        staleness = self.state.version - assignment.version
-        if self.algorithm.merge.overflows(self.state, update, assignment.spec.cut, staleness):
+        if self.algorithm.merge.overflows(self.state, update, cut, staleness):
             return OVERFLOW
-        self.algorithm.merge.receive(self.state, update, assignment.spec.cut, staleness)
+        self.algorithm.merge.receive(self.state, update, cut, staleness)
         return None
-
-    def _problem(self, update: Update, assignment: Assignment | None) -> str | None:
-        """Explain why ``update`` may not be merged, or None."""
-        if assignment is None:
-            return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
-        if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
-            return "wrong-client"
-        if update.refusal is not None:
-            return update.refusal
-        if assignment.id in self.roster.late:
-            return LATE
-        if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
-            return "no-samples"
-        expected = self.payload.layout(assignment.spec, "trained")
-        if update.tensors.layout is not expected and update.tensors.layout != expected:
-            return "wrong-layout"
-        update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
-        staleness = self.state.version - assignment.version
-        return self.algorithm.merge.problem(self.state, update, assignment.spec.cut, staleness)
-
-    def _most(self, client: ClientInfo) -> int | None:
-        """Return the most samples that a client with data of its own may count as beside the others; None = as it says."""
-        if not client.own_data or self.limits.max_weight is None:
-            return None
-        return max(int(self.limits.max_weight * self.roster.middle), 1)
-
-    def _clip(self, client: ClientInfo, update: Update) -> None:
-        """Cut what a client says of its number of samples to what it may count as, for training and for its own tests."""
-        most = self._most(client)
-        if most is not None and update.num_samples > most:
-            self.clipped[client.id] += 1
-            update.num_samples = most
-        tested = self.fleet.own_tests.most(
-            client if most is None else replace(client, num_samples=min(client.num_samples, most))
-        )
-        if update.metrics.get(NUM_TESTED, 0) > tested:
-            update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
             self._finish("max_time")
-        elif -event.id in self.roster.kept_out and not self.standing.keeps_out(-event.id, now):
+        elif -event.id in self.roster.kept_out and not self.backoff.keeps_out(-event.id, now):
             self._admit(self.roster.kept_out.pop(-event.id), now)
-
-    def _stop(self, event: Stop, now: float) -> None:
-        self._finish(event.reason)
 
     # ---- what follows from an event ----
 
     def _go_on(self, now: float) -> bool:
-        """Merge if it is time, then hand out work; return whether to look again, since all who might work were let go."""
+        """Merge if the trigger is due, then assign work; return whether to repeat, since all who might work were dismissed."""
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self.absent) < self.limits.min_clients:
@@ -206,7 +174,7 @@ class Coordinator(Admission):
             self._actions.append(SetTimer(*self.wake))
 
     def _merge(self) -> None:
-        """Fold in what waits, as the next version."""
+        """Merge the waiting updates into the next version."""
         self.is_merging = True  # and stays so where the method raises: half of the model may be merged
         self.algorithm.merge.apply(self.state)
         self.is_merging = False
@@ -232,7 +200,7 @@ class Coordinator(Admission):
             self._actions.append(Checkpoint(version))
 
     def _hand_out(self, now: float) -> bool:
-        """Draw clients where work may start, and start as many as may work at a time; return whether one was let go."""
+        """Sample clients where work may start, and assign to as many as may work at once; return whether one was dismissed."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
         if len(self.roster.idle) and (rolling or not self.waiting):
             if not (self.roster.num_out or self.waiting):
@@ -255,61 +223,13 @@ class Coordinator(Admission):
                 self._assign(client, work, now, pace_s)
         return dismissed
 
-    def _open_round(self, now: float) -> None:
-        """Tell the selector who is in the round; turn away those whose words alone make it raise.
-
-        Raises:
-            Exception: what it raises for no client alone, or for each of several, is the method's own fault.
-        """
-        select = self.algorithm.select
-        while out := self.roster.out:
-            try:
-                select.drawn(out, self.fleet)
-                return
-            except Exception as error:
-                guilty = [client for client in out if _raises(partial(select.drawn, [client], self.fleet))]
-                if not guilty or (len(guilty) == len(out) > 1):
-                    raise
-                for client in guilty:
-                    self._turn_away(client, error, now)
-
-    def _work_for(self, client: ClientInfo) -> Work:
-        """Choose a client's work; where nothing smaller suits one whose memory was too small, that which suited it before."""
-        try:
-            return self._selected(client)
-        except BadInput:
-            if client.id not in self.roster.said_bytes:
-                raise
-            return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
-
-    def _selected(self, client: ClientInfo) -> Work:
-        """Choose a client's work, and in which form it holds the frozen base."""
-        work = self.algorithm.select(client, self.fleet)
-        spec = self.fleet.held(client, work.spec, work.extra)
-        return work if spec is work.spec else replace(work, spec=spec)
-
-    def _assign(self, client: ClientInfo, work: Work, now: float, pace_s: float) -> None:
-        number, task = self.roster.number(client.id)
-        assignment = Assignment(
-            id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
-            spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
-            seed=derive_seed(self.seed, client.id, task), assigned_s=now,
-            pace_s=pace_s, extra=work.extra, lr_scale=self.fleet.training.lr_scale(self.state.version, now),
-        )  # fmt: skip
-        self.roster.start(assignment)
-        self._actions.append(Assign(assignment))
-
-    def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
-        """Return the least time of a wall-clock task: what it takes the emulated device from now on."""
-        return client.profile.as_it_goes(self.fleet.task_time(client, work), now).total_s if self.pace else 0.0
-
     def _evaluate(self) -> None:
         if self.evaluated != self.state.version:
             self.evaluated = self.state.version
             self._actions.append(Evaluate(self.state.version))
 
     def _finish(self, reason: str) -> None:
-        """End the run: fold in what waits if it is done, give up the rest and what is out, measure and save once more."""
+        """End the run: merge the waiting updates if it is complete, settle the rest as unused, evaluate and save once more."""
         if self.waiting and self.algorithm.trigger.folds_rest and reason in ENDS:
             self._merge()
         for assignment, update, staleness in self.waiting:
@@ -322,11 +242,3 @@ class Coordinator(Admission):
         self._evaluate()
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]
-
-
-def _raises(call: Callable[[], None]) -> bool:
-    try:
-        call()
-    except Exception:
-        return True
-    return False

@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from raafl.core.coordinator import Coordinator
-from raafl.core.types import (
-    Assignment,
-    Update,
-    assignment_from_json,
-    assignment_to_json,
-    client_from_json,
-    client_to_json,
-)
+from raafl.core.records_json import assignment_from_json, assignment_to_json, client_from_json, client_to_json
+from raafl.core.types import Assignment, Update
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _CPU = torch.device("cpu")
@@ -74,11 +68,11 @@ def from_plain(data: Any, device: torch.device = _CPU) -> Any:
 
 def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     """Collect the tables that are changed in place, by the names that they are saved under; those of a fresh one are empty."""
-    roster, standing = coordinator.roster, coordinator.standing
+    roster, backoff = coordinator.roster, coordinator.backoff
     return {
         "counts": coordinator.state.counts, "busy": roster.busy, "tasks": roster.tasks, "joins": roster.joins,
-        "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": standing.refused,
-        "times_out": standing.times, "out_until": standing.until,
+        "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": backoff.refused,
+        "times_out": backoff.times, "out_until": backoff.until,
     }  # fmt: skip
 
 

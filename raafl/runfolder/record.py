@@ -9,15 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from raafl.config.options import Target
-from raafl.core.types import (
-    Arrived,
-    Assignment,
-    Event,
-    Joined,
-    Settled,
-    assignment_to_json,
-    event_to_json,
-)
+from raafl.core.records_json import assignment_to_json, event_to_json
+from raafl.core.types import Arrived, Assignment, Event, Joined, Settled
 from raafl.devices.series import shortened
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from raafl._version import __version__
-from raafl.core.types import ClientInfo, client_from_json, client_to_json
+from raafl.core.records_json import client_from_json, client_to_json
+from raafl.core.types import ClientInfo
 from raafl.devices.series import long_series, restored, too_long
 from raafl.sanitize import sanitize_text
 from raafl.submodel import Submodels

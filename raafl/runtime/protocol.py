@@ -30,14 +30,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, cast
 
-from raafl.core.types import (
-    OUT_OF_MEMORY,
-    Assignment,
-    ClientInfo,
-    assignment_from_json,
-    assignment_to_json,
-    client_to_json,
-)
+from raafl.core.records_json import assignment_from_json, assignment_to_json, client_to_json
+from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.devices.series import shortened
 from raafl.errors import LONGEST, GpuLost, TaskFailed
 from raafl.runtime.identity import Identity

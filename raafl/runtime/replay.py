@@ -16,17 +16,8 @@ from typing import Any
 
 from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import Coordinator
-from raafl.core.types import (
-    OUT_OF_MEMORY,
-    Action,
-    Arrived,
-    Assign,
-    Assignment,
-    Event,
-    Lost,
-    Update,
-    event_from_json,
-)
+from raafl.core.records_json import event_from_json
+from raafl.core.types import OUT_OF_MEMORY, Action, Arrived, Assign, Assignment, Event, Lost, Update
 from raafl.devices.series import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder.schema import EVENTS, JournalRow

@@ -10,24 +10,9 @@ from typing import Any
 from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
+from raafl.core.records_json import assignment_from_json, assignment_to_json, event_from_json, event_to_json
 from raafl.core.saving import from_plain, to_plain
-from raafl.core.types import (
-    Action,
-    Arrived,
-    Assignment,
-    ClientInfo,
-    Dismiss,
-    Event,
-    Joined,
-    Lost,
-    Stop,
-    Timer,
-    Work,
-    assignment_from_json,
-    assignment_to_json,
-    event_from_json,
-    event_to_json,
-)
+from raafl.core.types import Action, Arrived, Assignment, ClientInfo, Dismiss, Event, Joined, Lost, Stop, Timer, Work
 from raafl.devices.profiles import TaskTime
 from raafl.errors import BadInput, CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator

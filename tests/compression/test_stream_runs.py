@@ -17,7 +17,8 @@ from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import Up
 from raafl.config.options import Timeouts
 from raafl.core.local import Local
-from raafl.core.types import ClientInfo, Joined, client_to_json
+from raafl.core.records_json import client_to_json
+from raafl.core.types import ClientInfo, Joined
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.protect.options import Guard

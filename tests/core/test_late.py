@@ -8,18 +8,8 @@ import pytest
 
 from raafl.algorithms import fed_async, fed_avg
 from raafl.core import saving
-from raafl.core.types import (
-    Arrived,
-    ClientInfo,
-    Joined,
-    Lost,
-    SetTimer,
-    Settled,
-    Suspend,
-    Timer,
-    event_from_json,
-    event_to_json,
-)
+from raafl.core.records_json import event_from_json, event_to_json
+from raafl.core.types import Arrived, ClientInfo, Joined, Lost, SetTimer, Settled, Suspend, Timer
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of
 
@@ -124,7 +114,7 @@ def test_a_loss_of_an_earlier_journal_counts_nothing():
     coordinator = coordinator_for(fed_async(), num_clients=2)
     join(coordinator, [1, 2])
     coordinator.handle(event_from_json(row), 1.0)
-    assert not coordinator.standing.refused
+    assert not coordinator.backoff.refused
 
 
 @pytest.mark.parametrize("leaves", ["answers", "disconnects", "joins again"])

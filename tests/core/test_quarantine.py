@@ -182,8 +182,8 @@ def test_an_end_that_can_be_resumed_folds_in_nothing():
 
 
 def test_no_client_is_kept_out_for_longer_than_an_hour():
-    standing = RefusalBackoff(1)
-    waits = [standing.refuse(7, 100.0) - 100.0 for _ in range(2000)]
+    backoff = RefusalBackoff(1)
+    waits = [backoff.refuse(7, 100.0) - 100.0 for _ in range(2000)]
     assert waits[:3] == [10.0, 20.0, 40.0] and waits[-1] == LONGEST_S == max(waits)
 
 

@@ -7,7 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from raafl.core.types import Arrived, Assign, Joined, Update, client_from_json, client_to_json
+from raafl.core.records_json import client_from_json, client_to_json
+from raafl.core.types import Arrived, Assign, Joined, Update
 from raafl.devices import Device, Profile, assign, catalog, load_devices, sampling
 from raafl.devices.files import write_rows
 from raafl.devices.profiles import TaskTime

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from raafl.core.types import ClientInfo, Joined, client_from_json, client_to_json
+from raafl.core.records_json import client_from_json, client_to_json
+from raafl.core.types import ClientInfo, Joined
 from raafl.devices.profiles import Profile
 from raafl.devices.series import MOST_PAIRS, digest, long_series, restored, shortened
 from raafl.runfolder.events import read_events

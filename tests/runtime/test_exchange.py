@@ -18,7 +18,8 @@ from raafl.algorithms.split_fed.half import Half
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Hook, Local, Training
 from raafl.core.exchange import Exchange
-from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost, client_to_json
+from raafl.core.records_json import client_to_json
+from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client

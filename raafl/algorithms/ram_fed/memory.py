@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Merge
-from raafl.core.client_files import check_folder, check_room, is_in_ram, release
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, positive
@@ -17,6 +16,7 @@ from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.extract import CopyPlan
+from raafl.submodel.tensor_files import check_folder, check_room, is_in_ram, release
 
 LATEST = "latest update"
 """In `GlobalState.clients`."""
@@ -39,7 +39,7 @@ class Remembered(Merge):
     ever. Running statistics are mixed like the rest, but not remembered.
 
     Memory: one float copy of what trains for each client that has reported, and two more for sums; it is part of every
-    checkpoint. With a folder, the clients' copies lie in files there (`raafl.core.client_files`), with the same bits.
+    checkpoint. With a folder, the clients' copies lie in files there (`raafl.submodel.tensor_files`), with the same bits.
     Time: one update costs a few passes over its submodel, one merge a few over the model; the sum of all
     memories is taken anew after N updates, so that rounding errors do not add up.
 

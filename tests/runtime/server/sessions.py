@@ -6,7 +6,8 @@ import socket
 
 import raafl
 from raafl.config.options import Timeouts
-from raafl.core.types import Assignment, ClientInfo, client_to_json
+from raafl.core.records_json import client_to_json
+from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session

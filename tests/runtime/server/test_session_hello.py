@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.core.types import Lost, client_to_json
+from raafl.core.records_json import client_to_json
+from raafl.core.types import Lost
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Hello

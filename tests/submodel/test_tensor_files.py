@@ -19,12 +19,12 @@ from raafl.algorithms import ram_fed
 from raafl.algorithms.ram_fed.memory import Remembered
 from raafl.commands.replay import replay
 from raafl.core import saving
-from raafl.core.client_files import is_in_files, is_in_ram, zeros_in
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, RunFailed
 from raafl.parts.select import of_regions
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
+from raafl.submodel.tensor_files import is_in_files, is_in_ram, zeros_in
 from tests.algorithms.test_ram_fed import CONFIG, Net
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state, values_of
 from tests.helpers.crash import crashed, simulated

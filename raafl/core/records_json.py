@@ -1,0 +1,102 @@
+"""Convert clients, events and assignments to plain data and back, for the journal and the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from raafl.core.types import Arrived, Assignment, ClientInfo, Event, Joined, Lost, Stop, Timer
+from raafl.devices.checks import RATES
+from raafl.devices.profiles import Profile
+from raafl.submodel import Spec
+
+
+def client_to_json(client: ClientInfo) -> dict[str, Any]:
+    """Describe a client as plain data; an infinite rate becomes None, which JSON can say."""
+    return {
+        "client": client.id,
+        "incarnation": client.incarnation,
+        "num_samples": client.num_samples,
+        "own_data": client.own_data,
+        "profile": _profile_to_json(client.profile),
+    }
+
+
+@lru_cache(maxsize=1024)
+def _profile_to_json(profile: Profile) -> dict[str, Any]:
+    """Describe a device, of which a large fleet has few kinds, once; the answer is shared, and not to be changed."""
+    values = {one.name: getattr(profile, one.name) for one in fields(profile)}
+    if not profile.launch_s:  # so that journals stay as they were before there was such a price
+        del values["launch_s"]
+    if profile.availability is not None and profile.availability[-1][1] == math.inf:
+        values["availability"] = (*profile.availability[:-1], (profile.availability[-1][0], None))
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
+def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
+    """Return the client that `client_to_json` described, ignoring anything beside it."""
+    told: Any = data["profile"]
+    profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
+    if (windows := profile.get("availability")) and windows[-1][1] is None:
+        profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
+    return ClientInfo(
+        data["client"], data["num_samples"], Profile(**profile), data["incarnation"], data.get("own_data") is True
+    )
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """Return an event as plain data, as it stands in the journal; of an update, what is known of it and no tensors."""
+    match event:
+        case Joined(client):
+            return {"event": "joined", **client_to_json(client)}
+        case Arrived(update):
+            return {
+                "event": "arrived", "assignment": update.assignment, "client": update.client,
+                "incarnation": update.incarnation, "num_samples": update.num_samples,
+                "refusal": update.refusal, "fingerprint": update.fingerprint,
+            }  # fmt: skip
+        case Lost(client, reason, incarnation):
+            counts = {"counts": True} if event.counts else {}  # absent in older journals
+            return {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation, **counts}
+        case Timer(id):
+            return {"event": "timer", "id": id}
+        case Stop(reason):
+            return {"event": "stop", "reason": reason}
+
+
+def event_from_json(data: Mapping[str, Any]) -> Event:
+    """Return the event that `event_to_json` described; not for an arrival, whose tensors are elsewhere.
+
+    Raises:
+        ValueError: there is no such event.
+        KeyError: a field is missing.
+    """
+    match data["event"]:
+        case "joined":
+            return Joined(client_from_json(data))
+        case "lost":
+            return Lost(data["client"], data["reason"], data["incarnation"], counts=data.get("counts") is True)
+        case "timer":
+            return Timer(data["id"])
+        case "stop":
+            return Stop(data["reason"])
+    raise ValueError(f"{data['event']} is not an event that can be read back")
+
+
+_ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", "lr_scale"))
+
+
+def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
+    """Return the assignment as plain data, for the wire and the journal; an empty ``extra`` and a scale of 1 are left out."""
+    data = {name: getattr(assignment, name) for name in _ASSIGNED}
+    extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
+    scale = {"lr_scale": assignment.lr_scale} if assignment.lr_scale != 1.0 else {}
+    return data | {"spec": assignment.spec.to_json()} | extra | scale
+
+
+def assignment_from_json(data: dict[str, Any]) -> Assignment:
+    """Return the assignment that `assignment_to_json` described."""
+    return Assignment(**{**data, "spec": Spec.from_json(data["spec"])})

@@ -8,10 +8,19 @@ import pytest
 import torch
 
 from raafl.errors import GpuLost, TaskFailed, one_line
-from raafl.local.failure import attempt, from_meta, to_meta
+from raafl.local.failure import attempt
+from raafl.runtime.protocol import Failed
 from tests.local.bench import assignment
 
 FAILED = TaskFailed(3, "task 0, submodel full, batch 2", "KeyError: 'Ann (34)' (data.py:7)", "Traceback\n  of Ann")
+
+
+def to_meta(failure, private):
+    return Failed.of(failure, private=private).to_meta()
+
+
+def from_meta(client, meta):
+    return Failed.from_meta(meta).to_error(client)
 
 
 def test_a_failure_goes_over_the_wire_as_it_is_or_without_what_may_name_the_data():

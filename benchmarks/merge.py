@@ -148,7 +148,7 @@ def fold(case: Case, state: GlobalState, given: list[tuple[Update, Spec]]) -> No
         if case.at_once or place == len(given):
             case.merge.apply(state)
         else:
-            case.merge.keep(state)
+            case.merge.detach(state)
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -80,7 +80,7 @@ class Hostile(Wrapped):
     attack: Attack
     honest: Differences = field(default_factory=list)
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Attack before anything looks at the update, in its own storage."""
         own = difference(state, update, spec, self.sends)
         if update.client <= CLIENTS - self.num:
@@ -89,7 +89,7 @@ class Hostile(Wrapped):
             self.attack(own, self.honest)
             for dtype, buffer in state.submodels.plan(spec).gather(state.values).buffers.items():
                 update.tensors.buffers[dtype].copy_(buffer.add_(own.buffers[dtype]))
-        return super().problem(state, update, spec, staleness)
+        return super().reject_reason(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Forget the round."""

@@ -98,7 +98,7 @@ def spec_of(submodels: Any, rate: float, window: str) -> Any:
     share = math.sqrt(rate)
     kept = {name: range(max(1, round(share * axis.size))) for name, axis in submodels.axes.items()}
     if not submodels.stacks:
-        return Spec.keep(kept)
+        return Spec.select(kept)
     depth = len(next(iter(submodels.stacks.values())))
     trained = max(1, round(share * depth))
     start = 0 if window == "bottom" else depth - trained

@@ -119,7 +119,7 @@ class Normalised(Merge):
     sends: Literal["values", "delta"] = "delta"
     by_client: ClassVar[bool] = True
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Refuse what is no amount of work."""
         done = update.extra.get(DONE)
         return None if isinstance(done, float) and 1e-6 < done < 1e9 else "bad-extra"

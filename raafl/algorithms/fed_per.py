@@ -97,10 +97,10 @@ class Personal(Wrapped):
         alone = [] if trained - self.own(state.submodels) else [Warn("nothing is shared: each client trains alone")]
         return super().notes(state, num_clients) + alone
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Put the client's own layers in."""
         load_(state, OWN, client, spec, values, self.own(state.submodels))
-        super().hand(state, client, spec, values, bundles)
+        super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Keep the client's own layers, and pass the update on."""

@@ -131,7 +131,7 @@ class WithLastModels(Wrapped):
 
     by_client: ClassVar[bool] = True
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill in the client's last model."""
         bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
         load_(state, LAST, client, spec, bundles[LAST])

@@ -87,7 +87,7 @@ class Controlled(Local):
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
 
     @property
-    def spans(self) -> bool:
+    def supports_data_parallel(self) -> bool:
         """Option I takes gradients that nobody averages."""
         return self.option == 2
 

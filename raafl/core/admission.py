@@ -95,7 +95,7 @@ class Admission:
     def _admit(self, client: ClientInfo, now: float) -> None:
         self.roster.join(client)
         try:
-            self.algorithm.select.joined(client, self.fleet)
+            self.algorithm.select.on_join(client, self.fleet)
         except Exception as error:
             self._turn_away(client, error, now)
 
@@ -235,10 +235,10 @@ class Admission:
         select = self.algorithm.select
         while out := self.roster.out:
             try:
-                select.drawn(out, self.fleet)
+                select.on_round_start(out, self.fleet)
                 return
             except Exception as error:
-                guilty = [client for client in out if _raises(partial(select.drawn, [client], self.fleet))]
+                guilty = [client for client in out if _raises(partial(select.on_round_start, [client], self.fleet))]
                 if not guilty or (len(guilty) == len(out) > 1):
                     raise
                 for client in guilty:
@@ -261,9 +261,9 @@ class Admission:
 
     def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
         changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
-        self.algorithm.select.lost(client, self.fleet)
+        self.algorithm.select.on_loss(client, self.fleet)
         self.roster.clients[client.id] = changed
-        self.algorithm.select.joined(changed, self.fleet)
+        self.algorithm.select.on_join(changed, self.fleet)
         return changed
 
     def _drop(self, client: int, reason: str) -> None:
@@ -274,7 +274,7 @@ class Admission:
         gone = self.roster.clients[client]
         assignment = self.roster.drop(client)
         try:
-            self.algorithm.select.lost(gone, self.fleet)
+            self.algorithm.select.on_loss(gone, self.fleet)
         except Exception:
             if reason != ERROR:  # else it has never seen the client, or the same words raise again
                 raise

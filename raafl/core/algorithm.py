@@ -86,7 +86,7 @@ class SelectContext:
         rng: the run's own generator.
         training: the run's own setting of local work.
         batch_size: local batch size, for memory.
-        cache: the part's notes; `Select.joined` and `Select.lost` empty it unless the part keeps it up to date.
+        cache: the part's notes; `Select.on_join` and `Select.on_loss` empty it unless the part keeps it up to date.
         seed: the run's, for draws that must not depend on those before them.
         local: what clients do with their submodels, for what it costs.
         plan: how what travels does so; None = as it is.
@@ -138,13 +138,13 @@ class SelectContext:
         spec = self.held(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
-    def terms(self, client: ClientInfo) -> dict[str, Any]:
-        """Return the part of `Work.extra` that all tasks of ``client`` share: see `Local.terms`."""
-        return self.local.terms(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
+    def task_options(self, client: ClientInfo) -> dict[str, Any]:
+        """Return the part of `Work.extra` that all tasks of ``client`` share: see `Local.task_options`."""
+        return self.local.task_options(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
 
     def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
         """Return on how many samples ``client`` measures what it has trained in a task; ``extra`` is the work's."""
-        return self.own_tests.of(client) if self.local.tests(extra or {}) else 0.0
+        return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
         """Return the sum of `task_time`, the papers' c(n, j)."""
@@ -173,11 +173,11 @@ class Select(Part, ABC):
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
-    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Note that ``client`` is in the fleet now, for the first time, again, or as another device."""
         self.forget(client, fleet)
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Note that ``client`` is no longer in the fleet."""
         self.forget(client, fleet)
 
@@ -185,7 +185,7 @@ class Select(Part, ABC):
         """Take out of the cache what depends on who is in the fleet: all of it, unless a part knows better."""
         fleet.cache.clear()
 
-    def drawn(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
+    def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Note that clients have been drawn; they are asked for their work after this.
 
         Args:
@@ -194,7 +194,7 @@ class Select(Part, ABC):
         """
         return
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Note that a task's update came in ``seconds`` after it was handed out."""
         return
 
@@ -282,11 +282,11 @@ class Merge(Part, ABC):
         return []
 
     @property
-    def hands(self) -> bool:
-        """Whether each client is sent something of its own: a subclass has a `hand`."""
-        return type(self).hand is not Merge.hand
+    def personalizes(self) -> bool:
+        """Whether each client is sent something of its own: a subclass overrides `personalize`."""
+        return type(self).personalize is not Merge.personalize
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill what a client is sent for a task, in place.
 
         ``values`` are the global model's, as they would be sent; ``bundles`` those of `Local.down`, with anything in
@@ -298,7 +298,7 @@ class Merge(Part, ABC):
         """Explain why it will not learn from updates that come so many merges late on average, or None."""
         return None
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Refuse a sound update by a reason, the REASON in refused:REASON, or None; asked before `receive`."""
         return None
 
@@ -318,7 +318,7 @@ class Merge(Part, ABC):
         client turned away: so look first, and change the memory last.
         """
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Make what was received independent of the updates' own tensors; called when no merge follows at once."""
         return
 
@@ -326,7 +326,7 @@ class Merge(Part, ABC):
     def apply(self, state: GlobalState) -> None:
         """Fold all that was received since the last call into ``state.values``, in place."""
 
-    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+    def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Note that a crash has undone merges whose results clients have seen: (client, version) of each update."""
         return
 

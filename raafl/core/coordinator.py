@@ -128,10 +128,10 @@ class Coordinator(Admission):
         client, cut = self.roster.clients[assignment.client], assignment.spec.cut
         staleness = self.state.version - assignment.version
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
-        problem = self.algorithm.merge.problem(self.state, update, cut, staleness)
+        problem = self.algorithm.merge.reject_reason(self.state, update, cut, staleness)
         if problem is not None:
             return problem
-        self.algorithm.select.answered(client, assignment, now - assignment.assigned_s, self.fleet)
+        self.algorithm.select.on_update(client, assignment, now - assignment.assigned_s, self.fleet)
         self._clip(client, update)
         if self.algorithm.merge.overflows(self.state, update, cut, staleness):
             return OVERFLOW
@@ -164,7 +164,7 @@ class Coordinator(Admission):
                 self.opened_s = now
                 self._after_merge()
             else:
-                self.algorithm.merge.keep(self.state)
+                self.algorithm.merge.detach(self.state)
                 self._set_timer(trigger.wake_at(waiting))
         return self.finished is None and self._hand_out(now) and not self.roster.num_out
 

@@ -71,7 +71,7 @@ class Hook(Part):
 
     A task is a pure function of its assignment, the payload received and the client's data: a hook keeps nothing from one
     task to the next. What is to be remembered goes to the server in ``task.up`` or the answer of `finish`; the merge keeps
-    it in `GlobalState.clients`, and it comes back in ``task.down`` (`Merge.hand`).
+    it in `GlobalState.clients`, and it comes back in ``task.down`` (`Merge.personalize`).
     """
 
     def __init__(self, task: Task) -> None:
@@ -148,7 +148,7 @@ class Local(Part):
             )
 
     @property
-    def spans(self) -> bool:
+    def supports_data_parallel(self) -> bool:
         """Whether a client of several processes can train this way: by gradients of the module alone, which are averaged."""
         return True
 
@@ -191,13 +191,13 @@ class Local(Part):
         """Predict the cost of a task of ``spec`` that a client trains this way, at a batch size."""
         return submodels.cost(spec, batch_size)
 
-    def terms(
+    def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
         """Return the part of `Work.extra` that all tasks of ``client`` share; their cost is predicted with it."""
         return {}
 
-    def tests(self, extra: Mapping[str, Any]) -> bool:
+    def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
         """Check whether a client measures what such a task has trained on its own test part, if it has one."""
         return True
 

@@ -22,7 +22,7 @@ class Snapshots:
 
     def cut(self, assignment: Assignment) -> FlatTensors:
         """Return the values to send; they stay as they are, however the state goes on, until given back."""
-        if self._merge.hands:
+        if self._merge.personalizes:
             return self._own(assignment)
         if assignment.version != self._version:
             old, self._version, self._current = self._current, assignment.version, {}
@@ -42,7 +42,7 @@ class Snapshots:
         out = self._room(self._payload.layout(spec, "sent"))
         values, bundles = self._payload.split(out, spec, "sent")
         self._gather(spec, values)
-        self._merge.hand(self._state, assignment.client, spec.cut, values, bundles)
+        self._merge.personalize(self._state, assignment.client, spec.cut, values, bundles)
         self._users[id(out)] = 1
         return out
 

@@ -114,7 +114,7 @@ class Update:
         train_s: seconds the client spent in the task, on the runtime's clock.
         fingerprint: hex digest of the tensors' bytes, for the journal.
         extra: what the local part tells the merge beside the tensors: small plain data, as JSON can say it. It comes from
-            the client: a merge that uses it looks at it in `Merge.problem`.
+            the client: a merge that uses it looks at it in `Merge.reject_reason`.
         bundles: what the local part sends beside the values, `Local.up`, by name; lent as the tensors are.
     """
 

@@ -114,7 +114,7 @@ class LocalTrainer(TaskSteps):
         extra |= {CLASSES: classes} if classes else {}
         built.buffers.gather()
         metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
-        if data.test is not None and self.link is None and self.local.tests(assignment.extra):
+        if data.test is not None and self.link is None and self.local.evaluates_on_client(assignment.extra):
             metrics |= self._test(built, data.test)
         self._check_base(built)
         built.state.check()

@@ -131,10 +131,10 @@ class Starting(WrappedSelect):
         fleet.state.memory.setdefault(MEMORY, {}).setdefault("at_work", {})[client.id] = fleet.state.version
         return work
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget the client's version, and pass it on."""
         fleet.state.memory.get(MEMORY, {}).get("at_work", {}).pop(client.id, None)
-        super().lost(client, fleet)
+        super().on_loss(client, fleet)
 
 
 @dataclass(frozen=True)

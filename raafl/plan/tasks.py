@@ -168,4 +168,4 @@ def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
 
 def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
     """Return the seconds of a task of ``spec``, with what the method has a client do in the middle of it."""
-    return fleet.cost_s(client, Work(spec, extra=fleet.terms(client)))
+    return fleet.cost_s(client, Work(spec, extra=fleet.task_options(client)))

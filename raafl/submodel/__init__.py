@@ -5,7 +5,7 @@
 >>> submodels = Submodels(model)
 >>> {name: axis.size for name, axis in submodels.axes.items()}
 {'0': 8}
->>> spec = Spec.keep({"0": range(2)})
+>>> spec = Spec.select({"0": range(2)})
 >>> small = submodels.shrink(spec)
 >>> _ = submodels.plan(spec, "present").gather(submodels.state(model), out=small.present)
 >>> small.module

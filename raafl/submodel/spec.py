@@ -21,7 +21,7 @@ class SpecError(BadInput):
 class Spec:
     """One submodel. Small, hashable, and the same however it was written down; `FULL` is the whole model.
 
-    Build one with `Spec.keep`. The fields are normalised: sorted by name, contiguous indices as a range.
+    Build one with `Spec.select`. The fields are normalised: sorted by name, contiguous indices as a range.
 
     Attributes:
         kept: ``(axis, indices)``; an axis not named is kept whole.
@@ -49,7 +49,7 @@ class Spec:
         put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits, self.base)))
 
     @classmethod
-    def keep(
+    def select(
         cls,
         kept: Mapping[str, Iterable[int]] | None = None,
         *,
@@ -57,7 +57,7 @@ class Spec:
         trained: Iterable[str] | None = None,
         exits: Iterable[str] | None = None,
     ) -> Spec:
-        """Return the spec that keeps these indices, e.g. ``Spec.keep({"fc1": range(40)}, trained=["fc2"])``."""
+        """Return the spec that keeps these indices, e.g. ``Spec.select({"fc1": range(40)}, trained=["fc2"])``."""
         return cls(
             tuple((kept or {}).items()),  # type: ignore[arg-type]  # normalised on construction
             tuple((blocks or {}).items()),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from raafl.data import FederatedData, Iid
 from raafl.local.train import LocalTrainer
 from raafl.submodel import Spec, Submodels
 
-NOTHING = Spec.keep(trained=())
+NOTHING = Spec.select(trained=())
 
 
 def assignment(spec=NOTHING, seed=7, extra=None):

@@ -39,7 +39,7 @@ def test_what_no_client_of_the_round_covers_stays():
     from raafl.core.types import Update
     from tests.helpers.coordinators import filled
 
-    part = Spec.keep({"hidden": [1]})
+    part = Spec.select({"hidden": [1]})
     merge.receive(state, Update(0, 1, 0, filled(state, 4.0, part), 1), part, 0)  # it has not moved: g and h stay
     merge.apply(state)
     assert state.values["fc2.weight"].tolist() == [[4.0, 4.0 + 2.0]]

@@ -159,9 +159,9 @@ def test_the_server_rebuilds_the_clients_values_to_the_last_bit(name):
 
 def test_of_a_submodel_the_same_part_is_perturbed_on_both_sides():
     torch.manual_seed(1)
-    spec = Spec.keep({"layers.1": [0, 3, 4, 9]}, trained=())
+    spec = Spec.select({"layers.1": [0, 3, 4, 9]}, trained=())
     state, _, at_client, update = trained(MLP(64, (10, 6), 10), digits, spec, {"trained": ["layers.1", "layers.5"]})
-    perturbed = Spec.keep({"layers.1": [0, 3, 4, 9]}, trained=["layers.1", "layers.5"])
+    perturbed = Spec.select({"layers.1": [0, 3, 4, 9]}, trained=["layers.1", "layers.5"])
     before = state.submodels.plan(perturbed).gather(state.values)
     rebuilt = Rebuilt(lr=0.01).rebuilt(state.submodels, perturbed, before, 11, unpack(update.extra[SCALARS]))
     assert [name for name, _ in rebuilt.items()] == [

@@ -71,7 +71,7 @@ def test_clients_of_different_parts_count_where_they_have_something():
     algorithm = fed_mezo(lr=0.1, by_samples=False, submodel=Rated("leading", [1.0, 0.5], "width"))
     coordinator = coordinator_for(algorithm, line_state(value=0.5), min_clients=2)
     tasks = assigned(join(coordinator, (1, 2)))
-    assert tasks[2].spec == Spec.keep({"hidden": range(2)}, trained=())
+    assert tasks[2].spec == Spec.select({"hidden": range(2)}, trained=())
     answer(coordinator, tasks[1], [1.0])
     answer(coordinator, tasks[2], [1.0], num_samples=9)
     wide = line_delta(tasks[1].seed, [1.0], 0.1)
@@ -103,7 +103,7 @@ def test_scalars_that_make_no_sense_are_refused(extra, reason):
     state = line_state()
     tensors = FlatTensors.empty(state.submodels.layout(NOTHING, "trained"))
     update = Update(1, 1, 0, tensors, 1, num_steps=2, extra=extra)
-    assert Rebuilt().problem(state, update, NOTHING, 0) == reason
+    assert Rebuilt().reject_reason(state, update, NOTHING, 0) == reason
 
 
 def test_more_scalars_than_the_task_has_batches_are_refused():
@@ -114,8 +114,8 @@ def test_more_scalars_than_the_task_has_batches_are_refused():
     select = ForwardOnly(Full())
     select(fleet.clients[1], fleet)
     updates = (Update(1, 1, 0, tensors, 21, num_steps=2, extra={SCALARS: pack([1.0] * n)}) for n in (3, 4))
-    assert [Rebuilt().problem(state, update, NOTHING, 0) for update in updates] == [None, "surplus-scalars"]
-    select.lost(fleet.clients[1], fleet)
+    assert [Rebuilt().reject_reason(state, update, NOTHING, 0) for update in updates] == [None, "surplus-scalars"]
+    select.on_loss(fleet.clients[1], fleet)
     assert state.memory[EXPECTED] == {}
 
 
@@ -168,7 +168,7 @@ def test_the_scalars_of_a_task_are_foreseen():
 
     class Inner(Full):
         def __call__(self, client, fleet):
-            return Work(Spec.keep(trained=["fc2"]), num_epochs=3)
+            return Work(Spec.select(trained=["fc2"]), num_epochs=3)
 
     assert extra(Training(num_epochs=2)) == {SCALARS: 6}
     assert extra(Training(num_epochs=None, num_steps=5)) == {SCALARS: 5}

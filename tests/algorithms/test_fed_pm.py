@@ -217,4 +217,4 @@ def test_scores_that_are_not_finite_are_told(tmp_path):
     assert hook.finish() == {masks.DIVERGED: True}
     state = prepared_state()
     update = Update(1, 1, 0, ones(state), 1, extra={masks.DIVERGED: True})
-    assert BayesianMasks().problem(state, update, Spec(), 0) == "non-finite"
+    assert BayesianMasks().reject_reason(state, update, Spec(), 0) == "non-finite"

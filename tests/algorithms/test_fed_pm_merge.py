@@ -85,7 +85,7 @@ def test_counts_add_up_until_they_are_reset():
 
 def test_what_no_client_has_keeps_its_probability_bit_for_bit():
     state, part = prepared_state(), BayesianMasks(prior=2.0)
-    spec = Spec.keep({"hidden": [1, 3]})
+    spec = Spec.select({"hidden": [1, 3]})
     before = state.values.clone()
     merge(state, part, (spec, masks_of(state, [1.0, 0], [0.0, 1], spec)))
     for row in (0, 2):
@@ -96,7 +96,7 @@ def test_what_no_client_has_keeps_its_probability_bit_for_bit():
 
 def test_a_submodels_sigma_is_the_whole_models():
     state = prepared_state()
-    spec = Spec.keep({"hidden": [1, 3]})
+    spec = Spec.select({"hidden": [1, 3]})
     small = state.submodels.shrink(spec)
     small.present.copy_(state.submodels.plan(spec, "present").gather(state.values))
     expected = small.module.fc2.weight.clone()
@@ -133,9 +133,9 @@ def test_running_statistics_are_averaged():
 def test_anything_but_a_mask_is_refused(value):
     state = prepared_state()
     tensors = ones(state)
-    assert BayesianMasks().problem(state, Update(1, 1, 0, tensors, 1), Spec(), 0) is None
+    assert BayesianMasks().reject_reason(state, Update(1, 1, 0, tensors, 1), Spec(), 0) is None
     tensors["fc2.weight"][0, 2] = value
-    assert BayesianMasks().problem(state, Update(1, 1, 0, tensors, 1), Spec(), 0) == "not-a-mask"
+    assert BayesianMasks().reject_reason(state, Update(1, 1, 0, tensors, 1), Spec(), 0) == "not-a-mask"
 
 
 def test_a_round_through_the_coordinator():

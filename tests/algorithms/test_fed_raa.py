@@ -210,7 +210,7 @@ def one_step(rescale: bool, prox: float = 0.0, num_steps: int = 1) -> FlatTensor
     from raafl.submodel import Submodels
 
     submodels = Submodels(TrainedLine(), (torch.zeros(2, 2), torch.zeros(2)))
-    spec = Spec.keep({"hidden": range(2)})
+    spec = Spec.select({"hidden": range(2)})
     received = FlatTensors.empty(submodels.layout(spec))
     for name, value in (("fc1.weight", 0.5), ("fc2.weight", 1.0), ("fc2.bias", 0.0)):
         received[name].fill_(value)

@@ -132,7 +132,7 @@ def test_units_of_a_cut_model_are_scored_where_they_lie():
     torch.manual_seed(0)
     full = Attending()
     submodels = Submodels(full)
-    spec = Spec.keep({"blocks.0.heads": [1, 3], "blocks.0.ffn": [0, 2, 5], "blocks.1.heads": [2]})
+    spec = Spec.select({"blocks.0.heads": [1, 3], "blocks.0.ffn": [0, 2, 5], "blocks.1.heads": [2]})
     state = submodels.state(full)
     small = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(state, small.present)
@@ -154,7 +154,7 @@ def test_units_of_a_cut_model_are_scored_where_they_lie():
 def test_neighbours_share_a_score_where_an_axis_is_wide():
     """Four units in two groups; of the first unit 1 alone is kept, of the second both: their mean."""
     submodels = line_state().submodels
-    spec = Spec.keep({"hidden": [1, 2, 3]})
+    spec = Spec.select({"hidden": [1, 2, 3]})
     small = submodels.shrink(spec)
     small.present.buffers[torch.float32].fill_(1.0)
     hook = MeasuredSensitivity(task_of(submodels, small.module, spec), Sensitivity(0.0, 0.0, groups=2))
@@ -203,7 +203,7 @@ def test_units_that_do_not_fit_are_tried_once_they_can_be():
     """A client without memory for more than two units begins with the first, goes on with the others, then has a choice."""
     state = line_state()
     coordinator = coordinator_for(platon(rates=1.0), state)
-    need = coordinator.fleet.cost(Spec.keep({"hidden": range(2)})).peak_bytes
+    need = coordinator.fleet.cost(Spec.select({"hidden": range(2)})).peak_bytes
     client = ClientInfo(1, 1, Profile(flops_per_s=1.0, memory_bytes=need))
     tasks = assigned(coordinator.handle(Joined(client), 0.0))
     assert list(tasks[1].spec.indices("hidden")) == [0, 1]
@@ -250,8 +250,8 @@ def test_what_is_told_and_measured_costs():
     assert cost.flops_per_sample - plain.flops_per_sample == 2 * 12 / 2
     assert cost.peak_bytes - plain.peak_bytes == 8 * 4 + 2 * 4 * 4
     assert cost.moved_bytes_per_sample - plain.moved_bytes_per_sample == 4 * 12 * 4 / 2
-    grouped = Sensitivity(groups=2).cost(submodels, Spec.keep({"hidden": range(3)}), 2, {})
-    assert grouped.up_bytes - submodels.cost(Spec.keep({"hidden": range(3)}), 2).up_bytes == 2 * 2 * 12
+    grouped = Sensitivity(groups=2).cost(submodels, Spec.select({"hidden": range(3)}), 2, {})
+    assert grouped.up_bytes - submodels.cost(Spec.select({"hidden": range(3)}), 2).up_bytes == 2 * 2 * 12
 
 
 class Whole(nn.Module):

@@ -53,7 +53,7 @@ def test_units_take_their_share_of_the_flops():
 
     assert times["hidden"] > 0 and fixed > 0
     for units in (1, 2, 3):
-        assert flops(Spec.keep({"hidden": range(units)})) == pytest.approx(fixed + (units - 1) * times["hidden"])
+        assert flops(Spec.select({"hidden": range(units)})) == pytest.approx(fixed + (units - 1) * times["hidden"])
     assert flops(Spec()) == pytest.approx(fixed + 3 * times["hidden"])
 
 
@@ -92,7 +92,7 @@ def test_whole_rounds_choose_for_the_rounds_between():
     # learned most and comes in first; unit 1 nothing.
     assert state.memory["pruned"] == {"version": 0, "order": [("hidden", 0), ("hidden", 2), ("hidden", 3)]}
     for value in (5.0, 7.0):
-        assert {task.spec for task in tasks.values()} == {Spec.keep({"hidden": [0, 2, 3]})}
+        assert {task.spec for task in tasks.values()} == {Spec.select({"hidden": [0, 2, 3]})}
         answer(coordinator, tasks[1], value)
         tasks = assigned(answer(coordinator, tasks[2], value))
     assert state.values["fc2.weight"].tolist() == [[7.0, 3.0, 7.0, 7.0]]

@@ -21,7 +21,7 @@ from tests.helpers.coordinators import answer, assigned, coordinator_for, join, 
 from tests.helpers.small_runs import experiment, finish
 
 CONFIG = str(ROOT / "configs" / "ra-fed.yaml")
-REGION = [Spec.keep({"hidden": range(2 * i, 2 * i + 2)}) for i in range(4)]
+REGION = [Spec.select({"hidden": range(2 * i, 2 * i + 2)}) for i in range(4)]
 
 
 def rounds(algorithm, num_clients, num_rounds, seed=0):
@@ -124,7 +124,7 @@ def test_where_the_second_regions_are_needed_in_turn_the_half_stays_and_this_is_
 def test_the_half_is_drawn_among_those_with_room_for_two_regions():
     algorithm = ra_fed(mask="MIX-Arb", coverage=1)
     fleet = fleet_of(algorithm, 6)
-    one, two = (fleet.cost(Spec.keep({"hidden": range(2 * m)})).peak_bytes for m in (1, 2))
+    one, two = (fleet.cost(Spec.select({"hidden": range(2 * m)})).peak_bytes for m in (1, 2))
     for n in range(1, 7):
         fleet.clients[n] = ClientInfo(n, 1, Profile(memory_bytes=two if n <= 4 else one))
     fleet.cache.clear()
@@ -175,7 +175,7 @@ def test_without_rounds_each_client_counts_its_own():
 
 def test_a_client_gets_as_many_regions_as_its_memory_holds(tmp_path):
     fleet = coordinator_for(ra_fed(mask=[3]), line_state(hidden=8)).fleet
-    peaks = [fleet.state.submodels.cost(Spec.keep({"hidden": range(2 * m)}), 1).peak_bytes for m in (1, 2, 3, 4)]
+    peaks = [fleet.state.submodels.cost(Spec.select({"hidden": range(2 * m)}), 1).peak_bytes for m in (1, 2, 3, 4)]
     assert peaks == sorted(set(peaks))
     for budget, most in ((peaks[0], 1), (peaks[2] - 1, 2), (peaks[2], 3), (peaks[3], 3)):
         client = ClientInfo(1, 1, Profile(memory_bytes=budget))

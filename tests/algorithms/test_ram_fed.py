@@ -42,7 +42,7 @@ from tests.helpers.coordinators import (
 from tests.helpers.small_runs import experiment, finish
 
 CONFIG = str(ROOT / "configs" / "ram-fed.yaml")
-TOP, BOTTOM = Spec.keep({"hidden": [0]}), Spec.keep({"hidden": [1]})
+TOP, BOTTOM = Spec.select({"hidden": [0]}), Spec.select({"hidden": [1]})
 
 
 def step(merge, state, *updates):

@@ -17,7 +17,7 @@ from tests.helpers.coordinators import assigned, coordinator_for, filled, join, 
 from tests.helpers.single_task import Slope, give, task_of, whole
 from tests.helpers.small_runs import experiment, finish
 
-PART = Spec.keep({"hidden": [1]})
+PART = Spec.select({"hidden": [1]})
 
 
 def steps(option):
@@ -104,7 +104,7 @@ def test_of_submodels_c_is_a_mean_over_those_that_hold_an_element():
         merge.receive(state, update, spec, 0)
     merge.apply(state)
     part, bundles = filled(state, 0.0, PART), {name: filled(state, 9.0, PART) for name in ("c", "c_i")}
-    merge.hand(state, 2, PART, part, bundles)
+    merge.personalize(state, 2, PART, part, bundles)
     assert (bundles["c"]["fc2.weight"].item(), bundles["c_i"]["fc2.weight"].item()) == (3.0, 2.0)
 
 

@@ -31,7 +31,7 @@ from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, cut_in_the_middle, join, update_for
 from tests.helpers.small_runs import experiment, finish, unequal
 
-LAST = Spec.keep(trained=["fc2"])
+LAST = Spec.select(trained=["fc2"])
 exact = partial(timely_fl, slack=0.0)
 
 
@@ -74,8 +74,8 @@ def test_the_last_layers_are_listed_with_their_share():
     layers = last_layers(Submodels(MLP(8, (7, 5), 3)))
     assert layers == [
         (1.0, FULL),
-        ((40 + 18) / 121, Spec.keep(trained=["layers.3", "layers.5"])),
-        (18 / 121, Spec.keep(trained=["layers.5"])),
+        ((40 + 18) / 121, Spec.select(trained=["layers.3", "layers.5"])),
+        (18 / 121, Spec.select(trained=["layers.5"])),
     ]
 
 
@@ -201,8 +201,8 @@ def test_a_client_short_of_time_may_train_fewer_units_instead():
     assert {c: load(task) for c, task in assigned(actions).items()} == {
         1: (2, FULL),
         2: (1, FULL),
-        3: (1, Spec.keep({"hidden": range(2)})),
-        4: (1, Spec.keep({"hidden": range(3)})),
+        3: (1, Spec.select({"hidden": range(2)})),
+        4: (1, Spec.select({"hidden": range(3)})),
     }
 
 

@@ -127,7 +127,7 @@ def evaluator_of(bench: Bench) -> Evaluator:
 def tasks_of(bench: Bench, count: int) -> Tasks:
     """Tasks of three submodels from three clients, with what each starts from."""
     axis = next(iter(bench.submodels.axes))
-    specs = [Spec(), Spec.keep({axis: range(0, 3)}), Spec.keep({axis: (1, 4, 6, 7)})]
+    specs = [Spec(), Spec.select({axis: range(0, 3)}), Spec.select({axis: (1, 4, 6, 7)})]
     generator = torch.Generator().manual_seed(9)
     tasks = []
     for number in range(1, count + 1):

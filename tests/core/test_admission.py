@@ -29,13 +29,13 @@ class Fragile(Full):
         self._look("call", client)
         return Work()
 
-    def joined(self, client, fleet):
+    def on_join(self, client, fleet):
         self._look("joined", client)
 
-    def drawn(self, out, fleet):
+    def on_round_start(self, out, fleet):
         self._look("drawn", *out)
 
-    def answered(self, client, assignment, seconds, fleet):
+    def on_update(self, client, assignment, seconds, fleet):
         self._look("answered", client)
 
 
@@ -67,10 +67,10 @@ def test_who_makes_a_selector_raise_is_turned_away_and_the_others_go_on(at):
 
 
 def test_a_selector_that_raises_for_whoever_it_has_not_seen_join_is_no_fault_of_the_others(monkeypatch):
-    def lost(self, client, fleet):
+    def on_loss(self, client, fleet):
         raise KeyError(client.id)
 
-    monkeypatch.setattr(Fragile, "lost", lost)
+    monkeypatch.setattr(Fragile, "on_loss", on_loss)
     coordinator = fragile("joined", min_clients=2)
     actions = join(coordinator, [1, 2, 3])
     assert dismissed(actions) == [(2, OverflowError)] and sorted(assigned(actions)) == [1, 3]
@@ -107,9 +107,9 @@ class Picky(Mean):
 
     where = "receive"
 
-    def problem(self, state, update, spec, staleness):
+    def reject_reason(self, state, update, spec, staleness):
         self._look("problem", update)
-        return super().problem(state, update, spec, staleness)
+        return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state, update, spec, staleness):
         self._look("receive", update)

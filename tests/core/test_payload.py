@@ -10,7 +10,7 @@ from raafl.core.payload import Payload
 from raafl.submodel import FULL, FlatTensors, Layout, Spec
 from tests.helpers.coordinators import line_state
 
-PART = Spec.keep({"hidden": [2]})
+PART = Spec.select({"hidden": [2]})
 
 
 def test_without_bundles_layouts_are_the_submodels_own():

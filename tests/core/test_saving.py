@@ -68,7 +68,7 @@ def test_plain_data_comes_back_as_it_was():
     value = {
         (1, "a"): [1.5, None, True, "text"],
         "flat": state.values,
-        "spec": Spec.keep({"hidden": range(1, 3)}),
+        "spec": Spec.select({"hidden": range(1, 3)}),
         "tensor": torch.arange(3),
     }
     back = from_plain(through_a_file(to_plain(value)))

@@ -84,12 +84,12 @@ with quick_imports():
 
     with skeleton():
         model = Declared()
-    Submodels(model).shrink(Spec.keep({"hidden": [1]}), rescale=True)
+    Submodels(model).shrink(Spec.select({"hidden": [1]}), rescale=True)
     note("declared axes", "sympy", "torch.fx", "torch.utils.flop_counter", "raafl.submodel.find.discover", "lightning",
          "torch._dynamo")
 
     model = nn.Sequential(nn.TransformerEncoderLayer(6, 3, 5), nn.Linear(6, 2))
-    Submodels(model).shrink(Spec.keep({"0.heads": [0]})).module(torch.ones(2, 1, 6))
+    Submodels(model).shrink(Spec.select({"0.heads": [0]})).module(torch.ones(2, 1, 6))
     note("torch's own transformer", "transformers", "torchvision")
 
     import raafl.data.federated, raafl.data.partition, raafl.devices.measure

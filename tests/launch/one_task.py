@@ -14,7 +14,7 @@ from raafl.submodel import FULL, FlatTensors, Spec
 from tests.helpers.small_runs import experiment
 
 CLIENT = 2
-SPECS = (FULL, Spec.keep({"layers.1": range(3, 15)}), FULL)
+SPECS = (FULL, Spec.select({"layers.1": range(3, 15)}), FULL)
 
 
 def site(folder):

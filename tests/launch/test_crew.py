@@ -19,7 +19,7 @@ from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec
 from tests.local.bench import Bench, Net, assignment
 
-HALF = Spec.keep({"fc1": range(4)})
+HALF = Spec.select({"fc1": range(4)})
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 """Float32 sums in another order differ by some 1e-7 of their size, and the ten to twenty steps of a task let that grow."""
 
@@ -259,5 +259,5 @@ def test_what_cannot_be_shared_is_refused_in_every_process(net, options, complai
 
 def test_algorithms_that_cannot_span_are_those_that_say_so():
     """One that joins them has to be refused, or to be averaged."""
-    refused = {name for name in ALGORITHMS if not ALGORITHMS[name]().local.spans}
+    refused = {name for name in ALGORITHMS if not ALGORITHMS[name]().local.supports_data_parallel}
     assert refused == {"fed_mezo", "split_fed"}

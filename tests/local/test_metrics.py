@@ -123,7 +123,7 @@ def test_states_of_metrics_are_no_part_of_the_model():
     plain, measured = Submodels(Net(), batch), Submodels(WithObjects(), batch)
     assert measured.layout() == plain.layout() and measured.axes.keys() == plain.axes.keys()
     (axis,) = measured.axes
-    spec = Spec.keep({axis: [0, 3, 5]})
+    spec = Spec.select({axis: [0, 3, 5]})
     small = measured.shrink(spec).module
     assert {name for name, _ in small.named_parameters()} == {name for name, _ in plain.module.named_parameters()}
     assert small.misses is not measured.module.misses
@@ -193,7 +193,7 @@ def hold_out(bench, seed=9, num=7):
 @pytest.mark.parametrize("kept", [None, [0, 2, 5]])
 def test_a_client_measures_its_trained_submodel_in_eval_mode(sends, kept):
     bench = Bench.of(Held, sends=sends, training=Training(num_epochs=2))
-    spec = FULL if kept is None else Spec.keep({next(iter(bench.submodels.axes)): kept})
+    spec = FULL if kept is None else Spec.select({next(iter(bench.submodels.axes)): kept})
     plain, before = bench.run(assignment(spec))
     x, y = hold_out(bench)
     update, after = bench.run(assignment(spec))

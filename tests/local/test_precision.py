@@ -15,7 +15,7 @@ from tests.helpers.emulated_cuda import Emulated
 from tests.local.bench import Bench, Net, Norm, assignment, same
 
 ROOT = Path(__file__).parents[2]
-HALF = Spec.keep({"fc1": range(4)})
+HALF = Spec.select({"fc1": range(4)})
 
 
 class Scaled(MixedPrecision):

@@ -22,7 +22,7 @@ from raafl.submodel import Spec
 from tests.local.bench import NUM_SAMPLES, Bench, Net, Norm, assignment, batches, plain_loop, same, samples
 
 ROOT = Path(__file__).parents[2]
-HALF = Spec.keep({"fc1": range(4)})
+HALF = Spec.select({"fc1": range(4)})
 
 
 class Dropping(Net):
@@ -219,14 +219,14 @@ def test_a_result_does_not_depend_on_what_was_trained_before(make, max_built):
     torch.rand(5), random.random(), np.random.rand()
     bench.run(assignment(seed=99, epochs=3))
     assert bench.run(task)[1].fingerprint() == fresh
-    part = Spec.keep({axis_of(bench): range(1, 4)})
+    part = Spec.select({axis_of(bench): range(1, 4)})
     bench.run(assignment(spec=part, seed=5, epochs=1))
     assert bench.run(task)[1].fingerprint() == fresh
 
 
 def test_a_part_is_trained_the_same_whatever_came_before():
     bench = Bench.of(Dropping, max_built=2)
-    parts = [Spec.keep({axis_of(bench): range(i, i + 3)}) for i in range(4)]
+    parts = [Spec.select({axis_of(bench): range(i, i + 3)}) for i in range(4)]
     alone = [Bench.of(Dropping).run(assignment(spec=part, epochs=1))[1].fingerprint() for part in parts]
     again = [bench.run(assignment(spec=part, epochs=1))[1].fingerprint() for part in (*parts, *reversed(parts))]
     assert again == [*alone, *reversed(alone)]

@@ -28,7 +28,7 @@ from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec
 from tests.helpers.small_runs import experiment
 
-HALF, OTHER = Spec.keep({"fc1": range(12)}), Spec.keep({"fc1": range(12, 24)})
+HALF, OTHER = Spec.select({"fc1": range(12)}), Spec.select({"fc1": range(12, 24)})
 SHARES = {frozenset({HALF}): 0.4, frozenset({HALF, OTHER}): 0.75, frozenset({FULL}): None}
 
 

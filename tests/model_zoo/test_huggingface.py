@@ -147,7 +147,7 @@ def trained(module, batch):
 
 
 def halved(submodels):
-    return Spec.keep({axis.name: range(axis.size // 2) for axis in submodels.axes.values()})
+    return Spec.select({axis.name: range(axis.size // 2) for axis in submodels.axes.values()})
 
 
 def translated(num=8):

@@ -94,7 +94,7 @@ def test_coverage_is_the_union_of_what_a_version_trains():
     """Line(4): two weights into each unit, one out of it, and a bias that all train: 13 parameters."""
     submodels = Submodels(Line(4), EXAMPLE)
     coverage, axis = Coverage(submodels), axis_of(submodels)
-    first, last, odd = (Spec.keep({axis: units}) for units in ([0, 1], [1, 2, 3], [0, 3]))
+    first, last, odd = (Spec.select({axis: units}) for units in ([0, 1], [1, 2, 3], [0, 3]))
     assert coverage.share([first]) == pytest.approx((2 * 3 + 1) / 13)
     assert coverage.share([first, first]) == coverage.share([first])
     assert coverage.share([first, odd]) == pytest.approx((3 * 3 + 1) / 13)
@@ -112,7 +112,7 @@ def test_what_is_frozen_or_no_parameter_is_not_to_be_covered():
             return self.norm(super().forward(self.base(x)))
 
     submodels = Submodels(Frozen(), EXAMPLE)
-    spec = Spec.keep({"hidden": [2]})
+    spec = Spec.select({"hidden": [2]})
     assert Coverage(submodels).share([spec]) == pytest.approx((3 + 1 + 2) / (13 + 2))  # with the norm's weight and bias
 
 
@@ -129,14 +129,14 @@ def test_a_frozen_base_that_is_held_takes_no_memory_to_count(monkeypatch):
     monkeypatch.setattr(
         FlatTensors, "zeros", lambda layout, *more: made.append(layout.num_bytes) or zeros(layout, *more)
     )
-    one, two = (Spec.keep({"hidden": units}) for units in ([0], [2, 3]))
+    one, two = (Spec.select({"hidden": units}) for units in ([0], [2, 3]))
     assert Coverage(submodels).share([one, two]) == pytest.approx((3 * 3 + 1) / 13)
     assert made == [4 * 13]
 
 
 def test_mean_and_least_coverage_over_versions(monkeypatch):
     submodels = Submodels(Line(4), EXAMPLE)
-    one, two = (Spec.keep({axis_of(submodels): units}) for units in ([0], [2, 3]))
+    one, two = (Spec.select({axis_of(submodels): units}) for units in ([0], [2, 3]))
     figures = RunStatistics(Coverage(submodels))
     assert figures.coverage() == {"mean": None, "min": None}
     for number, (version, spec, region) in enumerate([(1, one, 1), (1, two, 2), (2, FULL, 0), (3, two, 2)]):
@@ -159,7 +159,7 @@ def test_participation_counts_versions_that_a_client_is_part_of():
 
 def test_what_is_saved_goes_on_the_same():
     submodels = Submodels(Line(4), EXAMPLE)
-    spec = Spec.keep({axis_of(submodels): [1]})
+    spec = Spec.select({axis_of(submodels): [1]})
 
     def play(figures, numbers):
         for number in numbers:

@@ -129,12 +129,12 @@ class Broken(Full):
             self._raise("call", fleet)
         return super().__call__(client, fleet)
 
-    def answered(self, client, assignment, took_s, fleet):
+    def on_update(self, client, assignment, took_s, fleet):
         if client.id in self.bad:
-            self._raise("answered", fleet)
+            self._raise("on_update", fleet)
 
-    def drawn(self, clients, fleet):
-        self._raise("drawn", fleet)
+    def on_round_start(self, clients, fleet):
+        self._raise("on_round_start", fleet)
 
     def _raise(self, at, fleet):
         if at == self.at and fleet.state.version >= self.since:
@@ -149,8 +149,8 @@ def broken(folder, **more):
     ("at", "bad", "said"),
     [("call", (2,), "the server, for client 2: AttributeError: no share"),
      ("call", (1, 2, 3, 4), "the server, for client "),
-     ("answered", (3,), "the server, for client 3: AttributeError: no share"),
-     ("drawn", (), "the server: AttributeError: no share")],
+     ("on_update", (3,), "the server, for client 3: AttributeError: no share"),
+     ("on_round_start", (), "the server: AttributeError: no share")],
 )  # fmt: skip
 def test_a_part_that_raises_ends_a_simulation_as_a_task_does(tmp_path, monkeypatch, at, bad, said, capsys):
     monkeypatch.setattr(Broken, "at", at)

@@ -183,7 +183,7 @@ def specs(draw: st.DrawFn, axes: Mapping[str, int]) -> Spec:
             kept[name] = range(start, draw(st.integers(start + 1, size)))
         elif how == "list":
             kept[name] = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True))
-    return Spec.keep(kept)
+    return Spec.select(kept)
 
 
 named_specs = st.sampled_from(sorted(CASES)).flatmap(lambda name: st.tuples(st.just(name), specs(CASES[name].axes)))

@@ -28,11 +28,11 @@ def test_sizes_follow_from_the_shapes():
 def test_runs_of_a_unit_and_of_several_members():
     table = declared(b=[("qkv", 0, 2, 0), ("qkv", 0, 1, 12)])
     # index 1 is rows 2, 3 of the first part and row 13 of the second
-    assert table.selections(Spec.keep({"b": [1]})) == {"qkv": {0: [(2, 4), (13, 14)]}}
+    assert table.selections(Spec.select({"b": [1]})) == {"qkv": {0: [(2, 4), (13, 14)]}}
     # what no member covers stays: here the rows from 15 of an axis of three
     short = AxisTable([Axis("c", 3, (Member("qkv", 0, 5),))], SHAPES)
-    assert short.selections(Spec.keep({"c": [0, 2]})) == {"qkv": {0: [(0, 5), (10, 18)]}}
-    assert short.selections(Spec.keep({"c": range(3)})) == {}
+    assert short.selections(Spec.select({"c": [0, 2]})) == {"qkv": {0: [(0, 5), (10, 18)]}}
+    assert short.selections(Spec.select({"c": range(3)})) == {}
 
 
 def test_a_tied_name_is_its_tensor():
@@ -70,7 +70,7 @@ def test_a_whole_group_of_heads_goes_at_once():
     module = FusedAttention()
     submodels = Submodels(module)
     assert {name: axis.size for name, axis in submodels.axes.items()} == {"heads": 2}
-    small = submodels.plan(Spec.keep({"heads": [1]})).gather(submodels.state(module))
+    small = submodels.plan(Spec.select({"heads": [1]})).gather(submodels.state(module))
     rows = [*range(6, 12), *range(15, 18), *range(21, 24)]  # q heads 2 and 3, k and v head 1
     assert torch.equal(small["qkv.weight"], module.qkv.weight[rows])
     assert torch.equal(small["out.weight"], module.out.weight[:, 6:])
@@ -87,7 +87,7 @@ def test_a_module_may_follow_its_own_width():
             self.num_units = counts["units"]
 
     submodels = Submodels(Heads())
-    assert submodels.shrink(Spec.keep({"units": [0, 5, 7]})).module.num_units == 3
+    assert submodels.shrink(Spec.select({"units": [0, 5, 7]})).module.num_units == 3
     assert submodels.shrink().module.num_units == 8
 
 

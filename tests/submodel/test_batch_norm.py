@@ -27,7 +27,7 @@ def test_floating_statistics_come_back_and_counts_do_not():
     assert names[-2:] == ["1.running_mean", "1.running_var"] and "1.num_batches_tracked" not in names
     assert "1.num_batches_tracked" in submodels.layout().by_name
     # those of a layer that a spec freezes are of no use to anyone
-    frozen = [entry.name for entry in submodels.layout(Spec.keep(trained=["4"]), "trained").entries]
+    frozen = [entry.name for entry in submodels.layout(Spec.select(trained=["4"]), "trained").entries]
     assert frozen == ["4.weight", "4.bias"]
 
 
@@ -37,7 +37,7 @@ def test_static_statistics_neither_change_nor_come_back():
     full = submodels.state(module)
     full["1.running_mean"].copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert "1.running_mean" not in submodels.layout(FULL, "trained").by_name
-    shrunk = filled(submodels, Spec.keep({"0": [1, 3]}), full)
+    shrunk = filled(submodels, Spec.select({"0": [1, 3]}), full)
     x = torch.randn(6, 3)
     hidden = shrunk.module.train()[:2](x)
     torch.testing.assert_close(hidden.mean(0), torch.zeros(2), atol=1e-6, rtol=0)  # those of the batch are used
@@ -120,7 +120,7 @@ def test_variances_that_no_update_covers_keep_every_bit():
     state["1.running_mean"].uniform_()
     state["1.running_var"].uniform_()
     before = state.clone()
-    plan = submodels.plan(Spec.keep({"0": [0, 2]}))
+    plan = submodels.plan(Spec.select({"0": [0, 2]}))
     pooling = Pooling(submodels.module)
     update = pooling.to_moments_(plan.gather(state))
     update["1.running_mean"].add_(1.0)

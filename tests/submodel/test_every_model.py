@@ -101,7 +101,7 @@ def lying_like(module, flat):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
     _, submodels, full = built(name)
-    spec = Spec.keep({axis.name: range(max(axis.size // 2, 1)) for axis in submodels.axes.values()})
+    spec = Spec.select({axis.name: range(max(axis.size // 2, 1)) for axis in submodels.axes.values()})
     shrunk = submodels.shrink(spec, rescale=True)
     submodels.plan(spec, "present").gather(full, shrunk.present)
     answers = []
@@ -114,7 +114,7 @@ def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
     module, submodels, full = built(name, residual_width=True)
-    whole = Spec.keep(
+    whole = Spec.select(
         {axis.name: range(axis.size) for axis in submodels.axes.values()},
         blocks={stack: range(len(found)) for stack, found in submodels.stacks.items()},
     )
@@ -157,7 +157,7 @@ def test_a_small_module_equals_the_full_one_with_dropped_units_zeroed(name, data
 def test_where_a_norm_spans_the_width_a_small_module_is_not_the_zeroed_one(name):
     module, submodels, full = built(name, residual_width=True)
     width = MODELS[name].width
-    spec = Spec.keep({width: range(submodels.axes[width].size // 2)})
+    spec = Spec.select({width: range(submodels.axes[width].size // 2)})
     small = filled(submodels, spec, full).module.eval()
     reference = zeroed(module, slow_masks(submodels, spec))
     actual, expected = MODELS[name].answer(small), MODELS[name].answer(reference)
@@ -229,7 +229,7 @@ def test_a_key_value_group_goes_whole(name):
     module, submodels, full = built(name)
     for dropped in range(groups):
         kept = [group for group in range(groups) if group != dropped]
-        small = filled(submodels, Spec.keep({f"{path}.0.heads": kept}), full).module
+        small = filled(submodels, Spec.select({f"{path}.0.heads": kept}), full).module
         own, whole = (part.get_submodule(f"{path}.0.self_attn") for part in (small, module))
         queries = [i for g in kept for i in range(g * per_group * features, (g + 1) * per_group * features)]
         keys = [i for g in kept for i in range(g * features, (g + 1) * features)]
@@ -256,23 +256,23 @@ def errors_of(submodels, make):
 def test_a_spec_that_the_model_does_not_have_is_one_clear_error(name):
     _, submodels, _ = built(name)
     for axis in submodels.axes.values():
-        message = errors_of(submodels, lambda axis=axis: Spec.keep({axis.name: [0, axis.size]}))
+        message = errors_of(submodels, lambda axis=axis: Spec.select({axis.name: [0, axis.size]}))
         assert f"index {axis.size} of axis '{axis.name}', which has {axis.size}: give indices below" in message
         with pytest.raises(SpecError, match=r"keeps nothing of axis '.*': keep at least one index") as caught:
-            Spec.keep({axis.name: []})
+            Spec.select({axis.name: []})
         assert f"'{axis.name}'" in str(caught.value)
     first = next(iter(submodels.axes))
-    message = errors_of(submodels, lambda: Spec.keep({f"{first}x": [0]}))
+    message = errors_of(submodels, lambda: Spec.select({f"{first}x": [0]}))
     assert f"axis '{first}x', which this model does not have" in message and f"did you mean '{first}'?" in message
     strange = next(axis for model in MODELS.values() for axis in model.axes if axis not in submodels.axes)
-    message = errors_of(submodels, lambda: Spec.keep({strange: [0]}))
+    message = errors_of(submodels, lambda: Spec.select({strange: [0]}))
     assert f"axis '{strange}', which this model does not have; " in message
-    message = errors_of(submodels, lambda: Spec.keep(blocks={"floors": [0]}))
+    message = errors_of(submodels, lambda: Spec.select(blocks={"floors": [0]}))
     assert "blocks of 'floors', which this model does not have" in message
-    message = errors_of(submodels, lambda: Spec.keep(trained=["nobody"]))
+    message = errors_of(submodels, lambda: Spec.select(trained=["nobody"]))
     assert "trains 'nobody', which this model does not have" in message
-    message = errors_of(submodels, lambda: Spec.keep(exits=["exit9"]))
+    message = errors_of(submodels, lambda: Spec.select(exits=["exit9"]))
     assert "the exit 'exit9', which this model does not have" in message
     for stack, found in submodels.stacks.items():
-        message = errors_of(submodels, lambda stack=stack, found=found: Spec.keep(blocks={stack: [len(found)]}))
+        message = errors_of(submodels, lambda stack=stack, found=found: Spec.select(blocks={stack: [len(found)]}))
         assert f"block {len(found)} of '{stack}', which has {len(found)}: give lower indices" in message

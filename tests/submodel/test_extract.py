@@ -98,7 +98,7 @@ def test_ranges_are_views_of_the_full_storage(name, data):
     for axis, size in CASES[name].axes.items():
         start = data.draw(st.integers(0, size - 1))
         kept[axis] = range(start, data.draw(st.integers(start + 1, size)))
-    plan = submodels.plan(Spec.keep(kept))
+    plan = submodels.plan(Spec.select(kept))
     begins = {b.data_ptr(): b.data_ptr() + b.numel() * b.itemsize for b in full.buffers.values()}
     views = views_of(plan, full)
     assert sum(view.numel() for view in views) == sum(plan.layout.numel.values())
@@ -119,15 +119,15 @@ def test_a_full_spec_is_one_call_per_dtype_on_the_flat_storage(name):
 
 def test_an_explicitly_whole_axis_is_the_full_spec():
     _, submodels, _ = built("mlp2")
-    assert submodels.plan(Spec.keep({"layers.1": range(7)})) is submodels.plan(FULL)
+    assert submodels.plan(Spec.select({"layers.1": range(7)})) is submodels.plan(FULL)
 
 
 def test_two_runs_are_two_views_and_many_runs_are_index_lists():
     module = torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
     submodels = Submodels(module)
     full = submodels.state(module)
-    wrapped = submodels.plan(Spec.keep({"0": [*range(50, 64), *range(10)]}))  # a rolling window at its end
-    scattered = submodels.plan(Spec.keep({"0": range(0, 64, 2)}))
+    wrapped = submodels.plan(Spec.select({"0": [*range(50, 64), *range(10)]}))  # a rolling window at its end
+    scattered = submodels.plan(Spec.select({"0": range(0, 64, 2)}))
     assert sum(view.numel() for view in views_of(wrapped, full)) == sum(wrapped.layout.numel.values())
     assert sum(view.numel() for view in views_of(scattered, full)) == 2  # the output bias
     assert torch.equal(scattered.gather(full)["2.weight"], module[2].weight[:, ::2])
@@ -140,7 +140,7 @@ def test_lists_in_two_dimensions_of_one_tensor():
     )
     submodels = Submodels(module)
     full = submodels.state(module)
-    spec = Spec.keep({"0": range(0, 40, 3), "2": range(1, 40, 2)})
+    spec = Spec.select({"0": range(0, 40, 3), "2": range(1, 40, 2)})
     expected = full["2.weight"].clone()
     expected[1::2, ::3] *= 3
     plan = submodels.plan(spec)
@@ -150,7 +150,7 @@ def test_lists_in_two_dimensions_of_one_tensor():
 
 def test_frozen_parameters_are_left_out_of_what_comes_back():
     _, submodels, full = built("mlp2")
-    spec = Spec.keep({"layers.1": range(2)}, trained=["layers.7"])
+    spec = Spec.select({"layers.1": range(2)}, trained=["layers.7"])
     plan = submodels.plan(spec)
     assert [entry.name for entry in plan.layout.entries] == ["layers.7.weight", "layers.7.bias"]
     before = full.clone()
@@ -164,14 +164,14 @@ def test_storage_that_starts_inside_a_larger_tensor():
     layout, offset = full.layout, 13
     large = torch.zeros(full.buffers[torch.float32].numel() + 2 * offset)
     inside = FlatTensors(layout, {torch.float32: large[offset:-offset]}).copy_(full)
-    spec = Spec.keep({"layers.1": [1, 2, 5]})
+    spec = Spec.select({"layers.1": [1, 2, 5]})
     assert submodels.plan(spec).gather(inside).fingerprint() == submodels.plan(spec).gather(full).fingerprint()
 
 
 def test_tensors_of_another_layout_are_refused():
     _, submodels, full = built("mlp1")
-    plan = submodels.plan(Spec.keep({"layers.1": range(3)}))
-    other = submodels.plan(Spec.keep({"layers.1": range(4)})).gather(full)
+    plan = submodels.plan(Spec.select({"layers.1": range(3)}))
+    other = submodels.plan(Spec.select({"layers.1": range(4)})).gather(full)
     with pytest.raises(BadInput, match="small tensors have another layout"):
         plan.scatter_(full, other)
     with pytest.raises(BadInput, match="full tensors have another layout"):

@@ -47,7 +47,7 @@ def test_what_trains_comes_first_and_the_frozen_base_last(halved):
     assert names(submodels.layout(part="present")) == [*last, "scale", *base]
     assert names(submodels.layout(part="sent")) == [*last, "scale", *base]  # nobody holds the base yet
     submodels.hold(module)
-    spec = Spec.keep({}, trained=["last.bias"])
+    spec = Spec.select({}, trained=["last.bias"])
     assert names(submodels.layout(spec, "trained")) == ["last.bias", "scale"]
     assert names(submodels.layout(spec, "sent")) == ["last.bias", "scale", "last.weight"]
     for one, other in (("trained", "sent"), ("sent", "present")):
@@ -56,7 +56,7 @@ def test_what_trains_comes_first_and_the_frozen_base_last(halved):
 
 def test_the_bytes_of_a_task_by_hand(halved):
     module, submodels = halved
-    whole, some = FULL, Spec.keep({"first": range(2)})
+    whole, some = FULL, Spec.select({"first": range(2)})
     sent, base = 4 * (2 * 5 + 2 + 2), 4 * (6 * 4 + 6 + 5 * 6 + 5)  # the last layer and the scale; the first two layers
     assert submodels.cost(whole, 2).down_bytes == sent + base
     before = submodels.cost(whole, 2).peak_bytes
@@ -80,7 +80,7 @@ def test_a_model_that_trains_whole_is_sent_whole():
 @pytest.mark.parametrize("kept", [{}, {"first": range(2)}, {"first": [0, 3, 5], "second": [1, 4]}])
 def test_a_small_module_on_the_base_is_the_one_that_was_sent_everything(halved, kept):
     module, submodels = halved
-    spec, full = Spec.keep(kept), submodels.state(module)
+    spec, full = Spec.select(kept), submodels.state(module)
     everything = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(full, out=everything.present)
     submodels.hold(full)
@@ -99,7 +99,7 @@ def test_what_is_kept_whole_lies_in_memory_once(halved):
     module, submodels = halved
     submodels.hold(module)
     whole = submodels.shrink(FULL, base=submodels.base).module
-    cut = submodels.shrink(Spec.keep({"first": range(2)}), base=submodels.base).module
+    cut = submodels.shrink(Spec.select({"first": range(2)}), base=submodels.base).module
     address = module.get_parameter("second.bias").data_ptr()
     assert whole.get_parameter("second.bias").data_ptr() == cut.get_parameter("second.bias").data_ptr() == address
     assert cut.get_parameter("second.weight").shape == (5, 2)

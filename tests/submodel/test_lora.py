@@ -86,7 +86,7 @@ def test_the_axes_are_the_ranks():
 @pytest.mark.parametrize("rank", [8, 4, 2, 1])
 def test_only_adapters_and_head_are_sent(rank):
     _, submodels = made(lora_bert)
-    spec = Spec.keep({name: range(rank) for name in submodels.axes})
+    spec = Spec.select({name: range(rank) for name in submodels.axes})
     cost = submodels.cost(spec)
     assert cost.down_bytes == cost.up_bytes == trained_bytes(rank)
 
@@ -104,7 +104,7 @@ KEPT = {
 def test_a_lower_rank_is_the_full_model_with_the_other_ranks_zeroed(name, kept):
     make, inputs = CASES[name]
     module, submodels = made(make, torch.float64)
-    spec = Spec.keep({name: list(KEPT[kept](axis.size)) for name, axis in submodels.axes.items()})
+    spec = Spec.select({name: list(KEPT[kept](axis.size)) for name, axis in submodels.axes.items()})
     small, reference = small_of(module, submodels, spec).eval(), zeroed(module, submodels, spec)
     output, expected = small(*inputs), reference(*inputs)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
@@ -128,7 +128,7 @@ def test_the_whole_spec_gives_the_same_outputs_bit_for_bit(name):
 
 def test_a_small_layer_knows_its_rank_and_keeps_the_scaling():
     module, submodels = made(lora_bert)
-    spec = Spec.keep({f"{LAYERS[0]}.rank": range(3)})
+    spec = Spec.select({f"{LAYERS[0]}.rank": range(3)})
     small = small_of(module, submodels, spec)
     first, second = (small.get_submodule(layer) for layer in LAYERS[:2])
     assert (first.r, second.r, module.get_submodule(LAYERS[0]).r) == ({"default": 3}, {"default": 8}, {"default": 8})
@@ -138,7 +138,7 @@ def test_a_small_layer_knows_its_rank_and_keeps_the_scaling():
 
 def test_ranks_that_are_left_are_not_scaled_up():
     module, submodels = made(lora_bert)
-    spec = Spec.keep({name: range(2) for name in submodels.axes})
+    spec = Spec.select({name: range(2) for name in submodels.axes})
     plain, rescaled = (small_of(module, submodels, spec, rescale=value).train() for value in (False, True))
     assert torch.equal(plain(*BATCH[:2]), rescaled(*BATCH[:2]))
 
@@ -169,7 +169,7 @@ def test_adalora_holds_singular_values_beside_its_factors():
     assert submodels.axes[f"{first}.rank"].members == (
         Member(f"{first}.lora_A.default", 0), Member(f"{first}.lora_B.default", 1), Member(f"{first}.lora_E.default", 0),
     )  # fmt: skip
-    spec = Spec.keep({f"{first}.rank": [1, 3], "base_model.model.4.rank": [0]})
+    spec = Spec.select({f"{first}.rank": [1, 3], "base_model.model.4.rank": [0]})
     small, x = small_of(module, submodels, spec).eval(), torch.randn(3, 5)
     torch.testing.assert_close(small(x), zeroed(module, submodels, spec)(x))
     assert not torch.equal(small(x), module(x))

@@ -159,7 +159,7 @@ def bench(case, data) -> Bench:
 
 
 def test_the_trained_shrunk_model_is_the_full_one_trained_with_its_mask(case, bench, data):
-    spec = Spec.keep(case.kept)
+    spec = Spec.select(case.kept)
     before = {name: tensor.clone() for name, tensor in bench.values.items()}
     masks = masks_by_hand(case, before)
     task = assignment(spec, steps=STEPS)

@@ -27,7 +27,7 @@ def peak_bytes(units: int) -> int:
     with skeleton():
         model = nn.Sequential(nn.Linear(3072, 8192), nn.ReLU(), nn.Linear(8192, 10))
     submodels = Submodels(model)
-    small = submodels.shrink(Spec.keep({"0": range(8192 - units, 8192)}))
+    small = submodels.shrink(Spec.select({"0": range(8192 - units, 8192)}))
     for buffer in small.present.buffers.values():
         buffer.normal_(0, 0.01)
     optimizer = torch.optim.SGD(small.module.parameters(), lr=0.01, momentum=0.9, foreach=False)

@@ -22,7 +22,7 @@ def test_the_last_state_of_a_recurrent_net_is_followed():
 
 def test_both_directions_of_a_recurrent_net_go_together():
     module, submodels, full = built("both_ways")
-    small = filled(submodels, Spec.keep({"rnn": [1, 4]}), full).module
+    small = filled(submodels, Spec.select({"rnn": [1, 4]}), full).module
     assert torch.equal(small.head.weight, module.head.weight[:, [1, 4, 6, 9]])
     assert torch.equal(
         small.rnn.weight_ih_l1_reverse, module.rnn.weight_ih_l1_reverse[[1, 4, 6, 9, 11, 14]][:, [1, 4, 6, 9]]
@@ -56,14 +56,14 @@ def test_the_units_and_projection_of_a_projected_net():
 
     submodels = Submodels(Projected(), [torch.ones(6, 2, 3)])
     assert {axis.name: axis.size for axis in submodels.axes.values()} == {"rnn": 4, "rnn.2": 2}
-    small = submodels.shrink(Spec.keep({"rnn": [0, 3], "rnn.2": [1]})).module
+    small = submodels.shrink(Spec.select({"rnn": [0, 3], "rnn.2": [1]})).module
     assert (small.rnn.hidden_size, small.rnn.proj_size) == (2, 1)
     assert small(torch.ones(6, 2, 3)).shape == (6, 2, 5)
 
 
 def test_recurrent_weights_stay_in_the_flat_storage():
     _, submodels, full = built("gru")
-    for spec in (FULL, Spec.keep({"rnn": [0, 3]})):
+    for spec in (FULL, Spec.select({"rnn": [0, 3]})):
         shrunk = filled(submodels, spec, full)
         x = CASES["gru"].inputs()
         shrunk.module.rnn.flatten_parameters()

@@ -35,17 +35,17 @@ def test_plain_data_round_trip(spec):
 
 
 def test_the_same_indices_are_the_same_spec():
-    assert Spec.keep({"a": [3, 1, 2]}) == Spec.keep({"a": range(1, 4)}) == Spec.keep({"a": (1, 2, 3)})
-    assert Spec.keep({"b": [1], "a": [0]}) == Spec.keep({"a": [0], "b": [1]})
-    assert Spec.keep({"a": [1, 3]}).indices("a") == (1, 3)
-    assert Spec.keep({"a": [2, 3]}).indices("a") == range(2, 4)
-    assert Spec.keep({"a": range(0, 9, 4)}).indices("a") == (0, 4, 8)
-    assert Spec.keep({"a": [1]}).indices("b") is None
+    assert Spec.select({"a": [3, 1, 2]}) == Spec.select({"a": range(1, 4)}) == Spec.select({"a": (1, 2, 3)})
+    assert Spec.select({"b": [1], "a": [0]}) == Spec.select({"a": [0], "b": [1]})
+    assert Spec.select({"a": [1, 3]}).indices("a") == (1, 3)
+    assert Spec.select({"a": [2, 3]}).indices("a") == range(2, 4)
+    assert Spec.select({"a": range(0, 9, 4)}).indices("a") == (0, 4, 8)
+    assert Spec.select({"a": [1]}).indices("b") is None
 
 
 def test_full_is_empty_data():
     assert FULL.to_json() == {} and FULL.is_full and Spec.from_json({}) == FULL
-    assert not Spec.keep(trained=[]).is_full
+    assert not Spec.select(trained=[]).is_full
 
 
 @settings(deadline=None)
@@ -67,7 +67,7 @@ def test_runs_cover_the_indices_and_do_not_touch(kept):
 )
 def test_an_impossible_selection_is_refused_at_once(kept, message):
     with pytest.raises(SpecError, match=message):
-        Spec.keep(kept)
+        Spec.select(kept)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_bad_data_is_refused_with_its_field(data, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (Spec.keep({"conv_1": [0]}), "axis 'conv_1', which this model does not have; did you mean 'conv1'"),
-        (Spec.keep({"conv1": [0, 3]}), "index 3 of axis 'conv1', which has 3"),
-        (Spec.keep({"fc3": [0]}), "'fc3' cannot shrink: it is an output of the model"),
-        (Spec.keep(trained=["fc7"]), "trains 'fc7', which this model does not have; did you mean 'fc"),
-        (Spec.keep(blocks={"depth": [0]}), "blocks of 'depth'.*it declares none"),
-        (Spec.keep(exits=["early"]), "exit 'early'.*it declares none"),
+        (Spec.select({"conv_1": [0]}), "axis 'conv_1', which this model does not have; did you mean 'conv1'"),
+        (Spec.select({"conv1": [0, 3]}), "index 3 of axis 'conv1', which has 3"),
+        (Spec.select({"fc3": [0]}), "'fc3' cannot shrink: it is an output of the model"),
+        (Spec.select(trained=["fc7"]), "trains 'fc7', which this model does not have; did you mean 'fc"),
+        (Spec.select(blocks={"depth": [0]}), "blocks of 'depth'.*it declares none"),
+        (Spec.select(exits=["early"]), "exit 'early'.*it declares none"),
     ],
 )
 def test_a_spec_of_another_model_is_refused_with_the_remedy(spec, message):
@@ -112,17 +112,17 @@ def test_a_spec_of_another_model_is_refused_with_the_remedy(spec, message):
 
 def test_blocks_are_checked_against_the_stack():
     submodels = Submodels(Blocks())
-    submodels.validate(Spec.keep(blocks={"depth": [0, 3]}))
+    submodels.validate(Spec.select(blocks={"depth": [0, 3]}))
     with pytest.raises(SpecError, match="block 4 of 'depth', which has 4"):
-        submodels.validate(Spec.keep(blocks={"depth": [4]}))
+        submodels.validate(Spec.select(blocks={"depth": [4]}))
     with pytest.raises(SpecError, match="did you mean 'depth'"):
-        submodels.validate(Spec.keep(blocks={"deph": [0]}))
-    assert submodels.normal(Spec.keep(blocks={"depth": range(4)})) == FULL
+        submodels.validate(Spec.select(blocks={"deph": [0]}))
+    assert submodels.normal(Spec.select(blocks={"depth": range(4)})) == FULL
 
 
 def test_words_for_a_spec():
     assert str(Spec()) == "full"
-    spec = Spec.keep(
+    spec = Spec.select(
         {"fc1": range(40, 100), "conv1": [1, 5, 9]}, blocks={"layers": [0, 2]}, trained=["fc2", "fc1"], exits=[]
     )
     assert str(spec) == "conv1[3 of them] fc1[40:100] layers[0,2] trains fc1,fc2 exits nothing"
@@ -130,4 +130,4 @@ def test_words_for_a_spec():
 
 def test_axes_that_keep_the_same_are_counted_when_they_are_many():
     heads = {f"layer{i}.heads": range(2) for i in range(5)}
-    assert str(Spec.keep({**heads, "hidden": range(8)})) == "hidden[0:8] 5 axes[0:2]"
+    assert str(Spec.select({**heads, "hidden": range(8)})) == "hidden[0:8] 5 axes[0:2]"

@@ -79,7 +79,7 @@ def test_scatter_after_gather_changes_no_bit(name, data):
 
 def test_a_key_value_head_goes_with_all_its_query_heads():
     module, submodels, full = built("llama")
-    spec = Spec.keep({"model.layers.0.heads": [0, 2], "model.layers.1.ffn": [1, 2, 6]})
+    spec = Spec.select({"model.layers.0.heads": [0, 2], "model.layers.1.ffn": [1, 2, 6]})
     small = filled(submodels, spec, full).module
     attention, original = small.model.layers[0].self_attn, module.model.layers[0].self_attn
     queries = [0, 1, 2, 3, 8, 9, 10, 11]  # heads 0, 1, 4 and 5, of two features each
@@ -98,24 +98,24 @@ def test_a_key_value_head_goes_with_all_its_query_heads():
 def test_small_blocks_count_their_own_heads():
     _, submodels, full = built("bert")
     attention = (
-        filled(submodels, Spec.keep({"bert.encoder.layer.1.heads": [2]}), full).module.bert.encoder.layer[1].attention
+        filled(submodels, Spec.select({"bert.encoder.layer.1.heads": [2]}), full).module.bert.encoder.layer[1].attention
     )
     assert (attention.self.query.out_features, attention.output.dense.in_features) == (4, 4)
     _, submodels, full = built("distilbert")
-    small = filled(submodels, Spec.keep({"distilbert.transformer.layer.0.heads": [0, 1]}), full).module
+    small = filled(submodels, Spec.select({"distilbert.transformer.layer.0.heads": [0, 1]}), full).module
     attention = small.distilbert.transformer.layer[0].attention
     assert attention.q_lin.out_features == 8
     _, submodels, full = built("vit")
-    attention = filled(submodels, Spec.keep({"vit.layers.0.heads": [1]}), full).module.vit.layers[0].attention
+    attention = filled(submodels, Spec.select({"vit.layers.0.heads": [1]}), full).module.vit.layers[0].attention
     assert (attention.head_dim, attention.o_proj.in_features) == (4, 4)
     _, submodels, full = built("encoder")
     attention = (
-        filled(submodels, Spec.keep({"encoder.layers.0.heads": [1, 2]}), full).module.encoder.layers[0].self_attn
+        filled(submodels, Spec.select({"encoder.layers.0.heads": [1, 2]}), full).module.encoder.layers[0].self_attn
     )
     assert (attention.num_heads, attention.head_dim, attention.embed_dim) == (2, 4, 12)
     assert attention.in_proj_weight.shape == (24, 12)
     _, submodels, full = built("gru")
-    rnn = filled(submodels, Spec.keep({"conv": [0, 3], "rnn": [0, 1, 4]}), full).module.rnn
+    rnn = filled(submodels, Spec.select({"conv": [0, 3], "rnn": [0, 1, 4]}), full).module.rnn
     assert (rnn.input_size, rnn.hidden_size, rnn.weight_ih_l1.shape) == (2, 3, (9, 3))
 
 
@@ -125,7 +125,7 @@ def test_the_residual_width_shrinks_where_that_is_asked_for(name):
     module, submodels, full = built(name, residual_width=True)
     assert {axis.name: axis.size for axis in submodels.axes.values()} == {**CASES[name].axes, CASES[name].width: 12}
     heads, ffn = (next(axis for axis in CASES[name].axes if axis.endswith(end)) for end in (".heads", ".ffn"))
-    spec = Spec.keep({CASES[name].width: [0, 1, 4, 5, 8, 11], heads: [0, 2], ffn: range(3)})
+    spec = Spec.select({CASES[name].width: [0, 1, 4, 5, 8, 11], heads: [0, 2], ffn: range(3)})
     shrunk = filled(submodels, spec, full)
     inputs = CASES[name].inputs()
     answer = output(shrunk.module.train(), inputs)
@@ -137,7 +137,7 @@ def test_the_residual_width_shrinks_where_that_is_asked_for(name):
             == full[parameter_name][slow_masks(submodels, spec)[parameter_name]].view(parameter.shape).shape
         )
     # a norm spans the width, so that it equals no zeroed model; but with all of it kept nothing changes
-    whole = filled(submodels, Spec.keep({CASES[name].width: range(12)}), full).module.eval()
+    whole = filled(submodels, Spec.select({CASES[name].width: range(12)}), full).module.eval()
     assert torch.equal(output(whole, inputs), output(module.eval(), inputs))
 
 
@@ -160,7 +160,7 @@ def test_a_lightning_module_holds_a_model_anywhere():
 
     submodels = Submodels(Task(), words())
     assert list(submodels.axes) == [f"net.0.model.layers.{i}.{axis}" for i in range(2) for axis in ("heads", "ffn")]
-    spec = Spec.keep({"net.0.model.layers.0.heads": [1]})
+    spec = Spec.select({"net.0.model.layers.0.heads": [1]})
     small = filled(submodels, spec, submodels.state(Task())).module
     small.training_step(words(), 0).backward()
     assert submodels.cost(spec, 4).flops_per_sample < submodels.cost(FULL, 4).flops_per_sample
@@ -168,18 +168,18 @@ def test_a_lightning_module_holds_a_model_anywhere():
 
 def test_dropped_heads_are_made_up_for_by_the_values_and_not_by_the_scores():
     _, submodels, full = built("vit")
-    spec = Spec.keep({"vit.layers.0.heads": [1], "vit.layers.1.ffn": range(2)})
+    spec = Spec.select({"vit.layers.0.heads": [1], "vit.layers.1.ffn": range(2)})
     small = filled(submodels, spec, full, rescale=True).module
     scaled = {name for name, layer in small.named_modules() if layer._forward_hooks}
     assert scaled == {"vit.layers.0.attention.v_proj", "vit.layers.1.mlp.fc1"}
     _, submodels, full = built("llama")
-    small = filled(submodels, Spec.keep({"model.layers.0.ffn": range(2)}), full, rescale=True).module
+    small = filled(submodels, Spec.select({"model.layers.0.ffn": range(2)}), full, rescale=True).module
     assert [name for name, layer in small.named_modules() if layer._forward_hooks] == ["model.layers.0.mlp.up_proj"]
 
 
 def test_the_heads_of_an_encoder_are_scaled_while_training_and_only_then():
     module, submodels, full = built("attention")
-    spec = Spec.keep({"attention.heads": [1]})
+    spec = Spec.select({"attention.heads": [1]})
     small = filled(submodels, spec, full, rescale=True).module
     plain = filled(submodels, spec, full).module
     inputs = CASES["attention"].inputs()
@@ -192,7 +192,7 @@ def test_the_heads_of_an_encoder_are_scaled_while_training_and_only_then():
 
 def test_attention_weights_of_the_heads_that_are_left():
     module, submodels, full = built("attention")
-    small = filled(submodels, Spec.keep({"attention.heads": [0, 2]}), full).module.attention.eval()
+    small = filled(submodels, Spec.select({"attention.heads": [0, 2]}), full).module.attention.eval()
     q, k, v = CASES["attention"].inputs().values()
     _, every = module.eval().attention(q, k, v, average_attn_weights=False)
     _, left = small(q, k, v, average_attn_weights=False)
@@ -208,7 +208,7 @@ def test_masks_of_smaller_attentions(training):
     torch.manual_seed(0)
     full = nn.MultiheadAttention(6, 3)
     submodels = Submodels(full)
-    spec = Spec.keep({"heads": [0, 1]})
+    spec = Spec.select({"heads": [0, 1]})
     small = filled(submodels, spec, submodels.state(full)).module.train(training)
     reference = zeroed(full, slow_masks(submodels, spec)).train(training)
     x = torch.randn(4, 2, 6)
@@ -232,10 +232,10 @@ def test_tied_and_shared_tensors_are_one():
     assert "lm_head.weight" not in full.layout.by_name
     params = sum(p.numel() for p in module.parameters())
     assert submodels.cost(FULL, 1).params == params
-    shrunk = filled(submodels, Spec.keep({"model.layers.0.heads": [1]}), full)
+    shrunk = filled(submodels, Spec.select({"model.layers.0.heads": [1]}), full)
     assert shrunk.module.lm_head.weight is shrunk.module.model.embed_tokens.weight
     assert shrunk.module.lm_head.weight.data_ptr() == shrunk.trained["model.embed_tokens.weight"].data_ptr()
-    trained = submodels.layout(Spec.keep(trained=["lm_head"]), "trained")
+    trained = submodels.layout(Spec.select(trained=["lm_head"]), "trained")
     assert [entry.name for entry in trained.entries] == ["model.embed_tokens.weight"]
 
     with skeleton():
@@ -276,25 +276,25 @@ def test_layers_of_different_blocks_that_share_a_tensor_shrink_together():
 
     submodels = Submodels(Twice())
     assert list(submodels.axes) == ["layers.0.heads", "layers.0.ffn", "layers.1.heads"]
-    small = submodels.shrink(Spec.keep({"layers.0.ffn": [0, 3]})).module
+    small = submodels.shrink(Spec.select({"layers.0.ffn": [0, 3]})).module
     assert small.layers[1].linear1 is small.layers[0].linear1 and small.layers[1].linear2.in_features == 2
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (Spec.keep({"bert.encoder.layer.0.head": [0]}), "does not have; did you mean 'bert.encoder.layer.0.heads'"),
+        (Spec.select({"bert.encoder.layer.0.head": [0]}), "does not have; did you mean 'bert.encoder.layer.0.heads'"),
         (
-            Spec.keep({"vit.layers.0.heads": [0]}),
+            Spec.select({"vit.layers.0.heads": [0]}),
             "keeps indices of axis 'vit.layers.0.heads', which this model does not",
         ),
         (
-            Spec.keep({"bert.encoder.layer.1.heads": [3]}),
+            Spec.select({"bert.encoder.layer.1.heads": [3]}),
             "keeps index 3 of axis 'bert.encoder.layer.1.heads', which has 3",
         ),
-        (Spec.keep({"width": [0]}), "axis 'width', which this model does not have"),
-        (Spec.keep(blocks={"bert.encoder.layer": [2]}), "keeps block 2 of 'bert.encoder.layer', which has 2"),
-        (Spec.keep(exits=["exit1"]), "keeps the exit 'exit1', which this model does not have"),
+        (Spec.select({"width": [0]}), "axis 'width', which this model does not have"),
+        (Spec.select(blocks={"bert.encoder.layer": [2]}), "keeps block 2 of 'bert.encoder.layer', which has 2"),
+        (Spec.select(exits=["exit1"]), "keeps the exit 'exit1', which this model does not have"),
     ],
 )
 def test_a_spec_of_another_model_is_one_clear_error(spec, message):
@@ -306,7 +306,7 @@ def test_a_spec_of_another_model_is_one_clear_error(spec, message):
 
 def test_an_empty_spec_is_one_clear_error():
     with pytest.raises(SpecError, match=r"keeps nothing of axis 'bert.encoder.layer.0.heads': keep at least one"):
-        Spec.keep({"bert.encoder.layer.0.heads": []})
+        Spec.select({"bert.encoder.layer.0.heads": []})
 
 
 def test_a_subclass_has_its_own_axes():
@@ -331,7 +331,7 @@ def test_a_model_that_does_not_run_is_trained_whole():
     submodels = Submodels(model, words())
     assert submodels.axes == {}
     with pytest.raises(SpecError, match=r"were not found: modeling_bert.py:\d+: AttributeError.*dense") as caught:
-        submodels.validate(Spec.keep({"bert.encoder.layer.0.ffn": [0]}))
+        submodels.validate(Spec.select({"bert.encoder.layer.0.ffn": [0]}))
     assert "\n" not in str(caught.value)
 
 
@@ -350,7 +350,7 @@ def test_the_width_of_an_attention_in_a_block_of_ones_own():
     assert list(Submodels(Own()).axes) == ["attention.heads"]
     submodels = Submodels(Own(), residual_width=True)
     assert {name: axis.size for name, axis in submodels.axes.items()} == {"embed": 6, "attention.heads": 3}
-    small = submodels.shrink(Spec.keep({"embed": [0, 2, 5, 4], "attention.heads": [1]})).module
+    small = submodels.shrink(Spec.select({"embed": [0, 2, 5, 4], "attention.heads": [1]})).module
     assert small.attention.in_proj_weight.shape == (6, 4) and small.norm.normalized_shape == (4,)
     assert small(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 4)
 
@@ -377,4 +377,4 @@ def test_a_part_may_declare_its_axes_itself():
 
     submodels = Submodels(Model())
     assert {name: axis.size for name, axis in submodels.axes.items()} == {"first": 5, "part.0": 6, "part.1.units": 8}
-    assert submodels.shrink(Spec.keep({"part.1.units": [0, 7]})).module(torch.ones(2, 4)).shape == (2, 6)
+    assert submodels.shrink(Spec.select({"part.1.units": [0, 7]})).module(torch.ones(2, 4)).shape == (2, 6)

@@ -191,7 +191,7 @@ def any_spec(draw: st.DrawFn, submodels: Submodels) -> Spec:
         {".".join(name.split(".")[:depth]) for name in names for depth in range(1, 1 + len(name.split(".")))}
     )
     trained = draw(st.none() | st.lists(st.sampled_from(paths), min_size=1, max_size=3, unique=True))
-    return Spec.keep(dict(width.kept), blocks=blocks, trained=trained, exits=exits)
+    return Spec.select(dict(width.kept), blocks=blocks, trained=trained, exits=exits)
 
 
 def lies_in(name: str, paths: tuple[str, ...] | list[str]) -> bool:

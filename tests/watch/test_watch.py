@@ -227,9 +227,9 @@ def test_the_table_says_everything():
     "spec",
     [
         Spec(),
-        Spec.keep({"fc1": range(40), "conv1": (0, 2, 5)}, trained=["fc2", "fc1"]),
-        Spec.keep({f"axis{i}": range(8) for i in range(6)}, blocks={"blocks": (0, 2)}, exits=[]),
-        Spec.keep(blocks={"blocks": range(1, 4)}, exits=["exit_2"]),
+        Spec.select({"fc1": range(40), "conv1": (0, 2, 5)}, trained=["fc2", "fc1"]),
+        Spec.select({f"axis{i}": range(8) for i in range(6)}, blocks={"blocks": (0, 2)}, exits=[]),
+        Spec.select(blocks={"blocks": range(1, 4)}, exits=["exit_2"]),
     ],
 )
 def test_submodels_are_named_as_elsewhere(spec):

@@ -68,7 +68,7 @@ class MaskedAndDistilled(Local):
             return Distilled(task, self.weight, self.temperature)
         return Hook(task)
 
-    def tests(self, extra: Mapping[str, Any]) -> bool:
+    def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
         """Scores are no model: nothing is measured after a task that trains them."""
         return "masks" not in extra
 

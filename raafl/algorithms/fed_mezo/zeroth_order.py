@@ -196,7 +196,7 @@ class ZerothOrder(Local):
         positive("epsilon", self.epsilon)
 
     @property
-    def spans(self) -> bool:
+    def supports_data_parallel(self) -> bool:
         """There are no gradients."""
         return False
 
@@ -257,15 +257,15 @@ class ForwardOnly(WrappedSelect):
             extra["trained"] = list(work.spec.trained)
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Expect no scalars of the client any more, and pass it on."""
         fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
-        self.inner.lost(client, fleet)
+        self.inner.on_loss(client, fleet)
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Note the seed, for the merge which receives the update next."""
         fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
-        self.inner.answered(client, assignment, seconds, fleet)
+        self.inner.on_update(client, assignment, seconds, fleet)
 
 
 def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
@@ -307,7 +307,7 @@ class Rebuilt(Merge):
     def __post_init__(self) -> None:
         positive("server_lr", self.server_lr)
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Check the scalars; return why they are not to be used: none, fewer than the steps, more than asked for, or not finite."""
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:

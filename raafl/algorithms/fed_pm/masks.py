@@ -320,7 +320,7 @@ class BayesianMasks(Merge):
         positive("reset", self.reset)
         check_floor(self.floor)
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return non-finite where scores became so, not-a-mask where weights are anything but 0 and 1."""
         if update.extra.get(DIVERGED):
             return "non-finite"

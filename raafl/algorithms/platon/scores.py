@@ -212,7 +212,7 @@ class ScoredMean(Mean):
     groups: int = 64
     by_client: ClassVar[bool] = True
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Refuse scores that are not one finite number of 0 or more for each group that the client has a unit of."""
         spec = state.submodels.normal(spec)
         wanted = {axis.name: len(set(_kept_groups(axis, spec, self.groups))) for axis in _wide(state.submodels)}

@@ -66,7 +66,7 @@ def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
     """Return the time of one unit of each axis, and of the model with one unit on each: t_j and c, in FLOPs per sample."""
 
     def flops(kept: Mapping[str, range]) -> float:
-        return submodels.cost(Spec.keep(kept), _BATCH).flops_per_sample
+        return submodels.cost(Spec.select(kept), _BATCH).flops_per_sample
 
     wide = {name: axis for name, axis in submodels.axes.items() if axis.size > 1}
     whole = flops({})
@@ -156,7 +156,7 @@ class Pruned(Select):
             for name, i in order[: int(number)]:
                 kept.setdefault(name, []).append(i)
             whole = [name for name, mine in kept.items() if len(mine) == submodels.axes[name].size]
-            return Spec.keep({name: sorted(mine) for name, mine in kept.items() if name not in whole})
+            return Spec.select({name: sorted(mine) for name, mine in kept.items() if name not in whole})
 
         number = largest_rate(
             best, fleet.cost, budget, rates=range(num_axes, len(order) + 1),

@@ -49,7 +49,7 @@ class Split(Local):
             raise BadInput(f"{words}: give exactly one of client_layers, share and cut")
 
     @property
-    def spans(self) -> bool:
+    def supports_data_parallel(self) -> bool:
         """Each batch is an exchange with the server."""
         return False
 
@@ -133,7 +133,7 @@ class Split(Local):
             num_exchanges=terms.get("batches", 0),
         )
 
-    def terms(
+    def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
         """Return where the model is cut, and which batches of how many samples come over the wire in one task."""
@@ -202,7 +202,7 @@ class Halved(Select):
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the whole model and the run's own work, with where to cut it."""
-        extra, training = fleet.terms(client), fleet.training
+        extra, training = fleet.task_options(client), fleet.training
         if not extra:
             return Work()
         extra[KEY]["sends"] = self.sends

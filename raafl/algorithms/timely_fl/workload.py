@@ -161,11 +161,11 @@ class Timely(Select):
 
     # ---- reports, and the interval they give ----
 
-    def drawn(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
+    def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Take the time reports of the round's clients, and set T_k by all of them, the late ones included."""
         _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Compare what a task took with what was predicted for it."""
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
         predicted_s = fleet.cost_s(client, work)
@@ -237,11 +237,11 @@ class Timely(Select):
 
     # ---- the fleet ----
 
-    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget how the client's tasks went: it may be another device."""
         _plan(fleet)["ratio"].pop(client.id, None)
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Do nothing: what others get does not depend on it."""
 
     def check(self, fleet: SelectContext) -> list[str]:

@@ -48,7 +48,7 @@ class LabelSplit(Wrapped):
             "are averaged over all clients",
         ]
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Refuse classes that are not an ascending list of rows, or say what the inner merge objects to."""
         output = _output(state.submodels)
         if (
@@ -57,7 +57,7 @@ class LabelSplit(Wrapped):
             and not _are_rows(update.extra[CLASSES], output.entries[0].shape[0])
         ):
             return "bad-classes"
-        return super().problem(state, update, spec, staleness)
+        return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Sum the output rows apart, and pass the update on."""

@@ -149,10 +149,10 @@ class Mean(Merge):
         if len(memory["received"]) == 1 and memory.get("lone") is None:
             memory["lone"] = (update.tensors, spec)
             return
-        self.keep(state)
+        self.detach(state)
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Take a lone update's values into the sum, before its tensors go away."""
         memory = state.memory.get("mean", {})
         if memory.get("lone") is None:

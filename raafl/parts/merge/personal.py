@@ -49,10 +49,10 @@ class Noted(WrappedSelect):
         note_work(fleet.state, client.id, work)
         return work
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what the client was at, and pass it on."""
         forget_work(fleet.state, client.id)
-        self.inner.lost(client, fleet)
+        self.inner.on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class WithScores(Wrapped):
 
     by_client: ClassVar[bool] = True
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill in the client's own scores, where it is to train some."""
         known = state.clients.find(SCORES, client)
         for axis, scores in bundles[SCORES].items():
             scores.fill_(math.nan) if known is None else scores.copy_(known[axis])
-        super().hand(state, client, spec, values, bundles)
+        super().personalize(state, client, spec, values, bundles)
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Check scores, where they were asked for, or pass on the objection of the inner merge."""
         if spec.trained != ():
-            return super().problem(state, update, spec, staleness)
+            return super().reject_reason(state, update, spec, staleness)
         sound = all(bool((buffer.abs() <= MAX_SCORE).all()) for buffer in update.bundles[SCORES].buffers.values())
         return None if sound else "wrong-scores"
 
@@ -87,10 +87,10 @@ class WithScores(Wrapped):
             super().receive(state, update, spec, staleness)
         forget_work(state, update.client)
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Let the inner merge keep what it received, if it has received anything."""
         if state.memory.get("received"):
-            super().keep(state)
+            super().detach(state)
 
     def apply(self, state: GlobalState) -> None:
         """Let the inner merge fold in what it received, if it has received anything."""

@@ -100,12 +100,12 @@ class WithVariates(Wrapped):
     variates: Variates
     by_client: ClassVar[bool] = True
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Fill in the client's own, and the mean."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])
         if self.variates.mean is not None:
             self.variates.mean_(state, spec, bundles[self.variates.mean])
-        super().hand(state, client, spec, values, bundles)
+        super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Keep the client's new variate, and pass its values on."""

@@ -63,29 +63,29 @@ class WideMerge(Wrapped):
         return self.inner.notes(self._wide(state), num_clients)
 
     @property
-    def hands(self) -> bool:
+    def personalizes(self) -> bool:
         """Whether the inner merge gives each client something of its own."""
-        return self.inner.hands
+        return self.inner.personalizes
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Let the inner merge fill in what it gives, and round it."""
         wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
-        self.inner.hand(self._wide(state), client, spec, wide, wide_bundles)
+        self.inner.personalize(self._wide(state), client, spec, wide, wide_bundles)
         for own, given in ((values, wide), *((bundles[name], given) for name, given in wide_bundles.items())):
             if given is not own:
                 own.round_(given)
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Pass on the objection of the inner merge."""
-        return self.inner.problem(self._wide(state), _widened(state, update), spec, staleness)
+        return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass a wide copy of the update on."""
         self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Let the inner merge keep what it received."""
-        self.inner.keep(self._wide(state))
+        self.inner.detach(self._wide(state))
 
     def apply(self, state: GlobalState) -> None:
         """Let the inner merge fold in what it received, and round the values that come of it."""
@@ -93,9 +93,9 @@ class WideMerge(Wrapped):
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)
 
-    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+    def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Let the inner merge know."""
-        self.inner.undone(self._wide(state), merged)
+        self.inner.on_rollback(self._wide(state), merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Pass on the report of the inner merge."""

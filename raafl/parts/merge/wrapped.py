@@ -40,21 +40,21 @@ class Wrapped(Merge):
         return self.inner.notes(state, num_clients)
 
     @property
-    def hands(self) -> bool:
+    def personalizes(self) -> bool:
         """Whether this merge or the inner one gives each client something of its own."""
-        return type(self).hand is not Wrapped.hand or self.inner.hands
+        return type(self).personalize is not Wrapped.personalize or self.inner.personalizes
 
-    def hand(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Let the inner merge fill in what it gives."""
-        self.inner.hand(state, client, spec, values, bundles)
+        self.inner.personalize(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
         """Pass on the notes of the inner merge."""
         return self.inner.too_stale(staleness)
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Pass on the objection of the inner merge."""
-        return self.inner.problem(state, update, spec, staleness)
+        return self.inner.reject_reason(state, update, spec, staleness)
 
     def numbers(self, update: Update) -> Sequence[float]:
         """Pass on the numbers of the inner merge."""
@@ -68,17 +68,17 @@ class Wrapped(Merge):
         """Pass the update on."""
         self.inner.receive(state, update, spec, staleness)
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Let the inner merge keep what it received."""
-        self.inner.keep(state)
+        self.inner.detach(state)
 
     def apply(self, state: GlobalState) -> None:
         """Let the inner merge fold in what it received."""
         self.inner.apply(state)
 
-    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+    def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Let the inner merge know."""
-        self.inner.undone(state, merged)
+        self.inner.on_rollback(state, merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Pass on the report of the inner merge."""
@@ -98,21 +98,21 @@ class WrappedSelect(Select):
         """Return the inner select's work."""
         return self.inner(client, fleet)
 
-    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Pass it on."""
-        self.inner.joined(client, fleet)
+        self.inner.on_join(client, fleet)
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Pass it on."""
-        self.inner.lost(client, fleet)
+        self.inner.on_loss(client, fleet)
 
-    def drawn(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
+    def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Pass it on."""
-        self.inner.drawn(out, fleet)
+        self.inner.on_round_start(out, fleet)
 
-    def answered(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Pass it on."""
-        self.inner.answered(client, assignment, seconds, fleet)
+        self.inner.on_update(client, assignment, seconds, fleet)
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return the inner select's problems."""

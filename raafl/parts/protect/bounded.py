@@ -80,9 +80,9 @@ class Bounded(Wrapped):
 
     max_norm_ratio: float | None
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return the inner merge's objection, or `HUGE_NORM`."""
-        found = super().problem(state, update, spec, staleness)
+        found = super().reject_reason(state, update, spec, staleness)
         if found is not None:
             return found
         norms, is_large = self._measure(state, update, spec)
@@ -128,7 +128,7 @@ class Bounded(Wrapped):
             with state.clients.recording(saved["clients"]):
                 super().receive(state, tried, spec, staleness)
                 if keep:
-                    super().keep(state)
+                    super().detach(state)
                 super().apply(state)
             return rollback.is_sound(state, saved, MEMORY)
         except (ArithmeticError, LinAlgError):

@@ -51,7 +51,7 @@ class Centred(Wrapped):
         memory = state.memory.setdefault(MEMORY, {})
         memory.setdefault("stored", []).append((spec, staleness, update.tensors.clone()))
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Do nothing: copies are stored."""
 
     def apply(self, state: GlobalState) -> None:

@@ -186,7 +186,7 @@ class Private(Wrapped):
             buffer.add_(change.buffers[dtype], alpha=factor)
         memory.setdefault("received", []).append((spec, staleness, update.client, update.assignment))
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Do nothing: sums are stored."""
 
     def apply(self, state: GlobalState) -> None:
@@ -206,11 +206,11 @@ class Private(Wrapped):
             # a client that is j times in one sum moves it by up to j C: as much as j^2 mechanisms with sensitivity C
             memory["squares"][client] = memory["squares"].get(client, 0) + num**2
 
-    def undone(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
+    def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Count releases that a crash has undone: clients have seen them all the same."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
-        super().undone(state, merged)
+        super().on_rollback(state, merged)
 
     def _release(
         self, state: GlobalState, sums: dict[Spec, FlatTensors], assignments: list[int]

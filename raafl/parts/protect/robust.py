@@ -92,7 +92,7 @@ class NormFilter(Wrapped):
     outlier: float | None
     warm_up: int
 
-    def problem(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "outlier" for a norm far above those of its class."""
         if self.outlier is not None:
             norm = self._measure(state, update, spec)
@@ -100,7 +100,7 @@ class NormFilter(Wrapped):
             if len(known) >= self.warm_up and norm > self.outlier * statistics.median(known) > 0:
                 return "outlier"
             self._memory(state)["measured"] = [update.assignment, norm]
-        return super().problem(state, update, spec, staleness)
+        return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the update and pass it on; one that is within bounds is passed on as it is, bit for bit."""
@@ -246,7 +246,7 @@ def feed(
         received = list(dict.fromkeys(received))
     for place, (spec, staleness) in enumerate(received):
         if place:
-            merge.keep(state)
+            merge.detach(state)
         merge.receive(state, Update(0, 0, 0, values[spec], 1), spec, staleness)
     merge.apply(state)
 
@@ -276,7 +276,7 @@ class CoordinateWise(Wrapped):
         """Store a copy."""
         state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
 
-    def keep(self, state: GlobalState) -> None:
+    def detach(self, state: GlobalState) -> None:
         """Do nothing: copies are stored."""
 
     def apply(self, state: GlobalState) -> None:

@@ -158,13 +158,13 @@ class OneOf(Select):
         ranking: Ranking = fleet.cache["ranking"]
         return ranking
 
-    def joined(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Rank the client among the others; what is known of them stays."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
         self.forget(client, fleet)
 
-    def lost(self, client: ClientInfo, fleet: SelectContext) -> None:
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Take the client out of the ranking."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].remove(client.id, client.profile.flops_per_s)

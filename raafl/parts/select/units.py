@@ -88,7 +88,7 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
             raise SpecError(f"kept has {chosen[-1]} of '{name}', which has {size} units: give indices below that")
         if len(chosen) != size or list(chosen) != list(range(size)):
             (width if isinstance(axes[name], Axis) else depth)[name] = chosen
-    return Spec.keep(width, blocks=depth)
+    return Spec.select(width, blocks=depth)
 
 
 # ---- each client for itself ----

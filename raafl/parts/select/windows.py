@@ -216,7 +216,7 @@ class RollingWindows(Select):
         stack, exits = stack_of(submodels), exit_depths(submodels)
         none = () if exits else None
         if stack is None or (start, stop) == (0, len(stack)):
-            return Spec.keep(kept, exits=None if distils else none)
+            return Spec.select(kept, exits=None if distils else none)
         inside = [exits[depth] for depth in sorted(exits) if start < depth < stop and distils]
         if stop < len(stack):
             return depth_window(submodels, start, stop, exit=[*inside, exits[stop]] if stop in exits else (), kept=kept)

@@ -82,7 +82,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
 
 def refuse(site: ClientSetup) -> None:
     """Raise `BadInput` for a method that is known to train in another way than by gradients that can be averaged."""
-    if not site.experiment.algorithm.local.spans:
+    if not site.experiment.algorithm.local.supports_data_parallel:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
             "without torchrun"

@@ -252,7 +252,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     roster.last_id = max(roster.last_id, mended.last_id)  # ids are never used twice, also for tasks that were lost
     for client, num in mended.joins.items():  # nor are incarnations
         roster.joins[client] = max(roster.joins[client], num)
-    coordinator.algorithm.merge.undone(coordinator.state, mended.merged)
+    coordinator.algorithm.merge.on_rollback(coordinator.state, mended.merged)
     record.lose(mended.num_lost)
     coordinator.restart()
 

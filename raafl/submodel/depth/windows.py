@@ -60,7 +60,7 @@ def depth_window(
     trained += [n for n in names if within(n, ends)] if chosen else above
     trained += [n for n in names[: inside[0]] if start == 0 and not within(n, heads)]
     exits = chosen if submodels.exits else None
-    return Spec.keep(kept, blocks={name: range(stop)}, trained=_prefixes(submodels, trained), exits=exits)
+    return Spec.select(kept, blocks={name: range(stop)}, trained=_prefixes(submodels, trained), exits=exits)
 
 
 def last_fraction(submodels: Submodels, share: float) -> Spec:
@@ -88,7 +88,7 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
             break
         trained += names
     exits = () if heads else None
-    return Spec.keep(trained=None if len(trained) == len(sizes) else _prefixes(submodels, trained), exits=exits)
+    return Spec.select(trained=None if len(trained) == len(sizes) else _prefixes(submodels, trained), exits=exits)
 
 
 def stack_of(submodels: Submodels, name: str | None = None) -> Stack:

@@ -45,7 +45,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submo
             least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
             least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
             least |= {name: axis.size for name, axis in large.axes.items() if axis.members in ranks}
-            copy = _cut(large, module, large.normal(Spec.keep({name: range(size) for name, size in least.items()})))
+            copy = _cut(large, module, large.normal(Spec.select({name: range(size) for name, size in least.items()})))
             narrow = type(submodels)(
                 copy, batch, residual_width=submodels.residual_width, batch_norm=submodels.batch_norm
             )

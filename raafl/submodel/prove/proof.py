@@ -183,11 +183,11 @@ class _Proof:
         return self._differs(self._spec(names, _one), one) or self._differs(self._spec(names, _half), half)
 
     def _spec(self, names: Sequence[str], choose: Callable[[int, torch.Generator], list[int]]) -> Spec:
-        return Spec.keep({name: choose(self.submodels.axes[name].size, self.generator) for name in names})
+        return Spec.select({name: choose(self.submodels.axes[name].size, self.generator) for name in names})
 
     def _differs(self, spec: Spec, noise: float) -> str | None:
         spec = self.submodels.normal(spec)
-        equal = Spec.keep({name: kept for name, kept in spec.kept if name not in self.spanned})
+        equal = Spec.select({name: kept for name, kept in spec.kept if name not in self.spanned})
         if equal != spec and (problem := self._runs(spec, noise)) is not None:
             return problem
         if equal.is_full:

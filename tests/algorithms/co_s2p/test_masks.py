@@ -65,7 +65,7 @@ def test_gates_do_what_cutting_does(name):
         chosen = [i for i in range(len(cut)) if (i + place) % 3 != 1] or [0]
         kept[axis] = cut.units(chosen)
         masks[axis] = torch.tensor([float(i in chosen) for i in range(len(cut))], dtype=torch.float64)
-    spec = Spec.keep({axis: units for axis, units in kept.items() if len(units) < submodels.axes[axis].size})
+    spec = Spec.select({axis: units for axis, units in kept.items() if len(units) < submodels.axes[axis].size})
     shrunk = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(submodels.state(model), out=shrunk.present)
     shrunk.module.eval()

@@ -15,7 +15,7 @@ from raafl.parts.merge.personal import AT_WORK, WithScores, forget_work, note_wo
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state
 
-FIRST = Spec.keep({"hidden": range(2)})
+FIRST = Spec.select({"hidden": range(2)})
 
 
 def update(state, client, value, spec=FULL, **more):
@@ -133,7 +133,7 @@ def test_tensors_on_two_axes_and_statistics_against_a_slow_reference():
     first, second = submodels.axes
     state = GlobalState(submodels, submodels.state(model))
     merge = ImportanceMerge(segments=2)
-    specs = [FULL, Spec.keep({first: [0, 1, 3], second: [1, 2]}), Spec.keep({first: [2, 3]})]
+    specs = [FULL, Spec.select({first: [0, 1, 3], second: [1, 2]}), Spec.select({first: [2, 3]})]
     before = {n: t.clone() for n, t in state.values.items() if t.is_floating_point()}
     updates = []
     for client, spec in enumerate(specs):
@@ -186,19 +186,19 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
     nothing = FlatTensors.empty(state.submodels.layout(frozen, "trained"))
     sent = FlatTensors.from_named({"hidden": torch.full((4,), 2e4), "other": torch.zeros(2)})
     mine = Update(0, 1, 0, nothing, 1, bundles={SCORES: sent})
-    assert merge.problem(state, mine, frozen, 0) == "wrong-scores"
+    assert merge.reject_reason(state, mine, frozen, 0) == "wrong-scores"
     sent["hidden"].copy_(torch.tensor([1, 2.5, -1.0, 0.0]))
-    assert merge.problem(state, mine, frozen, 0) is None
+    assert merge.reject_reason(state, mine, frozen, 0) is None
     merge.receive(state, mine, frozen, 0)
-    merge.keep(state)
+    merge.detach(state)
     merge.apply(state)
     assert (
         scores_of(state, 1) == {"hidden": [1.0, 2.5, -1.0, 0.0]} and scores_of(state, 2) == {}
     )  # the other has not trained
     for client, wanted in ((1, [1.0, 2.5, -1.0, 0.0]), (2, None)):
-        merge.hand(state, client, frozen, nothing, {SCORES: sent.zero_()})
+        merge.personalize(state, client, frozen, nothing, {SCORES: sent.zero_()})
         assert sent["hidden"].isnan().all() if wanted is None else sent["hidden"].tolist() == wanted
         assert sent["other"].isnan().all()
     assert float(state.values["fc2.bias"]) == 1.0
     assert saving.from_plain(saving.to_plain(state.memory)) == state.memory
-    assert merge.problem(state, update(state, 3, 1.0), FULL, 0) is None
+    assert merge.reject_reason(state, update(state, 3, 1.0), FULL, 0) is None

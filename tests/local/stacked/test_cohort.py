@@ -312,7 +312,7 @@ def test_gradients_are_clipped_by_the_norm_of_each_client(most):
 def test_submodels_with_prox_and_scaler_and_a_masked_loss_are_trained_as_alone(prox, sends):
     bench = Bench.of(Dropping, local=Local(prox=prox, rescale=True, masked=True), sends=sends)
     axis = next(iter(bench.submodels.axes))
-    tasks = members(bench, Spec.keep({axis: (1, 4, 6)}), steps=4, sizes=(22, 2, 3, 13))
+    tasks = members(bench, Spec.select({axis: (1, 4, 6)}), steps=4, sizes=(22, 2, 3, 13))
     assert any(len(task.data.classes()) < 3 for task in tasks)
     check(bench, tasks)
 

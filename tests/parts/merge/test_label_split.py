@@ -64,9 +64,9 @@ def give(merge, state, *updates):
     for number, (value, classes, num_samples, spec) in enumerate(updates, start=1):
         extra = {} if classes is None else {CLASSES: classes}
         update = Update(number, number, 0, filled(state, value, spec), num_samples, extra=extra)
-        assert merge.problem(state, update, spec, 0) is None
+        assert merge.reject_reason(state, update, spec, 0) is None
         merge.receive(state, update, spec, 0)
-        merge.keep(state)
+        merge.detach(state)
         for buffer in update.tensors.buffers.values():
             buffer.fill_(torch.nan)
     merge.apply(state)
@@ -116,7 +116,7 @@ def test_where_all_have_all_classes_it_is_the_mean_to_the_last_bit():
             for buffer in tensors.buffers.values():
                 buffer.normal_()
             merge.receive(state, Update(number, number, 0, tensors, 1 + number), FULL, 0)
-            merge.keep(state)
+            merge.detach(state)
         merge.apply(state)
         return values_of(state)
 

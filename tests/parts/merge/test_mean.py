@@ -13,7 +13,7 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state, values_of
 
-TOP, BOTTOM = Spec.keep({"hidden": range(0, 2)}), Spec.keep({"hidden": range(2, 4)})
+TOP, BOTTOM = Spec.select({"hidden": range(0, 2)}), Spec.select({"hidden": range(2, 4)})
 
 
 def give(merge, state, updates):
@@ -22,7 +22,7 @@ def give(merge, state, updates):
         update = Update(place, 1, 0, filled(state, value, spec), weight)
         merge.receive(state, update, spec, staleness)
         if place + 1 < len(updates):
-            merge.keep(state)
+            merge.detach(state)
             for buffer in update.tensors.buffers.values():
                 buffer.fill_(math.nan)  # the tensors are only lent
     merge.apply(state)
@@ -73,7 +73,7 @@ def test_only_what_is_covered_changes_and_shared_parameters_take_the_mean():
 
 def test_coverage_counts_overlaps_and_leaves_the_rest():
     state = line_state(value=1.0)
-    middle = Spec.keep({"hidden": range(1, 3)})
+    middle = Spec.select({"hidden": range(1, 3)})
     give(Mean(), state, [(3.0, TOP, 1, 0), (6.0, middle, 2, 0)])
     # unit 0: 3; unit 1: (3 + 2*6)/3; unit 2: 6; unit 3: untouched
     assert state.values["fc1.weight"][:, 0].tolist() == [3.0, 5.0, 6.0, 1.0]

@@ -21,7 +21,7 @@ from tests.helpers.coordinators import line_state
 from tests.local.bench import Bench, Net, assignment
 
 MEAN, VAR = "norm.running_mean", "norm.running_var"
-FRONT = Spec.keep({"fc1": range(0, 2)})
+FRONT = Spec.select({"fc1": range(0, 2)})
 
 
 class Normed(Net):
@@ -61,7 +61,7 @@ def give(state, merge, updates, apply=True):
         tensors[VAR].fill_(variance + mean**2)
         merge.receive(state, Update(place + 1, place + 1, 0, tensors, samples), spec, staleness)
         if place + 1 < len(updates):
-            merge.keep(state)
+            merge.detach(state)
     if apply:
         merge.apply(state)
     return state
@@ -202,7 +202,7 @@ def test_parameters_are_merged_to_the_same_bits():
                 for buffer in tensors.buffers.values():
                     buffer.mul_(1.0 + 0.1 * place)
                 merge.receive(state, Update(place + 1, 1, 0, tensors, place + 1), spec, place)
-                merge.keep(state)
+                merge.detach(state)
             merge.apply(state)
         for name, tensor in plain.values.items():
             assert name in (MEAN, VAR) or torch.equal(tensor, wrapped.values[name])

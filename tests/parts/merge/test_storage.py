@@ -14,7 +14,7 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state
 
-SPECS = [FULL, *(Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(2, 4), range(1, 3)))]
+SPECS = [FULL, *(Spec.select({"hidden": kept}) for kept in (range(0, 2), range(2, 4), range(1, 3)))]
 
 
 def random_updates(state, rng, specs):
@@ -33,7 +33,7 @@ def give(merge, state, updates):
     for place, (tensors, spec, weight, staleness) in enumerate(updates):
         merge.receive(state, Update(place, 1, 0, tensors.clone(), weight), spec, staleness)
         if place + 1 < len(updates):
-            merge.keep(state)
+            merge.detach(state)
     merge.apply(state)
 
 

@@ -19,7 +19,7 @@ from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.wide import WideSubmodels
 from tests.helpers.coordinators import Line, line_state
 
-FRONT = Spec.keep({"hidden": range(2)})
+FRONT = Spec.select({"hidden": range(2)})
 
 
 def half_state(dtype=torch.bfloat16, value=0.0):
@@ -41,7 +41,7 @@ def give(state, merge, *values, spec=FULL, samples=None):
             buffer.fill_(value)
         merge.receive(state, Update(place + 1, place + 1, 0, tensors, samples[place] if samples else 1), spec, 0)
         if place + 1 < len(values):
-            merge.keep(state)
+            merge.detach(state)
     merge.apply(state)
 
 
@@ -143,6 +143,6 @@ def test_a_small_variance_beside_a_large_mean_is_kept_in_half_precision():
         pooling.to_moments_(tensors, half=False)
         assert tensors["norm.running_var"].item() == variance
         merge.receive(state, Update(client, client, 0, tensors, 1), FULL, 0)
-        merge.keep(state)
+        merge.detach(state)
     merge.apply(state)
     assert state.values["norm.running_mean"].item() == 100.0 and state.values["norm.running_var"].item() == 1.0

@@ -29,7 +29,7 @@ from tests.helpers.coordinators import (
     values_of,
 )
 
-TOP = Spec.keep({"hidden": range(0, 2)})
+TOP = Spec.select({"hidden": range(0, 2)})
 MOST = torch.finfo(torch.float32).max
 ROOT_13 = math.sqrt(13)  # the line's parameters
 
@@ -38,7 +38,7 @@ def judge(merge, state, value, spec=FULL, number=1, samples=1):
     """Why an update with every element at `value` is refused; None = it is received."""
     tensors = value if isinstance(value, FlatTensors) else filled(state, value, spec)
     update = Update(number, 1, 0, tensors, samples)
-    problem = merge.problem(state, update, spec, 0)
+    problem = merge.reject_reason(state, update, spec, 0)
     if problem is None and merge.overflows(state, update, spec, 0):
         problem = "overflow"
     if problem is None:
@@ -101,7 +101,7 @@ def test_the_bundle_of_a_method_is_judged_too():
         for buffer in bundle["c_i"].buffers.values():
             buffer.fill_(value)
         update = Update(number, 1, 0, filled(state, 0.1 * number), 1, bundles=bundle)
-        problem = merge.problem(state, update, FULL, 0)
+        problem = merge.reject_reason(state, update, FULL, 0)
         if problem is None:
             merge.receive(state, update, FULL, 0)
             merge.apply(state)
@@ -135,12 +135,12 @@ def test_what_would_overflow_is_refused_and_leaves_no_trace(name, spec):
             if abs(value) < MOST or hostile:
                 update = Update(number, number, 0, filled(state, value, kind), 3)
                 update.bundles = {n: filled(state, value, kind) for n in ("c_i", "g_i", "h_i")}
-                assert merge.problem(state, update, kind, 0) is None
+                assert merge.reject_reason(state, update, kind, 0) is None
                 overflows = merge.overflows(state, update, kind, 0)
                 assert overflows == (abs(value) == MOST)
                 if not overflows:
                     merge.receive(state, update, kind, 0)
-                    merge.keep(state)
+                    merge.detach(state)
         merge.apply(state)
         assert state.values.is_finite()
     assert states[0].values.model_digest() == states[1].values.model_digest()
@@ -161,9 +161,9 @@ def test_large_updates_that_are_fine_alone_and_overflow_together():
     state, merge = line_state(value=0.0), Bounded(Deltas(staleness=Staleness()), None)
     most = MOST / 40
     assert judge(merge, state, most, number=1) is None  # 16 times as large it is still finite
-    merge.keep(state)
+    merge.detach(state)
     assert judge(merge, state, 1.0, number=2) is None  # tried too, since it comes beside a large one
-    merge.keep(state)
+    merge.detach(state)
     found = [judge(merge, state, most, number=number) for number in range(3, 40)]
     assert found[0] is None and found[-1] == "overflow"  # the sum of all, before it is divided
     merge.apply(state)

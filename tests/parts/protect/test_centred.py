@@ -17,7 +17,7 @@ from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 
-TOP, BOTTOM = (Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(2, 4)))
+TOP, BOTTOM = (Spec.select({"hidden": kept}) for kept in (range(0, 2), range(2, 4)))
 ROOT_13 = math.sqrt(13)  # the line's 13 parameters: a difference of x everywhere has norm x sqrt(13)
 
 
@@ -26,9 +26,9 @@ def give(merge, state, values, samples=1):
     for number, one in enumerate(values, start=1):
         value, spec = one if isinstance(one, tuple) else (one, FULL)
         update = Update(number, number, 0, filled(state, value, spec), samples)
-        assert merge.problem(state, update, spec, 0) is None
+        assert merge.reject_reason(state, update, spec, 0) is None
         merge.receive(state, update, spec, 0)
-        merge.keep(state)
+        merge.detach(state)
     merge.apply(state)
     return state
 

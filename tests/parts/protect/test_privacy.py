@@ -31,7 +31,7 @@ def give(merge, state, updates, first=1):
     """Each update: (value everywhere, spec, samples, staleness, client)."""
     for place, (value, spec, samples, staleness, client) in enumerate(updates):
         merge.receive(state, Update(first + place, client, 0, filled(state, value, spec), samples), spec, staleness)
-        merge.keep(state)
+        merge.detach(state)
     merge.apply(state)
     return state
 
@@ -173,7 +173,7 @@ def test_merges_that_a_crash_has_undone_are_spent_all_the_same():
     state, merge = line_state(), make(Deltas(), clip_norm=1.0, sigma=2.0)
     give(merge, state, [(0.1, FULL, 1, 0, 1)])
     # after the checkpoint: version 2 with client 1 twice and client 2, version 3 with client 2
-    merge.undone(state, [(1, 2), (1, 2), (2, 2), (2, 3)])
+    merge.on_rollback(state, [(1, 2), (1, 2), (2, 2), (2, 3)])
     spent = merge.report(state)["privacy"]
     assert (spent["max_contributions"], spent["compositions"]) == (3, 1 + 4)
 
@@ -283,5 +283,5 @@ def test_no_two_pieces_of_the_noise_are_alike(monkeypatch):
 
 
 def test_indices_far_apart_are_reached_too():
-    state = give(make(Mean()), line_state(), [(5.0, Spec.keep({"hidden": [0, 2]}), 1, 0, 1)])
+    state = give(make(Mean()), line_state(), [(5.0, Spec.select({"hidden": [0, 2]}), 1, 0, 1)])
     assert state.values["fc2.weight"].tolist() == [[5.0, 0.0, 5.0, 0.0]]

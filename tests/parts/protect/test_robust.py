@@ -31,7 +31,7 @@ from tests.helpers.coordinators import (
     values_of,
 )
 
-TOP, MIDDLE, BOTTOM = (Spec.keep({"hidden": kept}) for kept in (range(0, 2), range(1, 3), range(2, 4)))
+TOP, MIDDLE, BOTTOM = (Spec.select({"hidden": kept}) for kept in (range(0, 2), range(1, 3), range(2, 4)))
 INF = math.inf
 
 
@@ -40,10 +40,10 @@ def give(merge, state, updates):
     for place, (value, spec, samples, staleness) in enumerate(updates):
         tensors = value if isinstance(value, FlatTensors) else filled(state, value, spec)
         update = Update(place + 1, place + 1, 0, tensors, samples)
-        assert merge.problem(state, update, spec, staleness) is None
+        assert merge.reject_reason(state, update, spec, staleness) is None
         merge.receive(state, update, spec, staleness)
         if place + 1 < len(updates):
-            merge.keep(state)
+            merge.detach(state)
     merge.apply(state)
     return state
 
@@ -168,7 +168,7 @@ def test_small_submodels_are_judged_among_their_like():
     give(merge, state, [(0.1, TOP, 1, 0), (0.1, BOTTOM, 1, 0), (10.0, FULL, 1, 0), (10.0, FULL, 1, 0)])
 
     def judged(value, spec):
-        return merge.problem(state, Update(9, 1, 0, filled(state, value, spec), 1), spec, 0)
+        return merge.reject_reason(state, Update(9, 1, 0, filled(state, value, spec), 1), spec, 0)
 
     assert judged(0.5, TOP) == "outlier" and judged(0.15, MIDDLE) is None
     assert judged(15.0, FULL) is None and judged(25.0, FULL) == "outlier"
@@ -185,7 +185,7 @@ def test_the_window_is_bounded_and_the_median_follows():
 def test_no_move_at_all_makes_nobody_an_outlier():
     state, merge = line_state(), screened(Deltas(), outlier=2.0)
     give(merge, state, [(0.0, FULL, 1, 0)] * 3)
-    assert merge.problem(state, Update(9, 1, 0, filled(state, 1.0), 1), FULL, 0) is None
+    assert merge.reject_reason(state, Update(9, 1, 0, filled(state, 1.0), 1), FULL, 0) is None
 
 
 # ---- trimmed means and medians ----
@@ -244,7 +244,7 @@ def slow(columns, combine, trim):
 def rounds(draw):
     specs = draw(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True), min_size=1, max_size=7))
     seed = draw(st.integers(0, 2**16))
-    return [Spec.keep({"hidden": kept}) for kept in specs], seed
+    return [Spec.select({"hidden": kept}) for kept in specs], seed
 
 
 STATE = line_state(hidden=5)
@@ -308,7 +308,7 @@ def test_updates_are_only_lent():
     state, merge = line_state(), located(Mean())
     lent = filled(state, 3.0)
     merge.receive(state, Update(1, 1, 0, lent, 1), FULL, 0)
-    merge.keep(state)
+    merge.detach(state)
     lent.buffers[torch.float32].fill_(99.0)
     merge.apply(state)
     assert one(state) == 3.0

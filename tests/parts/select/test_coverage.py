@@ -94,8 +94,8 @@ def test_mask_levels():
 
 
 def test_regions_are_equal_ranges_of_every_axis():
-    assert of_regions(AXES, [0], 4) == Spec.keep({"a": range(2)}, blocks={"blocks": [0]})
-    assert of_regions(AXES, [1, 3], 4) == Spec.keep({"a": [2, 3, 6, 7]}, blocks={"blocks": [1, 3]})
+    assert of_regions(AXES, [0], 4) == Spec.select({"a": range(2)}, blocks={"blocks": [0]})
+    assert of_regions(AXES, [1, 3], 4) == Spec.select({"a": [2, 3, 6, 7]}, blocks={"blocks": [1, 3]})
     assert of_regions(AXES, range(4), 4) == FULL and of_regions(AXES, [0], 1) == FULL
 
 
@@ -104,7 +104,7 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
     kept = [of_regions(AXES, [region], 5) for region in range(5)]
     assert [list(dict(spec.blocks)["blocks"]) for spec in kept] == [[0], [1], [2], [2], [3]]
     assert [list(spec.indices("a")) for spec in kept] == [[0, 1], [2], [3, 4], [5], [6, 7]]
-    assert of_regions(AXES, [2, 3], 5) == Spec.keep({"a": [3, 4, 5]}, blocks={"blocks": [2]})
+    assert of_regions(AXES, [2, 3], 5) == Spec.select({"a": [3, 4, 5]}, blocks={"blocks": [2]})
     assert of_regions(AXES, range(5), 5) == FULL
 
 

@@ -59,13 +59,13 @@ def test_a_select_part_told_of_changes_answers_as_one_that_starts_afresh():
     for step in range(60):
         if rng.random() < 0.5 and len(clients) > 1:
             gone = clients.pop(rng.choice(list(clients)))
-            select.lost(gone, fleet)
+            select.on_loss(gone, fleet)
         else:
             new = info(rng.randint(1, 20), rng.choice([0.5, 1.0, 5.0]), rng.randint(1, 9))
             if new.id in clients:
-                select.lost(clients.pop(new.id), fleet)
+                select.on_loss(clients.pop(new.id), fleet)
             clients[new.id] = new
-            select.joined(new, fleet)
+            select.on_join(new, fleet)
         if step % 2:  # several changes may come between two questions
             fresh = SelectContext(state, dict(clients), random.Random(0), Training(num_epochs=1), 1)
             assert select.bound(fleet) == select.bound(fresh)

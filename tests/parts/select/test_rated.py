@@ -38,7 +38,7 @@ def fleet_of(*clients, state=None, seed=0):
 
 
 def hidden(units):
-    return Spec.keep({"hidden": units})
+    return Spec.select({"hidden": units})
 
 
 # ---- rates ----
@@ -184,9 +184,9 @@ def test_a_client_that_comes_back_with_less_memory_gets_less():
     select = Rated()
     assert select(fleet.clients[1], fleet).spec == FULL
     weaker = client(1, memory_bytes=needed(hidden(range(6))).peak_bytes)
-    select.lost(fleet.clients[1], fleet)
+    select.on_loss(fleet.clients[1], fleet)
     fleet.clients[1] = weaker
-    select.joined(weaker, fleet)
+    select.on_join(weaker, fleet)
     assert select(weaker, fleet).spec == hidden(range(6))
 
 

@@ -73,9 +73,9 @@ def test_a_share_of_the_model_is_the_square_of_a_share_of_its_width():
 
 
 def test_leading_by_hand():
-    assert leading(TWO, 0.5) == Spec.keep({"a": range(4), "b": range(3)})
-    assert leading(TWO, {"b": 0.2}) == Spec.keep({"b": [0]})
-    assert leading(MIXED, 0.5) == Spec.keep({"a": range(4)}, blocks={"blocks": range(2)})
+    assert leading(TWO, 0.5) == Spec.select({"a": range(4), "b": range(3)})
+    assert leading(TWO, {"b": 0.2}) == Spec.select({"b": [0]})
+    assert leading(MIXED, 0.5) == Spec.select({"a": range(4)}, blocks={"blocks": range(2)})
     assert leading(TWO, 1.0) == FULL
     with pytest.raises(BadInput, match="rate names the axis 'bb'; did you mean 'b'"):
         leading(TWO, {"bb": 0.5})
@@ -83,10 +83,10 @@ def test_leading_by_hand():
 
 def test_rolling_by_hand():
     # FedRolex: start at round mod K, wrap at K; each axis by its own size
-    assert rolling(TWO, 0.4, round=0) == Spec.keep({"a": [0, 1, 2, 3], "b": [0, 1]})
-    assert rolling(TWO, 0.4, round=4) == Spec.keep({"a": [4, 5, 6, 7], "b": [4, 0]})
-    assert rolling(TWO, 0.4, round=6) == Spec.keep({"a": [6, 7, 0, 1], "b": [1, 2]})
-    assert rolling(MIXED, 0.5, round=3) == Spec.keep({"a": [3, 4, 5, 6]}, blocks={"blocks": [3, 0]})
+    assert rolling(TWO, 0.4, round=0) == Spec.select({"a": [0, 1, 2, 3], "b": [0, 1]})
+    assert rolling(TWO, 0.4, round=4) == Spec.select({"a": [4, 5, 6, 7], "b": [4, 0]})
+    assert rolling(TWO, 0.4, round=6) == Spec.select({"a": [6, 7, 0, 1], "b": [1, 2]})
+    assert rolling(MIXED, 0.5, round=3) == Spec.select({"a": [3, 4, 5, 6]}, blocks={"blocks": [3, 0]})
 
 
 def test_leading_units_of_a_cnn():
@@ -108,7 +108,7 @@ def test_magnitude_counts_all_slices_of_a_unit():
         "fc2.weight": torch.tensor([[3.0, 0.0, -1.0, 1.0]]),
     }
     assert unit_scores(submodels.axes["hidden"], state).tolist() == [10.0, 4.0, 1.0, 3.0]
-    assert magnitude(submodels.axes, 0.5, state=state) == Spec.keep({"hidden": [0, 1]})
+    assert magnitude(submodels.axes, 0.5, state=state) == Spec.select({"hidden": [0, 1]})
     # squared gradients are summed as they are
     assert unit_scores(submodels.axes["hidden"], state, squared=False).tolist() == [4.0, 2.0, -1.0, 3.0]
     assert unit_scores(submodels.axes["hidden"], {"fc1.weight": state["fc1.weight"]}).tolist() == [1.0, 4.0, 0.0, 2.0]
@@ -116,7 +116,7 @@ def test_magnitude_counts_all_slices_of_a_unit():
 
 def test_of_equal_units_the_first_are_kept():
     state = {"a.weight": torch.ones(8, 3), "b.weight": torch.zeros(5, 3)}
-    assert magnitude(TWO, 0.4, state=state) == Spec.keep({"a": range(4), "b": range(2)})
+    assert magnitude(TWO, 0.4, state=state) == Spec.select({"a": range(4), "b": range(2)})
 
 
 def test_a_whole_group_of_heads_is_weighed_together():
@@ -126,7 +126,7 @@ def test_a_whole_group_of_heads_is_weighed_together():
     state["qkv.weight"][15:18] = 1.0  # the key of group 1
     state["out.weight"][:, :6] = 0.5  # group 0, less: 24 * 0.25 = 6 against 15
     assert unit_scores(submodels.axes["heads"], state).tolist() == [6.0, 15.0]
-    assert magnitude(submodels.axes, 0.5, state=state) == Spec.keep({"heads": [1]})
+    assert magnitude(submodels.axes, 0.5, state=state) == Spec.select({"heads": [1]})
 
 
 def test_blocks_are_weighed_by_their_parameters():
@@ -139,7 +139,7 @@ def test_blocks_are_weighed_by_their_parameters():
     state = dict(module.named_parameters())
     # of a block 24 + 6 + 24 + 4 = 58 values
     assert unit_scores(submodels.stacks["depth"], state).tolist() == [58 * s for s in (9.0, 1.0, 4.0, 16.0)]
-    assert magnitude(submodels.stacks, 0.5, state=state) == Spec.keep(blocks={"depth": [0, 3]})
+    assert magnitude(submodels.stacks, 0.5, state=state) == Spec.select(blocks={"depth": [0, 3]})
 
 
 def test_importance_needs_something_to_weigh():

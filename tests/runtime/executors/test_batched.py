@@ -78,7 +78,7 @@ def test_what_is_due_first_is_trained_together_up_to_the_most(small):
 
 def test_tasks_of_other_specs_and_lengths_are_not_mixed(small):
     bench = Bench.of(Net)
-    part = Spec.keep({next(iter(bench.submodels.axes)): (0, 3, 5)})
+    part = Spec.select({next(iter(bench.submodels.axes)): (0, 3, 5)})
     tasks = [*members(bench, sizes=[22] * 7, epochs=1), *members(bench, part, sizes=[22] * 7, steps=2)]
     tasks = [
         task._replace(assignment=_numbered(task.assignment, number))

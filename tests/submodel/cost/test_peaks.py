@@ -42,7 +42,7 @@ def check_peak(module, batch, half):
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     submodels = Submodels(module, batch)
-    spec = Spec.keep({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
+    spec = Spec.select({n: range(axis.size // 2 + 1) for n, axis in submodels.axes.items()}) if half else FULL
     shrunk = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
     for name in ("log", "log_dict"):

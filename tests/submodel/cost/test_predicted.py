@@ -45,7 +45,7 @@ def mlp_flops(widths, samples):
 def test_flops_of_an_mlp_by_hand(batch_size):
     submodels = Submodels(MLP(8, (7, 5), 3), (torch.zeros(2, 8), LABELS))
     assert submodels.cost(FULL, batch_size).flops_per_sample == mlp_flops([8, 7, 5, 3], 1)
-    spec = Spec.keep({"layers.1": [0, 6], "layers.3": range(4)})
+    spec = Spec.select({"layers.1": [0, 6], "layers.3": range(4)})
     assert submodels.cost(spec, batch_size).flops_per_sample == mlp_flops([8, 2, 4, 3], 1)
 
 
@@ -170,7 +170,7 @@ def test_of_a_table_only_the_rows_looked_up_move():
 
 def test_frozen_layers_cost_no_gradients():
     submodels = Submodels(MLP(8, (7, 5), 3), (torch.zeros(2, 8), LABELS))
-    head = submodels.cost(Spec.keep(trained=["layers.5"]), 4)
+    head = submodels.cost(Spec.select(trained=["layers.5"]), 4)
     assert head.flops_per_sample == 2 * (8 * 7 + 7 * 5) + 4 * 5 * 3
     assert head.up_bytes == 4 * (5 * 3 + 3) and head.down_bytes == submodels.cost(FULL, 4).down_bytes
     assert head.peak_bytes < submodels.cost(FULL, 4).peak_bytes
@@ -178,9 +178,9 @@ def test_frozen_layers_cost_no_gradients():
 
 def test_only_the_number_of_indices_matters_and_it_is_measured_once(monkeypatch):
     submodels = Submodels(MLP(8, (7,), 3), (torch.zeros(2, 8), LABELS))
-    first = submodels.cost(Spec.keep({"layers.1": [0, 3, 6]}), 4)
+    first = submodels.cost(Spec.select({"layers.1": [0, 3, 6]}), 4)
     monkeypatch.setattr(cost_module, "predict", lambda *args: pytest.fail("measured again"))
-    assert submodels.cost(Spec.keep({"layers.1": range(2, 5)}), 4) is first
+    assert submodels.cost(Spec.select({"layers.1": range(2, 5)}), 4) is first
 
 
 def test_without_a_batch_or_a_step():
@@ -221,7 +221,7 @@ def test_flops_of_attention_by_hand(heads, units):
     scores = 2 * positions * positions * inside  # q k^T, and the weights times v; the backward pass makes q k^T again
     patches, classes = 4 * 3 * 4 * 4 * width, 4 * width
     by_hand = 2 * (2 * (3 * projections + 3.5 * scores) + 2 * patches + 3 * classes)
-    assert submodels.cost(Spec.keep(kept), 2).flops_per_sample == by_hand
+    assert submodels.cost(Spec.select(kept), 2).flops_per_sample == by_hand
 
 
 def test_blocks_below_a_window_cost_one_forward_pass():

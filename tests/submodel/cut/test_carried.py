@@ -87,7 +87,7 @@ def test_a_corrected_call_survives_and_belongs_to_the_copy():
     module, batch = LiteralHeads(), torch.randn(5, 3)
     submodels = Submodels(module, (batch,))
     (name,) = (name for name, axis in submodels.axes.items() if axis.size in (4, 8))
-    spec = Spec.keep({name: range(submodels.axes[name].size // 2)})
+    spec = Spec.select({name: range(submodels.axes[name].size // 2)})
     shrunk = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(submodels.state(module), shrunk.present)
     assert shrunk.module.first.weight.shape == (4, 3)

@@ -70,7 +70,7 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
 
 def test_tensors_are_views_into_the_flat_storage():
     _, submodels, full = built("cnn_norm")
-    spec = Spec.keep({"conv1": [0, 2], "fc1": range(3)})
+    spec = Spec.select({"conv1": [0, 2], "fc1": range(3)})
     shrunk = filled(submodels, spec, full)
     tensors = {**dict(shrunk.module.named_parameters()), **dict(shrunk.module.named_buffers())}
     assert {name: t.data_ptr() for name, t in tensors.items()} == {
@@ -82,7 +82,7 @@ def test_tensors_are_views_into_the_flat_storage():
 
 def test_training_changes_the_flat_storage_and_batch_norm_statistics_agree_with_the_full_ones():
     module, submodels, full = built("cnn_norm")
-    spec = Spec.keep({"conv1": [0, 2]})
+    spec = Spec.select({"conv1": [0, 2]})
     shrunk = filled(submodels, spec, full)
     before = shrunk.trained.clone()
     x = torch.randn(4, 2, 8, 8)
@@ -100,18 +100,18 @@ def test_training_changes_the_flat_storage_and_batch_norm_statistics_agree_with_
 
 def test_sizes_that_layers_report_are_the_small_ones():
     _, submodels, full = built("cnn_norm")
-    small = filled(submodels, Spec.keep({"conv1": [1], "conv2": [0, 3], "fc2": range(3)}), full).module
+    small = filled(submodels, Spec.select({"conv1": [1], "conv2": [0, 3], "fc2": range(3)}), full).module
     assert (small.conv1.out_channels, small.conv2.in_channels, small.conv2.out_channels) == (1, 1, 2)
     assert (small.norm1.num_features, small.fc1.in_features, small.fc2.out_features) == (1, 2 * 2 * 2, 3)
     _, submodels, full = built("groups")
-    small = filled(submodels, Spec.keep({"conv": [0, 2]}), full).module
+    small = filled(submodels, Spec.select({"conv": [0, 2]}), full).module
     assert (small.norm.num_groups, small.norm.num_channels) == (2, 4)
     assert (small.grouped.groups, small.grouped.in_channels, small.grouped.out_channels) == (2, 4, 4)
     _, submodels, full = built("residual")
-    small = filled(submodels, Spec.keep({"stem": [0, 4, 5]}), full).module
+    small = filled(submodels, Spec.select({"stem": [0, 4, 5]}), full).module
     assert (small.depthwise.groups, small.depthwise.in_channels) == (3, 3)
     _, submodels, full = built("tied")
-    assert filled(submodels, Spec.keep({"embed": range(4)}), full).module.embed.embedding_dim == 4
+    assert filled(submodels, Spec.select({"embed": range(4)}), full).module.embed.embedding_dim == 4
 
 
 def test_tied_parameters_are_one_entry_and_stay_tied():
@@ -119,14 +119,14 @@ def test_tied_parameters_are_one_entry_and_stay_tied():
     assert [entry.name for entry in full.layout.entries if "embed" in entry.name or "score" in entry.name] == [
         "embed.weight"
     ]
-    small = filled(submodels, Spec.keep({"embed": [1, 4]}), full).module
+    small = filled(submodels, Spec.select({"embed": [1, 4]}), full).module
     assert small.score.weight is small.embed.weight
     assert small.embed.weight.shape == (11, 2)
 
 
 def test_frozen_parameters_are_present_and_do_not_train():
     _, submodels, full = built("cnn")
-    shrunk = filled(submodels, Spec.keep({"conv1": range(2)}, trained=["fc2", "fc3.bias"]), full)
+    shrunk = filled(submodels, Spec.select({"conv1": range(2)}, trained=["fc2", "fc3.bias"]), full)
     assert {name for name, p in shrunk.module.named_parameters() if p.requires_grad} == {
         "fc2.weight",
         "fc2.bias",
@@ -146,7 +146,7 @@ def test_absent_blocks_are_not_there_and_the_others_keep_their_names():
     module = Blocks()
     submodels = Submodels(module)
     full = submodels.state(module)
-    shrunk = filled(submodels, Spec.keep(blocks={"depth": [0, 3]}), full)
+    shrunk = filled(submodels, Spec.select(blocks={"depth": [0, 3]}), full)
     reference = copy.deepcopy(module)
     for i in (1, 2):
         nn.init.zeros_(reference.stack[i][2].weight)
@@ -155,9 +155,9 @@ def test_absent_blocks_are_not_there_and_the_others_keep_their_names():
     assert torch.equal(shrunk.module(x), reference(x))
     assert {name for name, _ in shrunk.module.named_parameters()} == set(shrunk.present.layout.by_name)
     assert "stack.3.0.weight" in shrunk.present and "stack.1.0.weight" not in shrunk.present
-    narrow = filled(submodels, Spec.keep({"stack.0.0": [1]}, blocks={"depth": [0]}), full)
+    narrow = filled(submodels, Spec.select({"stack.0.0": [1]}, blocks={"depth": [0]}), full)
     assert narrow.module.stack[0][0].out_features == 1
-    filled(submodels, Spec.keep({"stack.1.0": [1]}, blocks={"depth": [0]}), full).module(x)  # narrowed, and absent
+    filled(submodels, Spec.select({"stack.1.0": [1]}, blocks={"depth": [0]}), full).module(x)  # narrowed, and absent
 
 
 class Exits(nn.Module):
@@ -178,12 +178,12 @@ class Exits(nn.Module):
 def test_exits_that_are_left_out_are_none():
     module = Exits()
     submodels = Submodels(module)
-    shrunk = filled(submodels, Spec.keep(exits=["early"]), submodels.state(module))
+    shrunk = filled(submodels, Spec.select(exits=["early"]), submodels.state(module))
     assert shrunk.module.late is None and "late.weight" not in shrunk.present
     x = torch.randn(2, 3)
     (only,) = shrunk.module(x)
     assert torch.equal(only, module(x)[0])
-    assert submodels.layout(Spec.keep(exits=["early", "late"])) is submodels.layout()
+    assert submodels.layout(Spec.select(exits=["early", "late"])) is submodels.layout()
 
 
 def test_rescale_multiplies_the_kept_activations_while_training_and_only_then():
@@ -192,13 +192,13 @@ def test_rescale_multiplies_the_kept_activations_while_training_and_only_then():
         for parameter in module.parameters():
             parameter.fill_(1.0)
     submodels = Submodels(module)
-    small = filled(submodels, Spec.keep({"layers.1": [3]}), submodels.state(module), rescale=True).module
+    small = filled(submodels, Spec.select({"layers.1": [3]}), submodels.state(module), rescale=True).module
     x = torch.tensor([[2.0, 3.0]])
     # one unit of four: 2 + 3 + 1 = 6, times 4/1 = 24, plus the output bias; the output layer lost no output
     assert small.train()(x).item() == 25.0
     assert small.eval()(x).item() == 7.0
     assert copy.deepcopy(small).train()(x).item() == 25.0
-    plain = filled(submodels, Spec.keep({"layers.1": [3]}), submodels.state(module)).module
+    plain = filled(submodels, Spec.select({"layers.1": [3]}), submodels.state(module)).module
     assert plain.train()(x).item() == 7.0
     whole = submodels.shrink(FULL, rescale=True).module
     assert not any(layer._forward_hooks for layer in whole.modules())
@@ -206,7 +206,7 @@ def test_rescale_multiplies_the_kept_activations_while_training_and_only_then():
 
 def test_rescale_of_a_residual_width_leaves_depthwise_layers_alone():
     _, submodels, full = built("residual")
-    small = filled(submodels, Spec.keep({"stem": range(3)}), full, rescale=True).module
+    small = filled(submodels, Spec.select({"stem": range(3)}), full, rescale=True).module
     assert {name for name, layer in small.named_modules() if layer._forward_hooks} == {"stem", "conv2"}
 
 
@@ -215,7 +215,7 @@ def test_a_lightning_module_survives():
     held = module._trainer = object()  # what a module in a running Trainer holds; it must neither be copied nor kept
     submodels = Submodels(module)
     module._trainer = None
-    small = filled(submodels, Spec.keep({"layers.1": range(2)}), submodels.state(module)).module
+    small = filled(submodels, Spec.select({"layers.1": range(2)}), submodels.state(module)).module
     assert isinstance(small._trainer, TrainerStandIn) and small._trainer is not held and small.hparams.lr == 0.25
     loss = small.training_step((torch.randn(3, 4), torch.tensor([0, 1, 1])), 0)
     loss.backward()
@@ -233,7 +233,7 @@ def test_the_global_state_itself_can_be_the_storage():
         buffer.zero_()
     assert torch.equal(shared(x), torch.zeros(2, 3))
     with pytest.raises(BadInput, match="another layout"):
-        submodels.shrink(Spec.keep({"layers.1": [0]}), present=full)
+        submodels.shrink(Spec.select({"layers.1": [0]}), present=full)
 
 
 class WithTables(nn.Module):
@@ -257,7 +257,7 @@ def test_transient_buffers_are_real_in_a_skeleton_and_shrink_with_their_axis():
     assert module.fc1.weight.is_meta and module.gain.tolist() == [1, 2, 3, 4]
     submodels = Submodels(module)
     assert "gain" not in submodels.layout().by_name
-    assert submodels.shrink(Spec.keep({"hidden": [1, 3]})).module.gain.tolist() == [2, 4]
+    assert submodels.shrink(Spec.select({"hidden": [1, 3]})).module.gain.tolist() == [2, 4]
 
 
 def test_a_skeleton_has_the_layouts_of_the_real_model():

@@ -67,7 +67,7 @@ def small_of(name, count=1):
     architecture = ARCHITECTURES[name]
     module, batch = architecture.make(), architecture.batch()
     submodels = Submodels(module, batch)
-    spec = Spec.keep({axis.name: range(min(count, axis.size - 1)) for axis in submodels.axes.values()})
+    spec = Spec.select({axis.name: range(min(count, axis.size - 1)) for axis in submodels.axes.values()})
     shrunk = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(submodels.state(module), out=shrunk.present)
     return submodels, shrunk.module.eval(), batch

@@ -192,7 +192,7 @@ def test_qwen_numbers_the_blocks_that_are_there():
     module = CASES["qwen2"].make()
     module.config.layer_types = ["sliding_attention", "full_attention"]
     submodels = Submodels(module)
-    small = filled(submodels, Spec.keep(blocks={"model.layers": [1]}), submodels.state(module)).module
+    small = filled(submodels, Spec.select(blocks={"model.layers": [1]}), submodels.state(module)).module
     assert small.config.num_hidden_layers == 1 and small.config.layer_types == ["full_attention"]
     assert module.config.num_hidden_layers == 2
     (layer,) = small.model.layers
@@ -253,7 +253,7 @@ def test_a_models_own_exit_takes_the_place_of_its_head():
     assert list(submodels.stacks) == ["net.depth"] and list(submodels.exits) == ["net.early"]
     full = submodels.state(module)
     spec = depth_window(submodels, 1, 2, exit="net.early")
-    assert spec == Spec.keep(blocks={"net.depth": [0, 1]}, trained=["net.early", "net.stack.1"], exits=["net.early"])
+    assert spec == Spec.select(blocks={"net.depth": [0, 1]}, trained=["net.early", "net.stack.1"], exits=["net.early"])
     shrunk = filled(submodels, spec, full)
     x = torch.randn(3, 4)
     hidden = x
@@ -280,7 +280,7 @@ def test_of_several_exits_the_last_has_the_place():
             return {"early": {"head": "early"}, "other": {"head": "other"}}
 
     submodels = Submodels(Two())
-    shrunk = submodels.shrink(Spec.keep(exits=["early", "other"]))
+    shrunk = submodels.shrink(Spec.select(exits=["early", "other"]))
     assert shrunk.module.head.weight is shrunk.module.other.weight
     assert "early.weight" in shrunk.present and "head.weight" not in shrunk.present
 
@@ -318,8 +318,8 @@ def test_a_block_that_shares_its_tensors_with_one_that_stays_cannot_go_alone():
 
     submodels = Submodels(Shared())
     with pytest.raises(SpecError, match=r"leaves out 'stack.0.weight', which is also 'stack.1.weight'"):
-        submodels.validate(Spec.keep(blocks={"depth": [1]}))
-    small = submodels.shrink(Spec.keep(blocks={"depth": [0, 2]}))
+        submodels.validate(Spec.select(blocks={"depth": [1]}))
+    small = submodels.shrink(Spec.select(blocks={"depth": [0, 2]}))
     assert len(small.module.stack) == 2 and len(small.present) == 4
 
 
@@ -327,7 +327,7 @@ def test_an_encoder_of_torch_loses_its_first_block():
     torch.manual_seed(0)
     module = Encoder()
     submodels = Submodels(module)
-    small = filled(submodels, Spec.keep(blocks={"encoder.layers": [1]}), submodels.state(module)).module.eval()
+    small = filled(submodels, Spec.select(blocks={"encoder.layers": [1]}), submodels.state(module)).module.eval()
     inputs = CASES["encoder"].inputs()
     x = module.embed(inputs["input_ids"])
     module.eval()
@@ -339,10 +339,10 @@ def test_the_last_layers_that_hold_a_share_of_the_parameters_train():
     submodels = Submodels(MLP(8, (7, 5), 3))
     sizes = {"layers.1": 8 * 7 + 7, "layers.3": 7 * 5 + 5, "layers.5": 5 * 3 + 3}
     assert list(submodels.parameters.values()) == [56, 7, 35, 5, 15, 3]
-    assert last_fraction(submodels, 0.001) == Spec.keep(trained=["layers.5"])
+    assert last_fraction(submodels, 0.001) == Spec.select(trained=["layers.5"])
     just = (sizes["layers.3"] + sizes["layers.5"]) / sum(sizes.values())
-    assert last_fraction(submodels, just) == Spec.keep(trained=["layers.3", "layers.5"])
-    assert last_fraction(submodels, just - 0.01) == Spec.keep(trained=["layers.5"])
+    assert last_fraction(submodels, just) == Spec.select(trained=["layers.3", "layers.5"])
+    assert last_fraction(submodels, just - 0.01) == Spec.select(trained=["layers.5"])
     assert last_fraction(submodels, 1.0) == FULL
 
 

@@ -119,7 +119,7 @@ def test_layers(layers, axes):
 def test_less_common_layers_run_and_equal_the_zeroed_model(layers, inputs):
     module = nn.Sequential(*layers).eval()
     submodels = Submodels(module)
-    spec = Spec.keep({name: range(axis.size - 1) for name, axis in submodels.axes.items()})
+    spec = Spec.select({name: range(axis.size - 1) for name, axis in submodels.axes.items()})
     plan, full = submodels.plan(spec, "present"), submodels.state(module)
     small = submodels.shrink(spec)
     plan.gather(full, out=small.present)
@@ -153,7 +153,7 @@ def test_a_width_kept_whole_says_why():
     assert submodels.kept_whole["0"].startswith(spans)
     assert submodels.kept_whole["2"] == "it is an output of the model"
     with pytest.raises(SpecError, match="'0' cannot shrink: a norm takes statistics across it"):
-        submodels.validate(Spec.keep({"0": [0]}))
+        submodels.validate(Spec.select({"0": [0]}))
 
 
 def test_a_forward_that_needs_values_is_followed_with_values():
@@ -172,7 +172,7 @@ def test_a_forward_that_does_not_run_leaves_the_full_model():
     assert submodels.axes == {}
     assert "test_discover.py:" in submodels.problem and "declare `submodel_axes`" in submodels.problem
     with pytest.raises(SpecError, match=r"no attribute 'd'.*train the full model"):
-        submodels.validate(Spec.keep({"a": [0]}))
+        submodels.validate(Spec.select({"a": [0]}))
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_followed():

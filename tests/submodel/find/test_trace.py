@@ -205,7 +205,7 @@ def test_a_size_that_is_used_as_a_number_stays_whole_or_stays_as_it_is():
     )  # what the module holds need not change: the view is corrected
     submodels = Submodels(module, batch)
     assert [axis.size for axis in submodels.axes.values()] == [6, 5] and refuted(submodels, module, batch) == {}
-    small = submodels.shrink(Spec.keep({"model.q": [0, 3]})).module
+    small = submodels.shrink(Spec.select({"model.q": [0, 3]})).module
     assert small.model.size == 6 and "forward" in small.model.__dict__
 
 
@@ -237,7 +237,7 @@ def test_what_code_does_where_a_mask_is_not_all_ones_is_seen_too():
             return self.down(self.up(x) * gate)
 
     module, batch = Step(Repeated()), (torch.randn(2, 4), torch.tensor([0, 1]))
-    small = Submodels(module, batch).shrink(Spec.keep({"model.up": [0, 3]})).module
+    small = Submodels(module, batch).shrink(Spec.select({"model.up": [0, 3]})).module
     assert small.model.groups == 2
 
 
@@ -301,5 +301,5 @@ def test_an_empty_parameter_is_in_nobodys_way():
     module, batch = Step(Registers()), (torch.randn(2, 4), torch.tensor([0, 1]))
     submodels = Submodels(module, batch)
     assert list(submodels.axes) == ["model.up"] and refuted(submodels, module, batch) == {}
-    small = submodels.shrink(Spec.keep({"model.up": range(2)})).module
+    small = submodels.shrink(Spec.select({"model.up": range(2)})).module
     assert small.model.registers.shape == (1, 0, 4) and small.model.up.weight.shape == (2, 4)

@@ -1,1 +1,1 @@
-"""What a federated run is: its records, its algorithm's five parts, its state, and the loop over events."""
+"""Define a federated run: its records, an algorithm's five parts, the global state, and the coordinator that processes events."""

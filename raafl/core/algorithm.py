@@ -54,44 +54,44 @@ Restart = Literal["arrival", "merge"]
 
 @dataclass(frozen=True, slots=True)
 class OwnTests:
-    """On how many samples clients measure what they have trained.
+    """Number of samples on which each client evaluates its trained submodel.
 
     Attributes:
-        sizes: of the test part of client i's share of the run's data; none where it is not named.
-        share: of the test part of data that only a client has, whose size it does not say.
+        sizes: client -> samples in the test part of its share of the run's data; a client that is not named has none.
+        share: fraction of a client's own data that is its test part, for clients whose data the server does not know.
     """
 
     sizes: Mapping[int, int] = field(default_factory=dict)
     share: float = 0.0
 
     def of(self, client: ClientInfo) -> float:
-        """Return the number of samples, of a client's own data as many as go with those that it trains on."""
+        """Return the number of test samples of ``client``; for own data, estimated from its number of training samples."""
         if client.own_data:
             return client.num_samples * self.share / (1.0 - self.share)
         return float(self.sizes.get(client.id, 0))
 
     def most(self, client: ClientInfo) -> int:
-        """Return the largest number of samples that a client can have measured on; of its own data after rounding."""
+        """Return the largest number of test samples that ``client`` can have; for own data, allowing for rounding."""
         own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
         return int(self.of(client) + own)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectContext:
-    """What a `select` part may know when it chooses.
+    """Everything that a `select` part may read when it chooses a client's work.
 
     Attributes:
-        state: global values, version t and merge counts q(j); to be read, not written.
-        clients: all that have joined and are not lost.
-        rng: the run's own generator.
-        training: the run's own setting of local work.
-        batch_size: local batch size, for memory.
-        cache: the part's notes; `Select.on_join` and `Select.on_loss` empty it unless the part keeps it up to date.
-        seed: the run's, for draws that must not depend on those before them.
-        local: what clients do with their submodels, for what it costs.
-        plan: how what travels does so; None = as it is.
-        own_tests: what clients measure by themselves.
-        drop_last: whether an epoch leaves out its last batch where that is smaller than the others.
+        state: global values, version t and merge counts q(j); read only.
+        clients: id -> every client that has joined and is not lost.
+        rng: the run's random generator; draws from it are replayed.
+        training: the run's setting of local work.
+        batch_size: local batch size, for predictions of memory.
+        cache: what the part has computed; `Select.on_join` and `Select.on_loss` clear it unless the part keeps it up to date.
+        seed: the run's seed, for draws that must not depend on earlier draws.
+        local: what clients do with their submodels, for predictions of cost.
+        plan: how updates are compressed, for predictions of transfer times; None = they are not.
+        own_tests: number of samples on which clients evaluate their own submodels.
+        drop_last: whether an epoch drops its last batch when that is smaller than the others.
     """
 
     state: GlobalState
@@ -107,14 +107,18 @@ class SelectContext:
     drop_last: bool = False
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
-        """Return the fleet as it is when ``clients`` have joined, with nothing computed yet."""
+        """Return a context in which exactly ``clients`` have joined, with an empty cache."""
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Predict the cost of a task of ``spec`` for a client; ``extra`` is the work's.
+        """Predict the cost of a task.
 
-        Where the model has several forms of its frozen base and ``spec`` names none, it is that with the least precise: what
-        fits so can be handed out, and `held` says in which form.
+        Where the frozen base exists in several precisions and ``spec`` names none, the least precise one counts: what fits with
+        it can be assigned, and `held` then picks the precision.
+
+        Args:
+            spec: the submodel.
+            extra: `Work.extra` of the task.
         """
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
@@ -122,10 +126,7 @@ class SelectContext:
         return cost if self.plan is None else self.plan.cost(cost, spec)
 
     def held(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
-        """Return ``spec`` with the form in which ``client`` is to hold the frozen base, where there are several.
-
-        That is the most precise with which the task is predicted to fit the client's memory, or else the least precise.
-        """
+        """Return ``spec`` with the frozen base's precision for ``client``: the highest that fits its memory, else the lowest."""
         bases = self.state.submodels.bases.names
         if not bases or spec.base is not None:
             return spec
@@ -133,25 +134,25 @@ class SelectContext:
         return next((one for one in forms if self.cost(one, extra).peak_bytes <= budget), forms[-1])
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
-        """Return the predicted seconds of ``work`` on ``client``: download, compute (its own test part included) and upload."""
+        """Predict the seconds of download, computation (evaluation on the client's test part included) and upload of ``work``."""
         samples = self.training.samples(work, client.num_samples, self.batch_size)
         spec = self.held(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
     def task_options(self, client: ClientInfo) -> dict[str, Any]:
-        """Return the part of `Work.extra` that all tasks of ``client`` share: see `Local.task_options`."""
+        """Return the entries of `Work.extra` that all tasks of ``client`` share; see `Local.task_options`."""
         return self.local.task_options(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
 
     def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
-        """Return on how many samples ``client`` measures what it has trained in a task; ``extra`` is the work's."""
+        """Return the number of samples on which ``client`` evaluates its trained submodel after a task with this `Work.extra`."""
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
-        """Return the sum of `task_time`, the papers' c(n, j)."""
+        """Predict the seconds of ``work`` on ``client`` in total, the papers' c(n, j)."""
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Collect the `BadInput` that ``ask`` raises, client by client."""
+        """Call ``ask`` for every client and collect the messages of the `BadInput` that it raises."""
         found = []
         for client in self.clients.values():
             try:
@@ -161,64 +162,64 @@ class SelectContext:
         return found
 
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
-        """Check whether the memory that a task of ``spec`` is predicted to need, `Cost.peak_bytes`, is within the client's."""
+        """Check whether the predicted peak memory of a task (`Cost.peak_bytes`) is within the client's memory."""
         budget = client.profile.memory_bytes
         return budget == float("inf") or self.cost(spec).peak_bytes <= budget
 
 
 class Select(Part, ABC):
-    """Which submodel, and how much work, does this client get?"""
+    """Base of the part that answers: which submodel, and how much work, does this client get?"""
 
     @abstractmethod
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Note that ``client`` is in the fleet now, for the first time, again, or as another device."""
+        """Update the cache when ``client`` joins: for the first time, again, or with another device profile."""
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Note that ``client`` is no longer in the fleet."""
+        """Update the cache when ``client`` is lost."""
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Take out of the cache what depends on who is in the fleet: all of it, unless a part knows better."""
+        """Remove from the cache what depends on the set of clients; by default everything."""
         fleet.cache.clear()
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Note that clients have been drawn; they are asked for their work after this.
+        """Prepare for a round whose clients were just drawn; each of them is asked for its work afterwards.
 
         Args:
-            out: the round's clients: those drawn, and those of earlier rounds that are still at work.
-            fleet: what may be known.
+            out: clients of the round: those drawn, and those of earlier rounds that are still at work.
+            fleet: what the part may read.
         """
         return
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Note that a task's update came in ``seconds`` after it was handed out."""
+        """Record that the update of ``assignment`` arrived ``seconds`` after it was assigned."""
         return
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return every problem found before training starts, one line each."""
+        """Return every problem that can be found before training starts, one line each."""
         return []
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
+        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class TriggerContext:
-    """What a `trigger` part may know.
+    """Everything that a `trigger` part may read.
 
     Attributes:
-        arrived_s: arrival times of the updates waiting, in order.
-        num_active: tasks still out (or drawn and not yet started) that may still report; where late ones are refused, without
-            those of earlier rounds.
+        arrived_s: arrival times of the waiting updates, ascending.
+        num_active: tasks that may still report, including clients drawn and not yet started; where late updates are refused,
+            without the tasks of earlier rounds.
         num_clients: clients present.
-        opened_s: when work last started for this merge.
-        now_s: the time.
-        memory: `GlobalState.memory`, for what the other parts have noted there; to be read.
+        opened_s: when work for this merge last started.
+        now_s: the current time.
+        memory: `GlobalState.memory`, where other parts record state; read only.
     """
 
     arrived_s: Sequence[float]
@@ -230,11 +231,11 @@ class TriggerContext:
 
 
 class Trigger(Part, ABC):
-    """When are waiting updates folded in?
+    """Base of the part that answers: when are waiting updates merged?
 
     Attributes:
-        restart: when a client that has reported may work again: at its own arrival, or after the merge.
-        folds_rest: whether what still waits when the run ends is folded in.
+        restart: when a client that reported may work again: at its own "arrival", or after the "merge".
+        folds_rest: whether updates that still wait when the run ends are merged.
     """
 
     restart: ClassVar[Restart] = "arrival"
@@ -242,102 +243,113 @@ class Trigger(Part, ABC):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether a round closes without the tasks that are still out; their updates are refused, and nobody waits for them."""
+        """Whether a round closes without the tasks that are still out, whose updates are then refused."""
         return False
 
     @abstractmethod
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether to merge now; asked after every event while at least one update waits."""
+        """Check whether to merge now; called after every event while at least one update waits."""
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return when to ask again even if nothing happens, or None."""
+        """Return the time at which to check again even if nothing happens, or None."""
         return None
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Count the updates that have to arrive until ``num_more`` more are merged, where some wait; None = not known."""
+        """Return how many updates must arrive until ``num_more`` more are merged, given ``num_waiting``; None = unknown."""
         return None
 
     def staleness(self, num_at_work: int) -> float:
-        """Return the mean staleness of updates where so many clients are always at work; 0 where it is bounded."""
+        """Return the mean staleness of updates when ``num_at_work`` clients always work; 0 where staleness is bounded."""
         return 0.0
 
 
 class Merge(Part, ABC):
-    """How are waiting updates folded in? Its memory lives in `GlobalState.memory`, so that it can be saved.
+    """Base of the part that answers: how are waiting updates merged?
+
+    Its state lies in `GlobalState.memory` and `GlobalState.clients`, so that checkpoints and replays have it.
 
     Attributes:
-        sends: what a client sends: its trained values, or their difference from what it received.
-        by_client: whether it goes by whose update it receives; no joint update of several may take their place then.
+        sends: whether an update holds trained "values", or their "delta" from the received ones.
+        by_client: whether the merge depends on which client an update is from; then no joint update may replace several.
     """
 
     sends: Literal["values", "delta"] = "values"
     by_client: ClassVar[bool] = False
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return every problem found before training starts, one line each."""
+        """Return every problem that can be found before training starts, one line each."""
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
+        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
         return []
 
     @property
     def personalizes(self) -> bool:
-        """Whether each client is sent something of its own: a subclass overrides `personalize`."""
+        """Whether a client receives values of its own: a subclass overrides `personalize`."""
         return type(self).personalize is not Merge.personalize
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Fill what a client is sent for a task, in place.
+        """Overwrite what one client receives for a task, in place.
 
-        ``values`` are the global model's, as they would be sent; ``bundles`` those of `Local.down`, with anything in
-        them. What is kept for the client is in ``state.clients``.
+        Args:
+            state: the global model; values stored for the client are in ``state.clients``.
+            client: its id.
+            spec: the submodel it receives.
+            values: the global model's values of that submodel.
+            bundles: the tensors named by `Local.down`, uninitialised.
         """
         return
 
     def too_stale(self, staleness: float) -> str | None:
-        """Explain why it will not learn from updates that come so many merges late on average, or None."""
+        """Explain why the merge cannot learn from updates of this mean staleness, or return None."""
         return None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse a sound update by a reason, the REASON in refused:REASON, or None; asked before `receive`."""
+        """Return the REASON of refused:REASON for an update that is well-formed but unusable, or None; called before `receive`."""
         return None
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """List the numbers in `Update.extra` that move the model in the place of tensors, for whoever judges their size."""
+        """Return the numbers in `Update.extra` that change the model in place of tensors, for guards that bound their size."""
         return ()
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether a merge with this update would leave numbers that are not finite; asked right before `receive`."""
+        """Check whether merging this update would leave numbers that are not finite; called right before `receive`."""
         return False
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take in one update; its tensors may be gone once this returns.
+        """Take in one update. Its tensors may be overwritten once this returns and `detach` was not called.
 
-        What a client says beside them is looked at in `problem`. Where this raises all the same, the update is refused and its
-        client turned away: so look first, and change the memory last.
+        `reject_reason` checks the client's plain data. If this raises all the same, the update is refused and its client dismissed:
+        so read first, and change the memory last.
         """
 
     def detach(self, state: GlobalState) -> None:
-        """Make what was received independent of the updates' own tensors; called when no merge follows at once."""
+        """Copy what still refers to an update's own tensors; called when no merge follows at once."""
         return
 
     @abstractmethod
     def apply(self, state: GlobalState) -> None:
-        """Fold all that was received since the last call into ``state.values``, in place."""
+        """Merge everything received since the last call into ``state.values``, in place."""
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Note that a crash has undone merges whose results clients have seen: (client, version) of each update."""
+        """Account for merges that a crash has undone although clients saw their results.
+
+        Args:
+            state: the global model as restored.
+            merged: (client, version) of each update of those merges.
+        """
         return
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Report the merge for the run's summary: plain data by name."""
+        """Return entries for the run's summary: plain data by name."""
         return {}
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated algorithm: five answers. Made by a factory in `raafl.algorithms`, one file for each method."""
+    """A federated algorithm: a frozen record of five parts, made by a factory in `raafl.algorithms`."""
 
     name: str
     paper: str
@@ -348,12 +360,12 @@ class Algorithm:
     merge: Merge
 
     def describe(self) -> dict[str, str]:
-        """Return name, paper and the five answers in words, read from the parts."""
+        """Return name, paper and the five parts in words."""
         parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
         return {"name": self.name, "paper": self.paper, **parts}
 
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
-        """Collect the notes of its parts at the start."""
+        """Collect the notes of all parts for the start of a run."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             self.select.notes(fleet)

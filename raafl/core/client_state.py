@@ -1,7 +1,7 @@
-"""What the server keeps for each client from one task to the next: control variates, gradients, a model's last values.
+"""Store tensors for each client on the server from one task to the next: control variates, gradients, last values.
 
-A client keeps nothing itself, so a task stays a pure function of what is sent: a client may die and come back anywhere, a
-checkpoint has all there is, and a replay rebuilds it from the journal.
+Clients store nothing themselves, so a task stays a pure function of what is sent: a client may die and come back on another
+machine, a checkpoint is complete, and a replay rebuilds the store from the journal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ClientState:
 
     @contextmanager
     def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
-        """Copy into ``changed`` what is about to be changed, by name and client, at its first change; None = there was nothing."""
+        """Copy entries into ``changed``, by name and client, just before their first change; None = the entry did not exist."""
         self._changed = changed
         try:
             yield
@@ -36,16 +36,22 @@ class ClientState:
             self._changed = None
 
     def find(self, name: str, client: int) -> FlatTensors | None:
-        """Look up a client's tensors under ``name``, or None."""
+        """Return the tensors of ``client`` under ``name``, or None."""
         return self.kept.get(name, {}).get(client)
 
     def of(
         self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
         fill: float = 0.0,
     ) -> FlatTensors:  # fmt: skip
-        """Look up a client's tensors under ``name``, to be changed in place: in ``layout``, all ``fill`` (integers 0) at first.
+        """Return the tensors of ``client`` under ``name``, to be changed in place; create them where they are missing.
 
-        With a ``folder`` it lies in files there (`raafl.submodel.tensor_files`), with the same bits.
+        Args:
+            name: of the entry.
+            client: its id.
+            layout: of the tensors.
+            device: where new tensors lie.
+            folder: store them in files there (`raafl.submodel.tensor_files`), with the same bits; None = in memory.
+            fill: initial value of floating-point elements; integers start at 0.
         """
         kept = self.everyone(name, folder)
         self._record(name, client)
@@ -57,7 +63,7 @@ class ClientState:
         return kept[client]
 
     def forget(self, name: str, client: int) -> None:
-        """Keep nothing for a client under ``name`` any more."""
+        """Delete the entry of ``client`` under ``name``."""
         self._record(name, client)
         self.kept.get(name, {}).pop(client, None)
 
@@ -67,7 +73,7 @@ class ClientState:
             self._changed[name, client] = None if before is None else before.clone()
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
-        """Look up all tensors under ``name`` by client; with a ``folder`` those from a checkpoint are put there first."""
+        """Return all entries under ``name`` by client; with a ``folder``, entries from a checkpoint move to files there first."""
         kept = self.kept.setdefault(name, {})
         if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
             for client, flat in kept.items():

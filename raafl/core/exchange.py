@@ -1,8 +1,8 @@
-"""What the two sides of a task say to each other in its middle.
+"""Let client and server exchange messages in the middle of a task, for methods that split the model between the two.
 
 A task is one request and one answer: a submodel goes down, an update comes up. A method whose clients need the server in
-between gives an `Exchange` (`Local.exchange`), and its tasks have two sides that train at the same time, each its own part of
-the model, both by the hooks of the method's `Local`. Of a task of some batches::
+between returns an `Exchange` from `Local.exchange`; its tasks have two sides that train at the same time, each its own part of
+the model, both by the hooks of the method's `Local`. A task of several batches::
 
     client                                             server
     Hook.loss, on its own data                         Exchange.questions, in the place of data
@@ -10,9 +10,9 @@ the model, both by the hooks of the method's `Local`. Of a task of some batches:
                                           <---------       link.reply(tensors)
     Hook.finish, and its part goes up     --------->   both parts are joined to one update
 
-In a simulation, a replay or a dry plan there is no link (`Task.link` is None): the hook does what both sides would, to the
-same bit. What an exchange costs is `Local.cost`'s to say: bytes each way, and round trips (`Cost.num_exchanges`), each of which
-takes the link's latency twice. What the server computes takes no virtual time.
+A simulation, a replay and a dry plan have no link (`Task.link` is None): the hook computes both sides, to the same bit.
+`Local.cost` predicts what an exchange costs: bytes each way, and round trips (`Cost.num_exchanges`), each of which takes the
+link's latency twice. The server's computation takes no virtual time.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from raafl.submodel.submodels import Submodels
 
 
 class ClientLink(Protocol):
-    """The client's end of the wire, for one task."""
+    """A client's connection to the server during one task."""
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send plain data and tensors, and wait for what the server replies.
+        """Send a question and wait for the reply.
 
-        ``meta`` is small, as JSON can say it; "precision", "accumulate" and "sends" are added. ``answer`` is the layout
-        of the reply; any other is refused.
+        Args:
+            meta: small plain data that JSON can hold; "precision", "accumulate" and "sends" are added.
+            tensors: by name.
+            answer: layout of the reply; any other is refused.
         """
         ...
 
 
 class ServerLink(Protocol):
-    """The server's end."""
+    """The server's connection to one client during one task."""
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
         """Wait for the next question and return its tensors.
 
         Args:
-            expect: returns the layout that the tensors must have, from the question's plain data, which is the client's word;
-                raises `raafl.errors.InvalidPayload` to refuse it, which ends the task. Nothing is allocated before.
+            expect: returns the layout that the tensors must have, given the question's plain data, which the client chose. It
+                raises `raafl.errors.InvalidPayload` to refuse the question, which ends the task. Nothing is allocated before.
         """
         ...
 
@@ -59,17 +61,17 @@ class ServerLink(Protocol):
         ...
 
     def draws(self, seed: int) -> AbstractContextManager[Any]:
-        """Begin a stream of random numbers: what draws within it draws from there, and nobody else notices."""
+        """Return a context with a private random stream that starts from ``seed``; global generators are unchanged outside."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange(ABC):
-    """How the sides of a task talk; the same for all tasks that share its parts.
+    """How the two sides of a task communicate; one object for all tasks that share the same parts of the model.
 
     Attributes:
-        client: what the client is sent, trains and sends back: tensors of the model, by their names there.
-        server: what the server trains beside it, a copy for each client at work: all others.
+        client: tensors that the client receives, trains and sends back.
+        server: all other tensors, which the server trains beside each client on a copy.
     """
 
     client: Submodels
@@ -77,14 +79,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
-        """Wait for the first question of a task, and return it and all to come in the place of a client's data.
+        """Wait for a task's first question, and return an iterable of all questions that stands in for a client's data.
 
-        That is an object with what is asked of `raafl.data.federated.ClientData` in a task: ``num_samples``, ``test`` (None),
-        ``num_batches()`` in an epoch, and ``batches()``, which yields what `Hook.loss` is given for each question, and replies
-        when asked for the next.
+        The returned object has the attributes of `raafl.data.federated.ClientData` that a task uses: ``num_samples``, ``test``
+        (None), ``num_batches()`` of an epoch, and ``batches()``, which yields for each question what `Hook.loss` receives and sends
+        the reply when the next item is requested.
         """
 
 
 def server_seed(seed: int) -> int:
-    """Return the seed of the server's side of a task, from the task's."""
+    """Return the seed of the server's side of a task, derived from the task's seed."""
     return derive_seed(seed, "upper")

@@ -1,4 +1,4 @@
-"""What a client does with its submodel: hooks around the steps of the user's own module."""
+"""Define what a client does with its submodel: settings, and hooks around the steps of the user's own module."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ if TYPE_CHECKING:
 
 
 class SkippedBatch(Exception):
-    """`training_step` has returned None: the batch has no loss, and makes no step."""
+    """`training_step` returned None: the batch has no loss and makes no step."""
 
 
 @dataclass(slots=True)
 class Task:
-    """One task under way on a client, as a hook sees it.
+    """A task in progress on a client, as a hook sees it.
 
     Attributes:
-        assignment: what was asked for.
+        assignment: what to train.
         submodels: of the model.
-        module: the small module that trains; it lives on, so that what a hook does to it has to be undone in `Hook.close`.
-        optimizer: its own, as `configure_optimizers` made it.
-        received: values as received, by name; to be read.
-        num_batches: how many batches the task has.
-        generator: seeded by the assignment; the data's order is drawn from it.
-        loss: ``loss(batch, index)``: `training_step`, in the precision of the run; raises `SkippedBatch` where it returns None.
-        backward: backward pass of a loss.
-        down: bundles as received, by name; to be read.
-        up: bundles to send, by name, all 0; to be filled by `Hook.finish`.
-        update: proximal pull and gradient clipping, if any, then the optimiser's step; gradients are None afterwards.
-        draws: ``draws(seed)``: a stream of random numbers of its own, to draw from within it, as often as it is entered.
-        link: to the server, for a task with an exchange (`raafl.core.exchange`); None = there is none, or both sides are here.
+        module: the small module that trains. It is reused for later tasks, so a hook must undo its changes in `Hook.close`.
+        optimizer: the module's own, from `configure_optimizers`.
+        received: received values by name; read only.
+        num_batches: number of batches of the task.
+        generator: seeded by the assignment; determines the order of the data.
+        loss: ``loss(batch, index)`` runs `training_step` in the run's precision; raises `SkippedBatch` where it returns None.
+        backward: runs the backward pass of a loss.
+        down: received bundles by name; read only.
+        up: bundles to send by name, initially 0; filled by `Hook.finish`.
+        update: applies proximal term and gradient clipping, if any, then the optimiser's step, and sets gradients to None.
+        draws: ``draws(seed)`` returns a private random stream, a context that can be entered repeatedly.
+        link: connection to the server for a task with an exchange (`raafl.core.exchange`); None = no exchange, or both sides run
+            here.
     """
 
     assignment: Assignment
@@ -67,22 +68,22 @@ class Task:
 
 
 class Hook(Part):
-    """Around the steps of one task: plain training, of which a method replaces what it does otherwise.
+    """Steps of one task. The base class trains plainly; a method overrides what it does differently.
 
-    A task is a pure function of its assignment, the payload received and the client's data: a hook keeps nothing from one
-    task to the next. What is to be remembered goes to the server in ``task.up`` or the answer of `finish`; the merge keeps
-    it in `GlobalState.clients`, and it comes back in ``task.down`` (`Merge.personalize`).
+    A task is a pure function of its assignment, the received payload and the client's data: a hook stores nothing for later
+    tasks. State goes to the server in ``task.up`` or in the result of `finish`; the merge stores it in `GlobalState.clients`, and
+    `Merge.personalize` sends it back in ``task.down``.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
     def loss(self, batch: Any, index: int) -> torch.Tensor:
-        """Return the loss of a batch, a scalar."""
+        """Return the scalar loss of a batch."""
         return self.task.loss(batch, index)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of ``loss``, which is divided by the number of batches that are accumulated."""
+        """Compute the gradients of ``loss``, which is already divided by the number of accumulated batches."""
         self.task.backward(loss)
 
     def update(self) -> None:
@@ -90,28 +91,27 @@ class Hook(Part):
         self.task.update()
 
     def finish(self) -> dict[str, Any]:
-        """Return the plain data for the server beside the values, `Update.extra`; called after the last step."""
+        """Return plain data for the server (`Update.extra`); called after the last step."""
         return {}
 
     def close(self) -> None:
-        """Undo what was done to the module; called however the task ends."""
+        """Undo changes to the module; called however the task ends."""
         return
 
 
 @dataclass(frozen=True)
 class Local(Part):
-    """What does the client do with it? Hooks around the user's own training step.
+    """Base of the part that answers: what does a client do with its submodel?
 
-    A method that does more than these settings is a subclass, in `raafl.parts`, with a `hook` of its own.
+    A method with more than these settings is a subclass that returns a `hook` of its own.
 
     Attributes:
-        prox: weight of the pull towards the received values, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA,
-            mu in FedProx); 0 = none.
+        prox: weight of the proximal term, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA, mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
-        down: names of the bundles that a client is sent beside the submodel (`raafl.core.payload`).
-        up: names of those that it sends back: steps, as a difference is, so that they can be compressed as such.
-        masked: set the logits of classes that the client has no samples of to 0 while training (HeteroFL's masked loss), and
-            tell the server which were left (`raafl.parts.merge.label_split`).
+        down: names of the bundles that a client receives beside the submodel (`raafl.core.payload`).
+        up: names of the bundles that it sends back, as differences, so that they compress like differences.
+        masked: set logits of classes of which the client has no samples to 0 while training (HeteroFL's masked loss), and tell
+            the server which classes were kept (`raafl.parts.merge.label_split`).
     """
 
     proven_as_trained: ClassVar[bool] = True
@@ -149,60 +149,78 @@ class Local(Part):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Whether a client of several processes can train this way: by gradients of the module alone, which are averaged."""
+        """Whether several processes of one client can train together, by averaging gradients of the module."""
         return True
 
     @property
     def steps_are_plain(self) -> bool:
-        """Whether its hook is `Hook` itself, so that nothing reads a gradient but the pull, the clipping and the optimiser."""
+        """Whether its hook is `Hook` itself, so that only the proximal term, clipping and the optimiser read gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
     def prepare(self, module: Any) -> Any:
-        """Return the model as this method trains it, such as with heads of its own; on server and clients, also without values.
+        """Return the model as this method trains it, for example with additional heads; on server and clients, also without values.
 
         Raises:
-            BadInput: the method cannot be used on it.
+            BadInput: the method cannot be used on the model.
         """
         return module
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
-        """Find the exchange of client and server in the middle of a task; None = one request, one answer.
+        """Return the exchange between client and server in the middle of a task; None = one request, one answer.
 
-        ``extra`` is of the task's work; None = any task's of this run.
+        Args:
+            submodels: of the model.
+            extra: `Work.extra` of the task; None = any task of this run.
 
         Raises:
-            SpecError: ``extra`` asks for what the model has not.
+            SpecError: ``extra`` names parts that the model does not have.
         """
         return None
 
     def payload(self, submodels: Submodels) -> Payload:
-        """Return all that travels with a task."""
+        """Return the layouts of everything that travels with a task."""
         return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels))
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of a bundle for a task of ``spec``, of None all that there is of it; None = it is as what trains."""
+        """Return the layout of a bundle.
+
+        Args:
+            submodels: of the model.
+            bundle: its name.
+            spec: of the task; None = the layout of the whole bundle.
+
+        Returns:
+            The layout, or None for that of the trained parameters.
+        """
         return None
 
     def hook(self, task: Task) -> Hook:
-        """Make the hook that runs the steps of ``task``."""
+        """Return the hook that runs the steps of ``task``."""
         return Hook(task)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of a task of ``spec`` that a client trains this way, at a batch size."""
+        """Predict the cost of a task of ``spec`` that a client trains this way.
+
+        Args:
+            submodels: of the model.
+            spec: the submodel.
+            batch_size: local batch size.
+            extra: `Work.extra` of the task.
+        """
         return submodels.cost(spec, batch_size)
 
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return the part of `Work.extra` that all tasks of ``client`` share; their cost is predicted with it."""
+        """Return the entries of `Work.extra` that all tasks of ``client`` share; predictions of cost take them into account."""
         return {}
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
-        """Check whether a client measures what such a task has trained on its own test part, if it has one."""
+        """Check whether a client evaluates the trained submodel of such a task on its own test part, if it has one."""
         return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Explain why its steps cannot be run with these settings of `fabric`, one line each."""
+        """Return why its steps cannot run with these settings of ``fabric``, one line each."""
         if self.uses_gradients and precision == "16-mixed":
             return [
                 "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"
@@ -210,7 +228,7 @@ class Local(Part):
         return []
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """List the notes for the user at the start, one line each; a `Warn` where it is likely not what was meant."""
+        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
         if not self.masked:
             return []
         from raafl.core.masked_loss import why_unmasked

@@ -1,10 +1,10 @@
-"""What travels with a task: the submodel's values, and bundles of tensors that a method names beside them.
+"""Lay out what travels with a task: the submodel's values, followed by bundles of tensors that a method adds.
 
-A bundle has a tensor for each one that the submodel trains, of the same shape, so that it is cut as the submodel is: of a
-control variate of a weight a client gets the rows and columns that it gets of the weight. A method may give a bundle a layout
-of its own, such as a score for each unit; it travels as it is, uncompressed. Values and bundles lie one after the other in
-one flat storage whose layout both ends work out from the spec, before anything is allocated. So they are checked,
-compressed, counted and recorded as one.
+A bundle has one tensor for each trained parameter, of the same shape, and is cut like the submodel: of a control variate, a
+client receives the rows and columns that it receives of the weight. A method may define a layout of its own for a bundle, such
+as one score per unit; such a bundle travels whole and uncompressed. Values and bundles lie one after the other in one flat
+storage, whose layout both ends derive from the spec before anything is allocated. They are checked, compressed, counted and
+recorded as one.
 """
 
 from __future__ import annotations
@@ -36,18 +36,26 @@ MAX_CACHED = 256
 
 
 class Payload:
-    """Layouts and plans of what travels each way: "sent" is down, "trained" is up. Without bundles they are the submodel's own.
+    """Layouts of what travels each way: "sent" is down, "trained" is up.
 
     Attributes:
         submodels: of the model, or of the part of it that travels.
-        up_as: what the values always go up as, whatever `compress.up` says of other algorithms; None = as it says.
+        up_as: compressor that values always use on the way up, whatever ``compress.up`` is; None = ``compress.up`` counts.
     """
 
     def __init__(
         self, submodels: Submodels, down: tuple[str, ...] = (), up: tuple[str, ...] = (), up_as: UpAs | None = None,
         own: OwnLayout = lambda name, spec: None,
     ) -> None:  # fmt: skip
-        """Take the names of the bundles that go ``down`` and ``up``, and the layouts of those that have their ``own``."""
+        """Define the payload of a run.
+
+        Args:
+            submodels: of the model.
+            down: names of the bundles that go down.
+            up: names of the bundles that go up.
+            up_as: see the class.
+            own: layouts of the bundles that have one of their own.
+        """
         self.submodels, self.up_as, self._own = submodels, up_as, own
         self._bundles: dict[Way, tuple[str, ...]] = {"sent": down, "trained": up}
         self._layout = lru_cache(MAX_CACHED)(self._make_layout)
@@ -55,15 +63,17 @@ class Payload:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors that may be compressed: parameters, and those of bundles."""
+        """Names of the tensors that may be compressed: parameters, and tensors of bundles."""
         bundles = {name for names in self._bundles.values() for name in names if self._own(name, None) is None}
         more = {_name(bundle, entry.name) for bundle in bundles for entry in self._bundle(bundle).entries}
         return frozenset(self.submodels.parameter_names) | more
 
     def layout(self, spec: Spec | None = None, way: Way = "sent") -> Layout:
-        """Return the layout of all that travels one way for a task of ``spec``; the values come first.
+        """Return the layout of everything that travels one ``way`` for a task; values first.
 
-        None = of the whole model, with all that there is of each bundle.
+        Args:
+            spec: of the task; None = the whole model with whole bundles.
+            way: "sent" or "trained".
         """
         if not self._bundles[way]:
             return self.submodels.layout(spec or FULL, way)
@@ -81,7 +91,7 @@ class Payload:
         return self.submodels.layout(spec or FULL, "trained") if own is None else own
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the plan between what travels one way of the whole model and of ``spec``."""
+        """Return the copy plan from the whole model's payload to that of ``spec``, one ``way``."""
         if not self._bundles[way]:
             return self.submodels.plan(spec, way, way)
         return self._plan(self.submodels.normal(spec), way)
@@ -94,7 +104,7 @@ class Payload:
         return CopyPlan(spec, self.layout(way=way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
-        """Return the values and the bundles in what travels one way for a task of ``spec``; they share its storage."""
+        """Split one way's flat storage into values and bundles, which are views of it."""
         names = self._bundles[way]
         if not names:
             return flat, {}
@@ -109,14 +119,14 @@ class Payload:
 
 
 class Wire(Protocol):
-    """How a payload travels, as far as those who choose submodels care."""
+    """Cost of a transfer, as parts that choose submodels need it."""
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return the cost of a task of ``spec`` as it travels, where ``cost`` is that of the plain submodel."""
+        """Return the cost of a task of ``spec`` with compression, given the ``cost`` of the plain submodel."""
         ...
 
     def notes(self, num_clients: int) -> list[str]:
-        """List the notes for the user at the start."""
+        """Return notes for the user at the start of a run."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How clients stand: whose updates were refused in a row, and who is kept out for it, until when."""
+"""Suspend clients whose updates are refused several times in a row, for longer each time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-seal", "sl
 
 
 class RefusalBackoff:
-    """Counts each client's refusals in a row; after so many it is kept out, for longer each time.
+    """Consecutive refusals of each client, and the suspensions that follow from them.
 
-    An update that is accepted clears the client. One that comes back from being kept out is on probation: the next
-    refusal keeps it out again.
+    After ``most`` refusals in a row a client is suspended for 10 s, then 20 s, and so on up to an hour. An accepted update clears
+    it. A client that returns from suspension is on probation: its next refusal suspends it again.
 
     Attributes:
-        most: refusals in a row that keep a client out.
-        refused: updates of each client refused in a row.
-        times: how often in a row each was kept out.
-        until: when each may take part again.
+        most: refusals in a row that suspend a client.
+        refused: client -> refusals in a row.
+        times: client -> suspensions in a row.
+        until: client -> end of its suspension, in seconds of the run's clock.
     """
 
     def __init__(self, most: int) -> None:
@@ -35,7 +35,13 @@ class RefusalBackoff:
         self.until: dict[int, float] = {}
 
     def refuse(self, client: int, now: float, *, excused: bool = False) -> float | None:
-        """Count a refusal; return until when the client is kept out for it, or None; never for one that is ``excused``."""
+        """Count a refusal; return the end of the suspension that follows, or None.
+
+        Args:
+            client: its id.
+            now: seconds of the run's clock.
+            excused: count without suspending, where the global model is to blame.
+        """
         self.refused[client] += 1
         if excused or self.refused[client] < self.most:
             return None
@@ -44,30 +50,30 @@ class RefusalBackoff:
         return self.until[client]
 
     def condemn(self, client: int, now: float) -> float:
-        """Count as many refusals as keep a client out; return until when it is."""
+        """Suspend a client at once, as if its last updates had all been refused; return the end of the suspension."""
         self.refused[client] = max(self.refused[client], self.most)
         until = self.refuse(client, now)
         assert until is not None
         return until
 
     def accept(self, client: int) -> None:
-        """Clear a client."""
+        """Clear a client's record after an accepted update."""
         for book in (self.refused, self.times, self.until):
             book.pop(client, None)
 
     def keeps_out(self, client: int, now: float) -> bool:
-        """Check whether the client may not take part yet."""
+        """Check whether the client is still suspended at ``now``."""
         return now < self.until.get(client, now)
 
     def is_bad(self, client: int) -> bool:
-        """Check whether the client's last updates were all refused, as many as keep it out."""
+        """Check whether the client's last updates were all refused, as many as suspend it."""
         return self.refused[client] >= self.most
 
     def is_hopeless(self, client: int) -> bool:
-        """Check whether the client was kept out again and again, with nothing accepted between."""
+        """Check whether the client was suspended `HOPELESS` times without an accepted update in between."""
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:
-        """Clear everybody."""
+        """Clear the record of every client."""
         for book in (self.refused, self.times, self.until):
             book.clear()

@@ -15,7 +15,7 @@ from raafl.submodel import Spec
 
 
 def client_to_json(client: ClientInfo) -> dict[str, Any]:
-    """Describe a client as plain data; an infinite rate becomes None, which JSON can say."""
+    """Convert a client to plain data; infinite rates become None, since JSON has no infinity."""
     return {
         "client": client.id,
         "incarnation": client.incarnation,
@@ -37,7 +37,7 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
-    """Return the client that `client_to_json` described, ignoring anything beside it."""
+    """Restore a client from `client_to_json`; unknown fields are ignored."""
     told: Any = data["profile"]
     profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
     if (windows := profile.get("availability")) and windows[-1][1] is None:
@@ -48,7 +48,7 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Return an event as plain data, as it stands in the journal; of an update, what is known of it and no tensors."""
+    """Convert an event to a journal row; of an update its metadata and fingerprint, without tensors."""
     match event:
         case Joined(client):
             return {"event": "joined", **client_to_json(client)}
@@ -68,10 +68,10 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
-    """Return the event that `event_to_json` described; not for an arrival, whose tensors are elsewhere.
+    """Restore an event from a journal row; arrivals are excluded, since their tensors are not in the journal.
 
     Raises:
-        ValueError: there is no such event.
+        ValueError: the row holds no such event.
         KeyError: a field is missing.
     """
     match data["event"]:
@@ -90,7 +90,7 @@ _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("ex
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
-    """Return the assignment as plain data, for the wire and the journal; an empty ``extra`` and a scale of 1 are left out."""
+    """Convert an assignment to plain data for the wire and the journal; an empty ``extra`` and a scale of 1 are left out."""
     data = {name: getattr(assignment, name) for name in _ASSIGNED}
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
     scale = {"lr_scale": assignment.lr_scale} if assignment.lr_scale != 1.0 else {}
@@ -98,5 +98,5 @@ def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
 
 
 def assignment_from_json(data: dict[str, Any]) -> Assignment:
-    """Return the assignment that `assignment_to_json` described."""
+    """Restore an assignment from `assignment_to_json`."""
     return Assignment(**{**data, "spec": Spec.from_json(data["spec"])})

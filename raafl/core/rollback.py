@@ -1,4 +1,4 @@
-"""Try a merge: copy the global state before it, check that what it leaves is finite, and restore the copy."""
+"""Make a merge reversible: copy the global state first, check that the result is finite, restore the copy if it is not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ RUINED = 1e6
 
 
 def copied(state: GlobalState, but: str) -> dict[str, Any]:
-    """Copy what a merge may change, without the entry ``but`` of the merge's memory.
+    """Copy everything that a merge may change, except the entry ``but`` of the merge's memory.
 
-    What is stored for clients is copied when it is first touched, by `ClientState.recording` into the entry "clients".
+    Per-client tensors are copied on first change, by `ClientState.recording`, into the entry "clients".
     """
     memory = {name: _copy(value) for name, value in state.memory.items() if name != but}
     return {"values": state.values.clone(), "memory": memory, "clients": {}}
 
 
 def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
-    """Return the state to what `copied` saved, in place; ``saved`` is used up, and the entry ``but`` stays as it is."""
+    """Restore in place what `copied` saved. ``saved`` is consumed; the entry ``but`` stays unchanged."""
     state.values.copy_(saved["values"])
     for name in [name for name in state.memory if name != but]:
         del state.memory[name]
@@ -39,10 +39,10 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
 
 
 def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
-    """Check that a merge after `copied` has left finite numbers everywhere.
+    """Check that a merge after `copied` left only finite numbers.
 
-    Of what is stored for clients only infinities are looked for: NaN stands for what a client has never trained, and the sum
-    that overflows is infinite before it is anything else.
+    Per-client tensors are checked for infinities only: NaN marks elements that a client has never trained, and an overflowing
+    sum becomes infinite before it becomes NaN.
     """
     touched = (state.clients.find(name, client) for name, client in saved["clients"])
     if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):
@@ -52,7 +52,7 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 
 
 def is_ruined(state: GlobalState) -> bool:
-    """Check whether the global model's parameters are not finite, or so large that honest training may not be."""
+    """Check whether the global parameters are not finite, or so large that honest training may overflow."""
     for entry in state.submodels.layout(part="trained").entries:
         if entry.name in state.submodels.parameter_names and is_merged(entry.dtype):
             most = min(RUINED, torch.finfo(entry.dtype).max / 10)

@@ -1,4 +1,4 @@
-"""Who is there, who works on what, who may work next: the coordinator's books on clients and assignments."""
+"""Track which clients are present, what each works on, and who may work next."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from raafl.core.types import Assignment, ClientInfo
 
 
 class Roster:
-    """Clients and their assignments. A client is idle, drawn (to start as soon as it may), at work, or reported.
+    """Clients and their assignments. Each client is idle, drawn (about to start), at work, or has reported.
 
     Attributes:
-        clients: all that have joined and are not lost, by id, but for those kept out.
-        kept_out: who is there and may not take part yet, by id.
-        said_bytes: memory that each client has said it has, where a task has shown that it is less.
-        active: assignments that are out, by id.
-        late: those of them that a round was closed without, where their updates are refused.
-        idle: who could be drawn.
-        drawn: who has been drawn to start as soon as concurrency allows, in order.
-        busy: what each client works on, by assignment id.
-        tasks: how many tasks each client has had.
-        joins: how often each client has joined: the incarnation of its next life.
-        last_id: the newest assignment's id; ids count from 1.
+        clients: id -> every client that joined and is neither lost nor suspended.
+        kept_out: id -> suspended clients that are still connected.
+        said_bytes: client -> memory that it declared, where a task showed that it has less.
+        active: assignment id -> assignments that are out.
+        late: ids of active assignments whose round closed without them; their updates are refused.
+        idle: clients that can be drawn.
+        drawn: clients drawn to start as soon as concurrency allows, in order.
+        busy: client -> id of the assignment it works on.
+        tasks: client -> number of tasks it has had.
+        joins: client -> how often it joined, which is its next incarnation.
+        last_id: id of the newest assignment; ids count from 1.
     """
 
     def __init__(self) -> None:
@@ -43,28 +43,28 @@ class Roster:
 
     @property
     def num_out(self) -> int:
-        """Tasks that may still report: those out, and those drawn to start."""
+        """Tasks that may still report: active ones, and clients drawn to start."""
         return self.num_at_work + len(self.drawn)
 
     @property
     def num_at_work(self) -> int:
-        """Tasks that are out, but for late ones: who never answers takes nobody's place."""
+        """Active tasks without late ones, so that a client that never answers does not block a place."""
         return len(self.active) - len(self.late)
 
     @property
     def middle(self) -> int:
-        """The lower median of the clients' numbers of samples."""
+        """Lower median of the clients' numbers of training samples."""
         if self._middle is None:
             self._middle = statistics.median_low(client.num_samples for client in self.clients.values())
         return self._middle
 
     def find(self, client: int) -> ClientInfo | None:
-        """Return a client that is there, kept out or not; None = it is not."""
+        """Return a client that is present, suspended or not, or None."""
         return self.clients.get(client) or self.kept_out.get(client)
 
     @property
     def out(self) -> list[ClientInfo]:
-        """Clients at work, then those drawn to start."""
+        """Clients at work, followed by those drawn to start."""
         at_work = [client for client, number in self.busy.items() if number not in self.late]
         return [self.clients[client] for client in (*at_work, *self.drawn)]
 
@@ -76,14 +76,14 @@ class Roster:
         self.idle.add(client.id)
 
     def keep_out(self, client: ClientInfo, said_bytes: float | None = None) -> None:
-        """Add a client that may not take part yet; ``said_bytes`` is remembered of it."""
+        """Add a suspended client; ``said_bytes`` is the memory it had declared, to be restored later."""
         self.kept_out[client.id] = client
         if said_bytes is not None:
             self.said_bytes[client.id] = said_bytes
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
 
     def drop(self, client: int) -> Assignment | None:
-        """Forget a client and return what it was working on, now off the books."""
+        """Remove a client; return the assignment that it was working on, which is no longer active, or None."""
         del self.clients[client]
         self.said_bytes.pop(client, None)
         self._middle = None
@@ -96,31 +96,31 @@ class Roster:
         return assignment
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
-        """Let ``sample`` choose among the idle; return whether it chose anybody."""
+        """Let ``sample`` choose among idle clients; return whether it chose any."""
         chosen = sample.draw(self.idle, self.num_out, rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
-        """Remove and return the next client drawn, if one more may work."""
+        """Remove and return the next drawn client if ``concurrency`` allows one more at work, else None."""
         if not self.drawn or (concurrency is not None and self.num_at_work >= concurrency):
             return None
         return self.clients[self.drawn.popitem(last=False)[0]]
 
     def number(self, client: int) -> tuple[int, int]:
-        """Return the id and the task number of the next assignment, to ``client``."""
+        """Return the id and the task number of the next assignment for ``client``."""
         self.last_id += 1
         task = self.tasks[client]
         self.tasks[client] += 1
         return self.last_id, task
 
     def start(self, assignment: Assignment) -> None:
-        """Put an assignment on the books."""
+        """Record an assignment as active."""
         self.active[assignment.id] = assignment
         self.busy[assignment.client] = assignment.id
 
     def release(self, assignment: Assignment, *, back: bool) -> None:
-        """Take an assignment off the books; ``back`` makes its client idle at once."""
+        """Remove an assignment from the active ones; ``back`` makes its client idle at once."""
         del self.active[assignment.id]
         self.late.discard(assignment.id)
         self.busy.pop(assignment.client, None)
@@ -128,6 +128,6 @@ class Roster:
             self.idle.add(assignment.client)
 
     def readmit(self, client: int) -> None:
-        """Make a client that has reported idle, if it is still there and not at work again."""
+        """Make a client that has reported idle, if it is present and not at work again."""
         if client in self.clients and client not in self.busy:
             self.idle.add(client)

@@ -1,4 +1,4 @@
-"""Which idle clients work now?"""
+"""Answer the first of the five questions: which idle clients work now?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raafl.errors import positive
 
 
 class IdlePool:
-    """Clients without work: adding, removing and drawing at random each cost the same however many there are."""
+    """Set of idle clients in which adding, removing and drawing at random take constant time."""
 
     def __init__(self) -> None:
         self._order: list[int] = []
@@ -43,7 +43,7 @@ class IdlePool:
             self._place[last] = place
 
     def draw(self, num: int, rng: random.Random) -> list[int]:
-        """Remove and return ``num`` clients drawn uniformly without replacement, in the order drawn."""
+        """Remove and return ``num`` clients, drawn uniformly without replacement, in the order drawn."""
         drawn = []
         for _ in range(min(num, len(self._order))):
             client = self._order[rng.randrange(len(self._order))]
@@ -52,7 +52,7 @@ class IdlePool:
         return drawn
 
     def take_all(self) -> list[int]:
-        """Remove and return everyone, in the order of their ids."""
+        """Remove and return all clients, ordered by id."""
         everyone = sorted(self._order)
         self._order.clear()
         self._place.clear()
@@ -61,12 +61,12 @@ class IdlePool:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Part):
-    """All idle clients, or a cohort drawn uniformly; so many at work at a time.
+    """Start all idle clients, or a cohort drawn uniformly, with a limit on how many work at once.
 
     Attributes:
-        cohort: clients drawn whenever work starts, those still at work included; None = everyone idle. Where clients
-            start again at each arrival this many are kept at work.
-        concurrency: how many may be at work at a time; the rest of a cohort waits its turn. None = no cap.
+        cohort: clients drawn whenever work starts, including those still at work; None = every idle client. Where clients
+            restart at each arrival, this many are kept at work.
+        concurrency: clients at work at once; the rest of a cohort waits. None = no limit.
     """
 
     cohort: int | None = None
@@ -77,17 +77,17 @@ class Sample(Part):
         positive("concurrency", self.concurrency, optional=True)
 
     def most_at_work(self, num_clients: int) -> int:
-        """Count the clients, of so many, that may be at work at a time."""
+        """Return how many of ``num_clients`` clients may be at work at once."""
         return min([num_clients, *(limit for limit in (self.cohort, self.concurrency) if limit is not None)])
 
     def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:
         """Remove from ``idle`` and return the clients to start.
 
         Args:
-            idle: who could work.
+            idle: clients that could work.
             num_busy: clients at work or already drawn.
             rng: the run's generator.
-            rolling: clients start again at each arrival, so only as many are drawn as may start at once: each free
+            rolling: whether clients restart at each arrival; then only as many are drawn as may start at once, so that each free
                 place is filled by a uniform draw.
         """
         limit = self.cohort

@@ -1,7 +1,7 @@
-"""The coordinator's memory as plain data and tensors, for checkpoints, and back.
+"""Convert the coordinator's state to plain data and tensors for checkpoints, and back.
 
-What is saved is all that decides what happens next: clients, assignments, counters, buffers, the merge's memory, the
-generator. Restored into a fresh coordinator of the same config, the same events give the same actions and model.
+Everything that decides what happens next is saved: clients, assignments, counters, buffers, the merge's memory, the random
+generator. Restored into a new coordinator of the same config, the same events give the same actions and the same model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CPU = torch.device("cpu")
 
 
 def to_plain(value: Any) -> Any:
-    """Return ``value`` as dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
+    """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
 
     Raises:
-        TypeError: it holds something that has no such form.
+        TypeError: a type in it has no such form.
     """
     match value:
         case None | bool() | int() | float() | str():
@@ -49,7 +49,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(data: Any, device: torch.device = _CPU) -> Any:
-    """Restore the value that `to_plain` was given; what did not lie on the CPU comes to lie on ``device``."""
+    """Restore a value from `to_plain`; tensors that were not on the CPU are placed on ``device``."""
     if isinstance(data, list):
         return [from_plain(item, device) for item in data]
     if not isinstance(data, dict):
@@ -83,7 +83,7 @@ def _counters(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def save(coordinator: Coordinator) -> dict[str, Any]:
-    """Return all but the model's values, which are saved beside it."""
+    """Return the coordinator's state without the model's values, which are saved separately."""
     roster, state = coordinator.roster, coordinator.state
     version, internal, gauss = coordinator.rng.getstate()
     return {
@@ -107,7 +107,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
-    """Put what `save` returned into a fresh coordinator, in place; its values are restored apart."""
+    """Load what `save` returned into a new coordinator, in place; the model's values are restored separately."""
     roster, state = coordinator.roster, coordinator.state
     for name, owner in _counters(coordinator).items():
         setattr(owner, name, data[name])

@@ -1,4 +1,4 @@
-"""What clients are sent: submodel values cut from the global state, kept as they were while a task needs them."""
+"""Copy the values that clients receive from the global state, and share the copies between tasks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 
 class Snapshots:
-    """Payloads as they were at assignment: one copy for all tasks of the same version and spec, but where each has its own.
+    """Values as they were when tasks were assigned: one copy for all tasks of the same version and spec.
 
-    Storage that has been given back is used again: allocating it anew costs more than filling it.
+    Merges with `Merge.personalize` get a copy for each task. Released storage is reused, since allocating costs more than copying.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -21,7 +21,7 @@ class Snapshots:
         self._free: dict[Layout, list[FlatTensors]] = {}
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return the values to send; they stay as they are, however the state goes on, until given back."""
+        """Return the values to send for ``assignment``; they stay unchanged until `give_back`, whatever happens to the state."""
         if self._merge.personalizes:
             return self._own(assignment)
         if assignment.version != self._version:
@@ -57,17 +57,17 @@ class Snapshots:
             self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 
     def adopt(self, snapshot: FlatTensors) -> FlatTensors:
-        """Take over a restored snapshot that no task uses yet."""
+        """Register a restored snapshot that no task uses yet."""
         self._users[id(snapshot)] = 0
         return snapshot
 
     def share(self, snapshot: FlatTensors) -> FlatTensors:
-        """Say that one more task needs ``snapshot``."""
+        """Count one more task that uses ``snapshot``."""
         self._users[id(snapshot)] += 1
         return snapshot
 
     def give_back(self, snapshot: FlatTensors) -> None:
-        """Say that one task no longer needs ``snapshot``."""
+        """Count one task fewer that uses ``snapshot``; reuse its storage when none is left."""
         self._users[id(snapshot)] -= 1
         if not any(snapshot is current for current in self._current.values()):
             self._recycle(snapshot)

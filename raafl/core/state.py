@@ -1,4 +1,4 @@
-"""The global model: its values, its version, how often each region was merged, and what the merge remembers."""
+"""Hold the global model: its values, version, merges of each region, and the merge's memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from raafl.submodel import FlatTensors, Submodels
 
 @dataclass(slots=True)
 class GlobalState:
-    """The server's model. Updated in place by the coordinator's merges; everyone else reads or copies.
+    """The server's model. Merges change it in place; everything else reads or copies it.
 
     Attributes:
         submodels: axes, layouts and costs of the model.
         values: every parameter and buffer, in flat storage.
         version: number of merges so far, t.
-        counts: merges per region, q(j).
-        memory: what the merge keeps between updates (accumulators, server optimiser moments).
-        clients: what is kept for each client.
-        num_clients: of the run.
-        scratch: storage that a merge has used and will use again; nothing in it is meant to be read, or saved.
+        counts: region -> merges that covered it, q(j).
+        memory: the merge's state between updates, such as accumulators and moments of a server optimiser.
+        clients: tensors stored for each client.
+        num_clients: N.
+        scratch: storage that merges reuse; its contents are never read or saved.
     """
 
     submodels: Submodels

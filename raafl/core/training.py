@@ -1,4 +1,4 @@
-"""The run's own setting of what clients do; importing it costs no torch."""
+"""Define the run's setting of local work; importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WARMUP_FROM = 0.1
 
 
 class Amount(Protocol):
-    """The length of a task: the fields of a `raafl.core.types.Work` that set it."""
+    """Length of a task: the fields of `raafl.core.types.Work` that set it."""
 
     @property
     def num_epochs(self) -> int | None:
@@ -27,18 +27,18 @@ class Amount(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How much every client trains unless its assignment says otherwise: the run's own setting.
+    """Local work of every client, unless its assignment says otherwise.
 
     Attributes:
         num_epochs: local epochs E over the client's data.
-        num_steps: local steps T instead of epochs; where both are given, these count.
-        batch_size: None = the datamodule's.
-        lr_schedule: how the learning rate of tasks changes over the run: a task's optimizer has its own rate times the
-            schedule's factor when the task is handed out. A scheduler of the module starts anew in each task.
-        lr_versions: versions over which it goes from 1 to ``lr_final``; None = it goes by ``lr_time_s``.
-        lr_time_s: seconds of the run's clock over which it goes there; None = it goes by ``lr_versions``.
-        lr_warmup: share of these in which the factor rises linearly from 0.1 to 1 before.
-        lr_final: factor at the end and from then on.
+        num_steps: local steps T instead of epochs; takes precedence where both are given.
+        batch_size: local batch size; None = the datamodule's.
+        lr_schedule: how the learning rate changes over the run. A task's optimizer has its own rate times the schedule's factor at
+            the time of assignment; a scheduler of the module restarts in each task.
+        lr_versions: versions over which the factor goes from 1 to ``lr_final``; None = ``lr_time_s`` counts.
+        lr_time_s: seconds of the run's clock over which it does; None = ``lr_versions`` counts.
+        lr_warmup: fraction of these over which the factor first rises linearly from 0.1 to 1.
+        lr_final: factor at the end and afterwards.
     """
 
     num_epochs: int | None = 1
@@ -76,11 +76,11 @@ class Training:
             raise BadInput(f"train.lr_time_s is {self.lr_time_s}: give seconds above 0")
 
     def lr_scale(self, version: int, now_s: float) -> float:
-        """Return the factor of the learning rate of a task that is handed out now; 1 without a schedule.
+        """Return the learning-rate factor of a task that is assigned now; 1 without a schedule.
 
         Args:
             version: of the global model.
-            now_s: seconds on the run's clock.
+            now_s: seconds of the run's clock.
         """
         if self.lr_schedule == "constant":
             return 1.0
@@ -92,7 +92,7 @@ class Training:
         return self.lr_final + (1 - self.lr_final) * left
 
     def samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
-        """Count the samples that ``work`` processes on a client with ``num_samples``."""
+        """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples."""
         steps = work.num_steps if work.num_steps is not None else self.num_steps
         if steps is not None and work.num_epochs is None:
             return steps * min(batch_size, num_samples)

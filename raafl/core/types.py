@@ -1,6 +1,6 @@
-"""Records that cross a boundary: what clients are, what they are asked, what they answer, what happens when.
+"""Define the records of a run: clients, work, assignments, updates, events and actions.
 
-Times are seconds on the runtime's clock since the run began: virtual when simulated, else the wall clock.
+Times are seconds on the run's clock since its start: virtual time in a simulation, else the wall clock.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ NUM_TESTED = "test/num_samples"
 
 
 class Warn(str):
-    """A note that the run may not be what was asked for: said as a warning, kept in the summary, an error with `strict`."""
+    """A note that the run may not do what the user meant: shown as a warning, kept in the summary, an error with ``strict``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """What the server knows of one client.
+    """What the server knows of a client.
 
     Attributes:
         id: 1..N; the rank under torchrun.
-        num_samples: size of the client's training data, |D_n|.
-        profile: what its device and link can do.
-        incarnation: how often it has joined before; separates a client that came back from the one that was lost.
-        own_data: it trains on data that only it has, not on its share of the run's.
+        num_samples: number of training samples, |D_n|.
+        profile: speed, memory and link of its device.
+        incarnation: how often it joined before; tells a client that came back from the one that was lost.
+        own_data: whether it trains on data of its own instead of its share of the run's.
     """
 
     id: int
@@ -54,14 +54,14 @@ class ClientInfo:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A `select` part's answer: which submodel, and how much work on it.
+    """A `select` part's answer: the submodel of a client, and how much to train it.
 
     Attributes:
         spec: the submodel.
-        region: index j of the region whose merges q(j) this work counts towards (0 for a whole model).
-        num_epochs: local epochs; None = the run's own setting.
-        num_steps: local steps; None = the run's own setting.
-        extra: what the local part is to be told beside this: small plain data, as JSON can say it.
+        region: index j of the region whose merges q(j) this work counts towards; 0 for a whole model.
+        num_epochs: local epochs; None = the run's setting.
+        num_steps: local steps; None = the run's setting.
+        extra: small plain data for the local part, as JSON can hold it.
     """
 
     spec: Spec = FULL
@@ -73,16 +73,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One task: train this submodel of that version for so long, from this seed.
+    """One task: train this submodel of that version, for this long, from this seed.
 
     Attributes:
         id: unique in the run, counted from 1.
-        client: who; incarnation: in which of its lives.
-        task: how many tasks this client had before.
-        version: global version tau the submodel is cut from.
-        seed: decides data order, dropout and every other draw of the task.
-        pace_s: in a wall-clock run, the least time the task may take (an emulated slow device); 0 = as fast as it goes.
-        lr_scale: factor of the optimizer's learning rate, by the run's schedule.
+        client: id of the client.
+        incarnation: of the client.
+        task: number of tasks that the client had before.
+        version: global version tau from which the submodel is cut.
+        seed: determines data order, dropout and every other draw of the task.
+        pace_s: least duration of the task in a wall-clock run, to emulate a slow device; 0 = as fast as possible.
+        lr_scale: factor on the optimizer's learning rate, from the run's schedule.
         extra: for the local part, see `Work.extra`.
     """
 
@@ -104,18 +105,18 @@ class Assignment:
 
 @dataclass(slots=True)
 class Update:
-    """A client's answer. The tensors are only lent: they may be overwritten once `Coordinator.handle` has returned.
+    """A client's answer. Its tensors are borrowed: they may be overwritten once `Coordinator.handle` has returned.
 
     Attributes:
-        tensors: trained values, or trained minus received ones, as the algorithm's merge asks (`Merge.sends`); until the
-            coordinator has looked at it, with the bundles behind them (`raafl.core.payload`).
-        num_samples: training samples processed per epoch, |D_n|; the weight of the update in a mean.
-        metrics: means over the task of the training loss and of what the module logged.
-        train_s: seconds the client spent in the task, on the runtime's clock.
+        tensors: trained values, or their difference from the received ones (`Merge.sends`); followed by the bundles until the
+            coordinator has split them off (`raafl.core.payload`).
+        num_samples: training samples per epoch, |D_n|; weight of the update in a mean.
+        metrics: means over the task of the training loss and of everything that the module logged.
+        train_s: seconds of the task on the client, on the run's clock.
         fingerprint: hex digest of the tensors' bytes, for the journal.
-        extra: what the local part tells the merge beside the tensors: small plain data, as JSON can say it. It comes from
-            the client: a merge that uses it looks at it in `Merge.reject_reason`.
-        bundles: what the local part sends beside the values, `Local.up`, by name; lent as the tensors are.
+        extra: small plain data of the local part for the merge. The client chose it: a merge that uses it checks it in
+            `Merge.reject_reason`.
+        bundles: tensors that the local part sends beside the values (`Local.up`), by name; borrowed as well.
     """
 
     assignment: int
@@ -139,23 +140,25 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A client is there and idle."""
+    """Event: a client is present and idle."""
 
     client: ClientInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An update has come in whole."""
+    """Event: an update arrived completely."""
 
     update: Update
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A client is gone, with whatever it was working on; ``failure`` is what it said of the user's code, if that is why.
+    """Event: a client is gone, and with it the task it was working on.
 
-    ``counts``: it let a task's time go by without an answer, which counts as a refused update does.
+    Attributes:
+        failure: error of the user's code on the client, if that is why; None otherwise.
+        counts: whether the client let a task's deadline pass, which counts like a refused update.
     """
 
     client: int
@@ -167,14 +170,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A timer set by `SetTimer` is due."""
+    """Event: a timer of `SetTimer` is due."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The runtime wants the run to end: a target was met, time is up, the user asked."""
+    """Event: the runtime ends the run, because of a target, a limit, or the user."""
 
     reason: str
 
@@ -187,14 +190,14 @@ Event = Joined | Arrived | Lost | Timer | Stop
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Send this assignment with its submodel, cut from the state as it is now."""
+    """Action: send this assignment with its submodel, cut from the state as it is now."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Send `Timer(id)` at this time."""
+    """Action: deliver `Timer(id)` at this time."""
 
     id: int
     at: float
@@ -202,25 +205,25 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Measure the global model as it is now."""
+    """Action: evaluate the global model as it is now."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Save the state as it is now."""
+    """Action: save the state as it is now."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """An assignment has met its end; said exactly once for each.
+    """Action: record the end of an assignment; issued exactly once for each.
 
     Attributes:
         outcome: merged, refused:REASON, lost:REASON or unused.
-        version: global version after the merge, or at the time.
+        version: global version after the merge, or at that time.
         staleness: merges between the assignment's version and its own merge, t - tau.
     """
 
@@ -234,7 +237,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Let a client go that no work suits, or whose words raised ``error``; it is in the fleet no more."""
+    """Action: disconnect a client that no submodel fits, or whose data raised ``error``; it is no longer present."""
 
     client: int
     incarnation: int
@@ -244,7 +247,7 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """A client whose updates were refused too often in a row is asked for nothing until then; it may stay connected."""
+    """Action: assign nothing to a client until then, since its updates were refused too often; it may stay connected."""
 
     client: int
     until: float
@@ -253,14 +256,14 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The run cannot go on: save it as it is, then send `Stop` with this reason."""
+    """Action: save the state, then send `Stop` with this reason, since the run cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over; nothing more will be asked."""
+    """Action: end the run; no further action follows."""
 
     reason: str
 
@@ -276,19 +279,19 @@ RESTART = "restart"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the run starts, measures, saves and ends.
+    """When the run starts, evaluates, saves and ends.
 
     Attributes:
-        min_clients: work starts once this many have joined.
-        count_lost: those lost before the start count as joined, since they cannot come back.
-        max_updates: end after this many merged updates.
-        max_time_s: end at this time.
+        min_clients: clients that must have joined before work starts.
+        count_lost: whether clients lost before the start count as joined, since they cannot come back.
+        max_updates: end after this many merged updates; None = no limit.
+        max_time_s: end at this time; None = no limit.
         eval_every: versions between evaluations.
         checkpoint_every: versions between checkpoints; None = only at the end.
-        num_clients: of the run; it fails for refused updates only when so many have taken part, and all of them are bad.
-        max_weight: a client's own data weigh no more than so many times the (lower) median of the clients there; None =
-            whatever it says. A share of the run's data is bounded by what was dealt.
-        max_refused: updates of one client refused in a row, after which it is kept out for a while, growing.
+        num_clients: N; the run fails for refused updates only when all N have taken part and all are refused.
+        max_weight: bound on the weight of a client with own data, as a multiple of the lower median of the present clients'
+            samples; None = no bound. Other clients cannot claim more than their share.
+        max_refused: refusals in a row after which a client is suspended.
     """
 
     min_clients: int = 1
@@ -303,6 +306,6 @@ class Limits:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on every part, e.g. (run seed, client, task number)."""
+    """Return a 63-bit seed that depends on every part, such as (run seed, client, task number)."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

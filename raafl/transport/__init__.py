@@ -1,8 +1,8 @@
 # mypy: implicit-reexport
 # ruff: noqa: F401
-"""The wire: frames, pairs that carry them, and transports that make pairs. Nothing received is executed or evaluated.
+"""Carry messages between processes: frames, connections that carry them, and transports that open connections.
 
-A new transport is a subclass of `Transport` with a line in `TRANSPORTS`, by whose name commands find it.
+Nothing received is executed or evaluated. A new transport is a subclass of `Transport` with an entry in `TRANSPORTS`.
 """
 
 from __future__ import annotations

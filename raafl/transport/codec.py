@@ -58,7 +58,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Purpose of a message; `raafl.runtime.protocol` lists who sends which."""
 
     HELLO = 1
     WELCOME = 2
@@ -84,11 +84,11 @@ class Message:
     """One message, sent or received.
 
     Attributes:
-        kind: what it is for.
+        kind: its purpose.
         assignment: id of the assignment it belongs to; 0 = none.
-        incarnation: which life of the client it belongs to.
-        meta: a JSON object (finite numbers, string keys).
-        tensors: what it carries. Received: the very object that `Expect` returned.
+        incarnation: of the client it belongs to.
+        meta: a JSON object with string keys and finite numbers.
+        tensors: its payload; of a received message, the object that `Expect` returned.
     """
 
     kind: Kind
@@ -99,13 +99,13 @@ class Message:
 
 
 class Refused(Exception):
-    """A message that may not be used.
+    """A message that must not be used.
 
     Attributes:
-        reason: a short kebab-case name, fit for counting: bad-magic, bad-version, bad-kind, bad-length, bad-json,
-            bad-checksum, wrong-layout, non-finite, too-large, or what an `Expect` chose.
+        reason: short kebab-case name that can be counted: bad-magic, bad-version, bad-kind, bad-length, bad-json, bad-checksum,
+            wrong-layout, non-finite, too-large, or one chosen by an `Expect`.
         detail: what was found, for a log.
-        message: the refused message without its tensors, where its header and JSON were sound.
+        message: the message without its tensors, where header and JSON were valid.
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
@@ -117,7 +117,7 @@ class Refused(Exception):
 
 
 class Expect(Protocol):
-    """Called with a checked header and JSON; says where the tensors may go, or raises `Refused`."""
+    """Callback that decides where a message's tensors go: called with its kind, assignment and meta, may raise `Refused`."""
 
     def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
         """Return a buffer whose dtypes and lengths are those declared, or None for a message without tensors."""
@@ -126,7 +126,7 @@ class Expect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fixed part of a frame, checked."""
+    """Validated fixed part of a frame."""
 
     kind: Kind
     assignment: int
@@ -145,7 +145,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The JSON section, checked: the meta object and the declared (dtype, numel) of each buffer."""
+    """Validated JSON section: the meta object, and the declared (dtype, numel) of each buffer."""
 
     meta: dict[str, Any]
     buffers: tuple[tuple[torch.dtype, int], ...]
@@ -158,21 +158,21 @@ class Checksum:
         self._hash = xxhash.xxh3_64()
 
     def update(self, data: memoryview) -> None:
-        """Take in the next bytes."""
+        """Add the next bytes."""
         self._hash.update(data)
 
     def footer(self) -> bytes:
-        """Return the 8 bytes that end a frame."""
+        """Return the 8 bytes that end the frame."""
         return _CHECKSUM.pack(self._hash.intdigest())
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a 1-D contiguous tensor as uint8, without a copy."""
+    """Return the bytes of a contiguous 1-D tensor as uint8, without a copy."""
     return tensor.detach().view(torch.uint8)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a 1-D contiguous CPU tensor as a memoryview, without a copy."""
+    """Return the bytes of a contiguous 1-D CPU tensor as a memoryview, without a copy."""
     array: Any = byte_view(tensor).numpy()
     return memoryview(array)
 
@@ -185,15 +185,15 @@ def declared(tensors: FlatTensors | None) -> tuple[tuple[torch.dtype, int], ...]
 
 
 def num_payload_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
-    """Return the bytes that buffers of (dtype, numel) take on the wire."""
+    """Return how many bytes buffers of these (dtype, numel) take on the wire."""
     return sum(numel * dtype.itemsize for dtype, numel in buffers)
 
 
 def encode_head(message: Message) -> bytes:
-    """Return the header and JSON section of a message.
+    """Encode header and JSON section of a message.
 
     Raises:
-        ValueError: the meta is not JSON, too long or too deep, or an id or a dtype has no place on the wire.
+        ValueError: the meta is not JSON, too long or too deep, or an id or dtype cannot be encoded.
     """
     buffers = declared(message.tensors)
     for dtype, _ in buffers:
@@ -217,7 +217,7 @@ def encode_head(message: Message) -> bytes:
 
 
 def decode_header(data: bytes | memoryview) -> Header:
-    """Return the header in the first 56 bytes.
+    """Decode the first 56 bytes of a frame.
 
     Raises:
         Refused: bad-length, bad-magic, bad-version, bad-checksum, bad-kind or bad-flags; nothing was allocated.
@@ -245,10 +245,10 @@ def decode_header(data: bytes | memoryview) -> Header:
 
 
 def decode_body(header: Header, data: bytes | memoryview) -> Body:
-    """Return the JSON section that ``header`` announces.
+    """Decode the JSON section that ``header`` announces.
 
     Raises:
-        Refused: bad-length, bad-checksum, bad-json, bad-dtype.
+        Refused: bad-length, bad-checksum, bad-json or bad-dtype.
     """
     text = bytes(data)
     if len(text) != header.json_bytes:
@@ -274,7 +274,7 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
 
 
 def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
-    """Ask ``expect`` where the tensors go and check that they fit there; raises `Refused` carrying the message."""
+    """Ask ``expect`` where the tensors go, and check that they fit there; raises `Refused` with the message attached."""
     try:
         target = expect(header.kind, header.assignment, body.meta)
         if declared(target) != body.buffers:
@@ -286,12 +286,12 @@ def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
 
 
 def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) -> Message:
-    """Return the message that a header, a meta object and the received tensors make."""
+    """Assemble the message from its header, meta object and received tensors."""
     return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
 
 
 def read_payload(header: Header, body: Body, data: memoryview, target: FlatTensors) -> None:
-    """Check the payload and footer in ``data``, then copy the payload into ``target``, which may be on any device."""
+    """Verify payload and footer in ``data``, then copy the payload into ``target``, which may be on any device."""
     end = header.payload_bytes
     if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data[:end])) != data[end:]:
         raise Refused("bad-checksum", "payload", finish(header, body.meta, None))

@@ -1,4 +1,4 @@
-"""Two ends that exchange messages: the interface, and what goes wrong."""
+"""Define a connection between two processes that exchange messages, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAIN_BYTES = 1 << 30
 
 
 class PeerLost(ConnectionError):
-    """The other end is gone, or this end was closed; the pair is closed now.
+    """The peer is gone, or this end was closed; the connection is closed.
 
     Attributes:
         reason: connection-closed, connection-reset, connection-broken, connection-refused, or closed-here.
@@ -24,15 +24,17 @@ class PeerLost(ConnectionError):
 
 
 class PeerTimeout(TimeoutError):
-    """The other end did nothing until the deadline; the pair is closed now."""
+    """The peer did nothing until the deadline; the connection is closed."""
 
 
 class Connection(ABC):
-    """One session with one peer. At most one thread sends and one receives at a time; any thread may close.
+    """One session with one peer.
+
+    Threads: at most one sends and at most one receives at a time; any thread may close.
 
     Attributes:
-        received_bytes: bytes on the wire of the last message received, refused ones included.
-        closed: whether the pair has ended; every error but some `Refused` ends it.
+        received_bytes: size on the wire of the last received message, refused ones included.
+        closed: whether the session has ended; every error ends it, except `Refused` for a message that was read to its end.
     """
 
     received_bytes: int = 0
@@ -40,36 +42,44 @@ class Connection(ABC):
 
     @abstractmethod
     def send(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message and return its bytes on the wire; the tensors may be changed once it has returned.
+        """Send a message; return its bytes on the wire. The tensors may be changed afterwards.
 
-        A long message is waited for until the peer receives it. ``timeout_s`` is how long the peer may take to
-        accept the next piece; the pair's own if None. Raises `PeerLost`, `PeerTimeout`; ValueError, and nothing
-        was sent, when the message cannot be encoded.
+        A long message returns only once the peer has received it.
+
+        Args:
+            message: to send.
+            timeout_s: seconds in which the peer must accept each piece; None = the connection's own.
+
+        Raises:
+            PeerLost: the peer is gone.
+            PeerTimeout: the peer accepted nothing in time.
+            ValueError: the message cannot be encoded; nothing was sent.
         """
 
     @abstractmethod
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
-        """Wait up to ``timeout_s`` for the next message and receive it.
+        """Wait for the next message and receive it.
 
-        ``expect(kind, assignment, meta)`` is called in this thread after header and JSON were checked and before any
-        long payload is received; it returns where the payload goes (None: there is none) or raises `Refused`. Until
-        this returns, what it returned must not be used. Each further piece must come within the pair's own timeout.
-        With ``finite``, a NaN or an infinity among the tensors is refused as non-finite.
+        Args:
+            expect: called on this thread after header and JSON were checked and before a long payload is received; returns the
+                storage for the payload (None = no payload), or raises `Refused`. The storage must not be used until this returns.
+            timeout_s: seconds until the message begins; each further piece has the connection's own timeout.
+            finite: refuse NaN and infinity among the tensors as non-finite.
 
         Raises:
-            Refused: the message may not be used and was read to its end; the buffer's content is undefined, the next
-                message can be received. Only when the message's end cannot be known, or is too far away, is the pair
-                `closed` with it.
-            PeerLost: at once when the peer is gone. PeerTimeout: at the deadline. The pair is closed with both.
+            Refused: the message must not be used; the storage's content is undefined. The next message can be received, unless the
+                end of this one is unknown or too far away: then the connection is `closed`.
+            PeerLost: the peer is gone; raised at once.
+            PeerTimeout: the deadline passed.
         """
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer is known to be gone; asks nothing of it, for an end that neither sends nor waits."""
+        """Raise `PeerLost` if the peer is known to be gone, without sending anything; for an end that is idle."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """End the session and release its threads and sockets; a waiting thread is woken by `PeerLost`. Idempotent."""
+        """End the session and release threads and sockets; a waiting thread gets `PeerLost`. Idempotent."""
 
     def __enter__(self) -> Self:
         """Return the pair, to be closed at the end of the block."""

@@ -1,4 +1,4 @@
-"""Messages over a stream of bytes: the codec's frames, one after the other, tensors read and written in place."""
+"""Read and write the codec's frames on a stream of bytes; tensors are transferred in place."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SCRATCH_BYTES = 64 << 10
 
 
 class Frames:
-    """Sends and receives messages over a `Stream`; one of each at a time.
+    """Messages on a `Stream`; one is sent and one received at a time.
 
     Attributes:
-        in_step: whether the reading side stands at the beginning of a message; otherwise nothing more can be read.
-        staging: what tensors on another device pass through.
+        in_step: whether the read position is at the start of a message; if not, nothing more can be read.
+        staging: pinned memory for tensors on another device.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -35,7 +35,7 @@ class Frames:
         self.staging = StagingRings()
 
     def send(self, head: bytes, tensors: FlatTensors | None) -> int:
-        """Send a message of which `codec.encode_head` has made the head; return its bytes on the wire."""
+        """Send a message whose head is encoded already (`codec.encode_head`); return its bytes on the wire."""
         before = self._stream.num_written
         parts: list[memoryview | bytes] = [head]
         if tensors is not None and codec.declared(tensors):
@@ -54,7 +54,7 @@ class Frames:
         return self._stream.num_written - before
 
     def receive(self, expect: Expect, finite: bool) -> Message:
-        """Receive a message; raises as `Connection.recv`. After `Refused`, `in_step` says whether another can follow."""
+        """Receive a message; raises like `Connection.recv`. After `Refused`, `in_step` says whether another can follow."""
         self.in_step = False
         self._stream.read_into(self._header)
         header = codec.decode_header(self._header)

@@ -1,9 +1,9 @@
-"""A pair over a two-rank Gloo process group: one per client session, so that a dead peer breaks nothing else.
+"""Connect two ranks by a Gloo process group of their own, so that a dead peer breaks no other session.
 
-A frame of at most `FIRST_BYTES` is one Gloo message. A longer one is its first `FIRST_BYTES` without payload, the rest
-of its JSON section, the payload in pieces, and the checksum. Each end keeps the receive of the next first message
-posted, so a short message needs no rendezvous. Gloo takes a message shorter than the posted receive; a longer one ends
-the receiving process (an enforce in Gloo's own thread), so both ends must be raafl's: prove the shared secret first.
+A frame of at most `FIRST_BYTES` is one Gloo message. A longer one is its first `FIRST_BYTES` without payload, the rest of its
+JSON section, the payload in pieces, and the checksum. Each end keeps the receive of the next first message posted, so a short
+message needs no rendezvous. Gloo accepts a message shorter than the posted receive; a longer one terminates the receiving
+process (an enforce in Gloo's own thread), so both ends must run raafl on a trusted network.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GlooConnection(Connection):
     """Messages over Gloo; CUDA tensors pass through one pinned buffer of 24 MiB per direction in use."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
-        """Take over a two-rank ProcessGroupGloo; use `connect`."""
+        """Wrap a two-rank ProcessGroupGloo; use `connect` instead."""
         self.timeout_s, self.drain_bytes = timeout_s, DRAIN_BYTES
         self._group: Any = group
         self._peer = 1 - rank
@@ -286,7 +286,7 @@ def _num_in_flight(staging: Staging | None) -> int:
 
 
 def cloned(store: Store) -> Store:
-    """Return a store of one's own with the same content: one that waits, in C++, blocks its other users."""
+    """Return a second handle on the same store, since a handle that waits (in C++) blocks all its other users."""
     with suppress(AttributeError, RuntimeError, NotImplementedError):
         return store.clone()
     return store

@@ -1,7 +1,7 @@
-"""A pair whose tensors go from GPU to GPU over NCCL, for who asks for it; and the choice between pairs.
+"""Transfer tensors from GPU to GPU over NCCL where asked for, and decide whether two devices can use it.
 
-Control frames and short messages go over Gloo, which also notices a dead peer; NCCL alone would wait for it for ever.
-Whether NCCL joins the two ends is tried before the first payload: what does not work is found out while Gloo still does.
+Control frames and short messages use Gloo, which also detects a dead peer; NCCL alone would wait for it forever. The two ends
+test NCCL before the first payload, so that a failure is found while Gloo still works.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ WATCHDOG = {
 
 
 def identity(device: torch.device) -> str:
-    """Identify this device among all: a GPU's machine and bus id, else the device's type.
+    """Identify this device: a GPU by machine and bus id, any other device by its type.
 
-    By these NCCL tells GPUs apart: parts of one (MIG), which have UUIDs of their own, and processes that share one (MPS) have
-    the same, and it refuses to join them.
+    NCCL tells GPUs apart by the same ids. Parts of one GPU (MIG) and processes that share one (MPS) have equal ids, and NCCL
+    refuses to join them.
     """
     if device.type != "cuda":
         return device.type
@@ -61,7 +61,7 @@ def identity(device: torch.device) -> str:
 
 
 def nccl_problem(server: str, client: str) -> str | None:
-    """Explain why two devices, as `identity` names them, cannot be joined by NCCL, or None if they can."""
+    """Explain why NCCL cannot join two devices, given their `identity`, or return None."""
     for side, name in (("server", server), ("client", client)):
         if not name.startswith("cuda:"):
             return f"the {side}'s tensors are on {name}"
@@ -74,9 +74,13 @@ def connect(
     store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
     *, device: torch.device | str = "cpu", nccl: bool = False,
 ) -> Connection:  # fmt: skip
-    """Meet the peer as `GlooConnection.connect` does; with ``nccl`` over NCCL where that joins the two, and says why where not.
+    """Connect to the peer, over NCCL where both ask for it and it joins their devices; otherwise over Gloo.
 
-    Both ends must call this function, and want NCCL or not; ``device`` is where this end's tensors lie.
+    Both ends must call this with the same ``nccl``; the arguments are those of `GlooConnection.connect`.
+
+    Args:
+        device: where this end's tensors lie.
+        nccl: whether to try NCCL; a warning says why it is not used.
     """
     pair = GlooConnection.connect(store, prefix, server, timeout_s, hostname)
     if not nccl:
@@ -111,10 +115,10 @@ def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
 
 
 def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
-    """Make a group of NCCL's; return it and "", or None and what went wrong, at the latest after ``timeout_s``.
+    """Create an NCCL group; return (group, "") or (None, error), at the latest after ``timeout_s``.
 
-    NCCL may wait in a call that nothing interrupts, such as where the other end has died while both were joined. So it has
-    a thread of its own, which is left behind where it hangs; what that comes to later is thrown away.
+    NCCL may block in a call that cannot be interrupted, for example when the peer dies while joining. So it runs on a thread of its
+    own, which is abandoned if it blocks; its later result is discarded.
     """
     found: Future[Any] = Future()
 
@@ -140,7 +144,7 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
 
 
 def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """Make a ProcessGroupNCCL whose watchdog leaves the process alone (`WATCHDOG`)."""
+    """Create a ProcessGroupNCCL whose watchdog does not terminate the process (`WATCHDOG`)."""
     for name, value in WATCHDOG.items():
         os.environ.setdefault(name, value)
     options = dist.ProcessGroupNCCL.Options()
@@ -149,7 +153,7 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
-    """Make a group, which ``check`` then uses for the first time, and so joins; one for which it raises is aborted."""
+    """Create a group and let ``check`` use it once, which joins the ranks; if ``check`` raises, the group is aborted."""
     group = new_group(store, rank, size, timeout_s)
     try:
         check(group)
@@ -188,17 +192,17 @@ def _sum(buffers: list[Tensor]) -> int:
 
 
 class NcclConnection(GlooConnection):
-    """Messages over Gloo, long payloads over NCCL, by way of the GPU if the tensors lie elsewhere.
+    """Messages over Gloo, long payloads over NCCL, via the GPU where tensors lie elsewhere.
 
-    The checksum is a sum of words, weighted by dtype: it finds lost and altered words, not a swap of two. A sender whose peer
-    dies inside a payload may learn of it only at its deadline, which allows for `MIN_BYTES_PER_S`.
+    The checksum is a sum of words weighted by dtype: it detects lost and altered words, but no swap of two. A sender whose peer
+    dies within a payload may learn of it only at its deadline, which allows for `MIN_BYTES_PER_S`.
 
-    NCCL's `wait` holds up the stream that is the current one, until the peer has done its part. So each pair has a stream of
-    its own: on the GPU's first, where all sessions' merges are, a client that stands still would hold all of them up.
+    NCCL's `wait` blocks the current stream until the peer has done its part. So each connection has a stream of its own: on the
+    GPU's default stream, which runs all merges, one stalled client would block every session.
     """
 
     def __init__(self, control: GlooConnection, group: Any, device: torch.device) -> None:
-        """Take over ``control``, which must not be used any more, and a two-rank ProcessGroupNCCL on ``device``."""
+        """Wrap ``control``, which must not be used elsewhere any more, and a two-rank ProcessGroupNCCL on ``device``."""
         self.__dict__.update(control.__dict__)
         self._device, self._nccl = device, group
         cuda: Any = torch.cuda

@@ -1,4 +1,4 @@
-"""Tensors in pieces: so that hashing, checking and copying one piece overlaps the transfer of the next."""
+"""Split tensors into pieces, so that hashing, checking and copying one piece overlaps the transfer of the next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STAGED, NUM_AHEAD = 6, 2
 
 
 def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
-    """Yield 1-D typed views of at most `CHUNK_BYTES`, in the order in which they go on the wire."""
+    """Yield 1-D typed views of at most `CHUNK_BYTES`, in wire order."""
     for dtype, _ in declared(tensors):
         yield from torch.split(tensors.buffers[dtype].detach(), CHUNK_BYTES // dtype.itemsize)
 
@@ -40,12 +40,17 @@ def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
 
 
 def is_sound(piece: Tensor) -> bool:
-    """Check whether the bytes are values of the dtype: a bool other than 0 or 1 is none."""
+    """Check whether bytes are values of the dtype: a bool must be 0 or 1."""
     return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
 
 
 def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    """Check received values; return (reason, detail) where they are refused; ``finite``: NaN and infinity are no values."""
+    """Check received values; return (reason, detail) where they are refused, else None.
+
+    Args:
+        piece: received values.
+        finite: refuse NaN and infinity.
+    """
     if not is_sound(piece):
         return "bad-value", "a bool is neither 0 nor 1"
     if finite and not is_finite(piece):
@@ -54,10 +59,10 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
 
 
 class Staging:
-    """A ring of pieces in pinned host memory that pieces on another device pass through; made once, used again.
+    """Ring of pinned host buffers through which pieces on another device pass; allocated once, then reused.
 
-    A GPU copies them on a stream of the ring's own, beside its other work and other sessions' copies, with nobody waiting; an
-    event says of each slot when its copy is done. So the copies of the next pieces run while one is hashed, and on the wire.
+    A GPU copies on a stream of the ring's own, beside its other work and other sessions' copies. An event per slot marks the end of
+    its copy, so that the next pieces are copied while one is hashed or sent.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +76,7 @@ class Staging:
 
     @contextmanager
     def in_use(self) -> Iterator[Staging]:
-        """Copy within this context, after all that the GPU was given before; when it ends, so have all copies."""
+        """Return a context for one payload: copies start after earlier work of the GPU, and all have ended when it exits."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
@@ -81,16 +86,16 @@ class Staging:
                 self._wait(index)
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next slot as a 1-D tensor of the length and dtype of ``like``, once nothing is copied from it any more."""
+        """Return the next slot as a 1-D tensor with length and dtype of ``like``, once its last copy has ended."""
         index = self._next % NUM_STAGED
         self._next += 1
         self._wait(index)
         return self._slots[index][: like.numel() * like.dtype.itemsize].view(like.dtype)
 
     def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield each piece in a slot, while those of the next `NUM_AHEAD` are filled.
+        """Yield each piece in a slot while the next `NUM_AHEAD` are filled.
 
-        It is good until so many were taken after it as may be in flight, `NUM_STAGED` less `NUM_AHEAD`.
+        A yielded slot stays valid until `NUM_STAGED` - `NUM_AHEAD` further slots were taken.
         """
         ahead = deque[Tensor]()
         for piece in pieces:
@@ -102,7 +107,7 @@ class Staging:
             yield self._filled(ahead.popleft())
 
     def land(self, slot: Tensor, piece: Tensor) -> None:
-        """Begin to copy a slot that was taken to its piece."""
+        """Start copying a taken slot to its piece."""
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
@@ -132,13 +137,13 @@ class Staging:
 
 
 class StagingRings:
-    """The staging buffers of a pair, one for each way, made when first needed."""
+    """Staging rings of a connection, one per direction, allocated on first use."""
 
     def __init__(self) -> None:
         self._rings: dict[tuple[str, torch.device], Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
-        """Open the staging memory that ``tensors`` pass through, for one payload; None where they are in host memory."""
+        """Return the context of a ring for one payload, or None where ``tensors`` are in host memory already."""
         if not self.are_needed(tensors):
             return nullcontext()
         key = way, tensors.device
@@ -147,5 +152,5 @@ class StagingRings:
         return self._rings[key].in_use()
 
     def are_needed(self, tensors: FlatTensors) -> bool:
-        """Check whether ``tensors`` are out of the transport's reach."""
+        """Check whether ``tensors`` are on a device that the transport cannot read."""
         return tensors.device.type != "cpu"

@@ -1,6 +1,6 @@
-"""The transport of ranks that torchrun started: they meet at its store, and each client has a process group of two with rank 0.
+"""Transport for ranks that torchrun started: they meet at its store, and each client shares a two-rank process group with rank 0.
 
-A store waits in C++ and blocks every other user of the same object, so each thread that may wait has a clone of it
+A store waits in C++ and blocks every other user of the same handle, so each thread that may wait has a handle of its own
 (`GlooConnection.connect`).
 """
 
@@ -36,12 +36,21 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TorchrunTransport(Transport):
-    """Rank 0 coordinates, ranks 1..N are the clients; a rank that is lost does not come back."""
+    """Transport under torchrun: rank 0 is the server, ranks 1..N are the clients; a lost rank does not come back."""
 
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
     ) -> None:
-        """Meet at a store that all ranks share; ``local``: all of them are on this machine; ``nccl``: see `ConnectOptions`."""
+        """Meet at a store that all ranks share.
+
+        Args:
+            rank: of this process.
+            num_clients: N.
+            store: shared by all ranks.
+            wait_s: seconds to wait for the other end.
+            local: all ranks are on this machine.
+            nccl: see `ConnectOptions`.
+        """
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared = threading.Event()
@@ -49,10 +58,10 @@ class TorchrunTransport(Transport):
 
     @classmethod
     def from_environment(cls, meeting: ConnectOptions) -> TorchrunTransport:
-        """Read torchrun's environment and connect to its store.
+        """Connect to the store that torchrun's environment names.
 
         Raises:
-            BadInput: not started by torchrun, or with a number of ranks that does not fit the config.
+            BadInput: torchrun did not start this process, or the number of ranks does not fit the config.
         """
         missing, clients = [name for name in _VARIABLES if name not in os.environ], meeting.num_clients
         if missing:
@@ -80,7 +89,7 @@ class TorchrunTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Expect each client at once; the pair is made when it has come, too. See `Transport.listen`."""
+        """Expect every client at once; each connection is made when the client has come, too. See `Transport.listen`."""
         for client in range(1, self._num_clients + 1):
             admit(client, f"rank {client}", partial(self._meet, client, device))
         self.store.set(_READY, "1")
@@ -101,7 +110,7 @@ class TorchrunTransport(Transport):
                 self._prepared.wait(min(self._wait_s / 5, 1.0))
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Wait until rank 0 listens, and meet it; `PeerTimeout` when it has said nothing for the meeting's ``wait_s``."""
+        """Wait until rank 0 listens, then connect to it; raises `PeerTimeout` after ``wait_s``."""
         self._await_server()
         return self._meet(self.client, device)
 
@@ -125,12 +134,12 @@ class TorchrunTransport(Transport):
             raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
 
     def announce(self, client: int | None, reason: str) -> None:
-        """Leave word in the store; see `Transport.announce`."""
+        """Leave a reason in the store; see `Transport.announce`."""
         with suppress(RuntimeError):
             self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
 
     def let_go(self) -> str | None:
-        """Look for a word in the store; see `Transport.let_go`."""
+        """Look up the reason in the store; see `Transport.let_go`."""
         with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):

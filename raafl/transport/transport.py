@@ -1,7 +1,7 @@
-"""How a server and its clients come to have a `Connection` each: what every transport promises.
+"""Define a transport: one end of a run, which opens a `Connection` between the server and each client.
 
-A transport is one end of one run. The server enters it, builds its run, listens, and leaves it at the end. A client
-connects, and again where clients may come back. What the ends then say is the pair's concern, and the same everywhere.
+The server enters its transport, builds the run, listens, and leaves it at the end. A client connects, and reconnects where
+clients may come back. What the two ends then send is the same on every transport.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Admit = Callable[[int, str, Callable[[], Connection]], None]
 
 @dataclass(frozen=True)
 class ConnectOptions:
-    """What an end is told of the other; a transport takes of it what it needs.
+    """Options from which a transport is made; each transport uses those it needs.
 
     Attributes:
-        num_clients: of the run; they are 1 to N.
-        wait_s: how long to wait for the other end to be there.
-        piece_s: how long each piece of a message may take.
-        address: ``HOST:PORT``, or a socket that listens; empty = the environment says where.
-        secret: what clients prove; None = whoever gets to the address is trusted.
-        client: who connects; 0 = the server, or whom the environment says.
-        nccl: send between GPUs by NCCL where it can.
-        encrypt: encrypt, or refuse a server that does not; None = unless the address is of this machine alone.
+        num_clients: N; clients are numbered 1 to N.
+        wait_s: seconds to wait for the other end.
+        piece_s: seconds that each piece of a message may take.
+        address: ``HOST:PORT``, or a listening socket; empty = the environment says where.
+        secret: with which clients authenticate; None = whoever reaches the address is trusted.
+        client: id of the client that connects; 0 = the server, or the one that the environment names.
+        nccl: transfer between GPUs by NCCL where possible.
+        encrypt: encrypt, and refuse a server that does not; None = unless the address is of this machine alone.
     """
 
     num_clients: int = 1
@@ -47,16 +47,15 @@ class ConnectOptions:
 
 
 class Transport(ABC):
-    """One end of a run's connections, made of a `ConnectOptions`.
+    """One end of a run's connections, made from `ConnectOptions`.
 
-    All fail alike: by `BadInput` where what the user has named (address, secret, environment) is wrong; by `Refused` where
-    the other end is there and will not have this one, so that asking again is of little use; by `PeerLost` and
-    `PeerTimeout` where it is gone, or does not come.
+    Errors are the same on every transport: `BadInput` for a wrong address, secret or environment; `Refused` where the other end
+    exists and does not accept this one, so that a retry is of little use; `PeerLost` and `PeerTimeout` where it is gone or absent.
 
     Attributes:
-        client: whose end this is; 0 = the server's.
-        comes_and_goes: clients come at any time, go, and come back; if not, each is there from the start, once.
-        address: where clients find the server, for the user to read; empty = they know.
+        client: id of the client whose end this is; 0 = the server's.
+        comes_and_goes: whether clients come at any time, go and come back; otherwise each is present once, from the start.
+        address: where clients find the server, for display; empty = they know.
     """
 
     client: int = 0
@@ -69,11 +68,13 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Server: let clients in, from now on or all at once; returns soon.
+        """Server: admit clients from now on; returns soon.
 
-        ``admit`` is called for each, in any thread, and should return soon; what makes the pair is to be called once, in a
-        thread that may wait for the client. ``refused`` is told why a caller was turned away, in any thread. ``device``
-        is where this end's tensors lie.
+        Args:
+            admit: called for each client on any thread, and should return soon. It gets a function that makes the connection,
+                which is called once, on a thread that may wait for the client.
+            refused: called with the reason of each refused caller, on any thread.
+            device: where this end's tensors lie.
         """
 
     def __exit__(self, *_: object) -> None:
@@ -81,13 +82,13 @@ class Transport(ABC):
         return
 
     def announce(self, client: int | None, reason: str) -> None:
-        """Server: leave word why ``client`` (None = everybody) is let go, for one whose pair breaks before it hears so."""
+        """Server: leave the reason for which ``client`` (None = every client) is dismissed, in case its connection breaks first."""
         return
 
     @abstractmethod
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Client: wait for the server and make a pair with it; ``device`` is where this end's tensors lie."""
+        """Client: wait for the server and connect to it; ``device`` is where this end's tensors lie."""
 
     def let_go(self) -> str | None:
-        """Client: return the word that `announce` has left; None = there is none."""
+        """Client: return the reason that `announce` left, or None."""
         return None

@@ -1,1 +1,1 @@
-"""Connections over TCP: streams, the listener, and the handshake that proves who calls."""
+"""Connect clients over TCP: streams, the listener, rate limits, and the handshake that authenticates both ends."""

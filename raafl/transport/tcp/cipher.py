@@ -33,7 +33,7 @@ _NONCE = struct.Struct("<4xQ")
 
 
 def derive(key: bytes, salt: bytes, info: bytes) -> bytes:
-    """Derive 32 bytes by HKDF with SHA-256 (RFC 5869); an empty ``salt`` is none."""
+    """Derive 32 bytes by HKDF with SHA-256 (RFC 5869); an empty ``salt`` means none."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -42,18 +42,18 @@ def derive(key: bytes, salt: bytes, info: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RecordCipher:
-    """The keys of one session as one end sees them.
+    """Keys of one session, as one end uses them.
 
     Attributes:
-        sending: 32 bytes for what this end sends.
-        receiving: 32 bytes for what it receives; the peer's ``sending``.
+        sending: 32 bytes, for what this end sends.
+        receiving: 32 bytes, for what it receives; the peer's ``sending``.
     """
 
     sending: bytes = field(repr=False)
     receiving: bytes = field(repr=False)
 
     def stream(self, stream: Stream) -> EncryptedStream:
-        """Return a stream whose bytes travel in sealed records over ``stream``."""
+        """Return a stream that encrypts to and decrypts from ``stream``."""
         return EncryptedStream(stream, self)
 
 
@@ -75,7 +75,7 @@ class _Ratchet:
 
 
 class EncryptedStream:
-    """Sealed records over a stream; a `Stream` itself. Holds a few records in memory, never a message."""
+    """A `Stream` of encrypted records over another one. It buffers a few records, never a whole message."""
 
     def __init__(self, stream: Stream, seal: RecordCipher) -> None:
         self._stream = stream
@@ -87,25 +87,26 @@ class EncryptedStream:
 
     @property
     def num_read(self) -> int:
-        """Bytes of records read so far."""
+        """Encrypted bytes read so far."""
         return self._stream.num_read
 
     @property
     def num_written(self) -> int:
-        """Bytes of records written so far."""
+        """Encrypted bytes written so far."""
         return self._stream.num_written
 
     @property
     def pending(self) -> bool:
-        """Whether decrypted bytes wait to be read."""
+        """Whether decrypted bytes are waiting to be read."""
         return self._start < self._end
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` from as many records as it takes.
+        """Fill ``view``, reading as many records as needed.
 
         Raises:
-            Refused: bad-seal; nothing of that record was used, though ``view`` may hold zeros for it.
-            PeerLost, PeerTimeout: of the stream below; a record that was cut off ends like this.
+            Refused: bad-seal; nothing of that record was used, though ``view`` may contain zeros for it.
+            PeerLost: the stream below ended, or a record was cut off.
+            PeerTimeout: of the stream below.
         """
         filled = 0
         while filled < len(view):
@@ -121,7 +122,7 @@ class EncryptedStream:
             filled += got
 
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Write all parts, the short ones together in one record, long ones straight from where they lie."""
+        """Write all parts: short ones combined in one record, long ones directly from their memory."""
         views = [memoryview(part) for part in parts]
         total = sum(map(len, views))
         if total <= RECORD_BYTES:

@@ -1,6 +1,6 @@
-"""A pair over a connected TCP socket: for clients on other machines, that come and go.
+"""Exchange messages over a connected TCP socket, with clients on other machines that come and go.
 
-Authentication is the handshake's (`Listener` and `call` do it before they make a pair), encryption is a `RecordCipher`'s.
+The handshake authenticates (`Listener` and `call` run it before they make a connection); a `RecordCipher` encrypts.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ MIN_BYTES_PER_S = 1000.0
 class TcpConnection(Connection):
     """Messages over a stream socket. CUDA tensors pass through one pinned buffer of 24 MiB per direction in use.
 
-    A send ends when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Beside the
-    pair's timeout for each piece, a peer has to keep up ``min_bytes_per_s`` from a message's first byte to its last:
-    a message that comes more slowly is `Refused` as ``slow``, a send to a slow reader is a `PeerTimeout`; both close
-    the pair, as does ``bad-seal``, a record of a sealed pair that is not the peer's next one.
+    A send returns when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Besides the timeout
+    for each piece, a peer must keep up ``min_bytes_per_s`` from a message's first byte to its last: a slower message is `Refused`
+    as ``slow``, and a send to a slow reader raises `PeerTimeout`. Both close the connection, as does ``bad-seal``: a record that is
+    not the peer's next one.
     """
 
     def __init__(
         self, sock: socket.socket, timeout_s: float, *, seal: RecordCipher | None = None,
         min_bytes_per_s: float = MIN_BYTES_PER_S,
     ) -> None:  # fmt: skip
-        """Take over a connected socket.
+        """Wrap a connected socket.
 
         Args:
-            sock: connected, nothing of the peer's messages read yet.
-            timeout_s: for the peer to send or accept each piece of a message.
-            seal: keys of the session, for encryption; None = in the clear.
-            min_bytes_per_s: least average rate, in bytes on the wire.
+            sock: connected; none of the peer's messages has been read.
+            timeout_s: seconds in which the peer must send or accept each piece of a message.
+            seal: keys of the session; None = no encryption.
+            min_bytes_per_s: least average rate on the wire.
         """
         self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
         self.sealed = seal is not None

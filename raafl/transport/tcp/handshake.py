@@ -1,4 +1,4 @@
-"""Both ends prove that they know a client's key before anything else is said, and agree on whether to encrypt.
+"""Authenticate both ends of a connection by a client's key, and agree on encryption, before any other byte is read.
 
 Four messages of fixed length; numbers are little-endian:
 
@@ -11,10 +11,10 @@ PROOF     client 64      X25519 share (32), HMAC-SHA256 over HELLO, CHALLENGE an
 CONFIRM   server 68      flags (4; 1 = encrypted), X25519 share (32), HMAC-SHA256 over everything before it (32)
 ========= ====== ======= ========================================================================================
 
-The two HMACs have keys of their own, derived from the client's key. The client proves first: whoever cannot gets the
-challenge, the same for every run, and then the end of the connection. The keys of an encrypted session come from the
-client's key, the two shares and all four messages, so that flags cannot be altered on the way, and what was recorded
-stays closed when a secret becomes known later.
+Each HMAC has a key of its own, derived from the client's key. The client proves first: a caller without the key gets the
+challenge, which is the same for every run, and then the end of the connection. The keys of an encrypted session derive from the
+client's key, both shares and all four messages, so that flags cannot be altered in transit, and recorded traffic stays closed
+when a secret becomes known later.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ RUN_SECRET = "raafl-run-"
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
-    """What one client proves that it is that client with."""
+    """Key with which one client authenticates."""
 
     client: int
     key: bytes = field(repr=False)
 
     def text(self) -> str:
-        """Write the text of a file for this client alone: ``raafl-client-ID:`` and 64 hexadecimal digits."""
+        """Return the content of a key file for this client alone: ``raafl-client-ID:`` and 64 hexadecimal digits."""
         return f"{_CLIENT_KEY}{self.client}:{self.key.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A run's secret, from which each client's key is derived; or one client's key alone.
+    """A run's secret, from which the key of each client is derived, or the key of one client alone.
 
     Attributes:
         key: the secret's bytes.
-        client: None = the run's secret, good for all clients; else the only client whose key this is.
-        path: the file that it was read from.
+        client: None = a run's secret; else the only client whose key this is.
+        path: file that it was read from.
     """
 
     key: bytes = field(repr=False)
@@ -85,7 +85,7 @@ class Secret:
         """Return the key of ``client``.
 
         Raises:
-            BadInput: no id, or this is the key of another client.
+            BadInput: ``client`` is no id, or this is the key of another client.
         """
         if not 0 < client < 2**32:
             raise BadInput(f"client is {client}: give a number of 1 to {2**32 - 1}")
@@ -100,12 +100,12 @@ class Secret:
 
 
 def load_secret(path: str | None = None) -> Secret:
-    """Return the secret in the file ``path``, else in RAAFL_SECRET, else in the file that RAAFL_SECRET_FILE names.
+    """Read a secret from the file ``path``, else from RAAFL_SECRET, else from the file that RAAFL_SECRET_FILE names.
 
-    White space around it does not count. One that reads ``raafl-client-ID:HEX`` is that client's key alone.
+    Surrounding white space is ignored. The form ``raafl-client-ID:HEX`` is the key of that client alone.
 
     Raises:
-        BadInput: there is none, it is shorter than 16 bytes, or others may read its file.
+        BadInput: there is no secret, it is shorter than 16 bytes, or other users may read its file.
     """
     path = path or (None if os.environ.get("RAAFL_SECRET") else os.environ.get("RAAFL_SECRET_FILE"))
     if path:
@@ -121,13 +121,18 @@ def load_secret(path: str | None = None) -> Secret:
 def server_handshake(
     stream: SocketStream, secret: Secret, encrypt: bool, claimed: Callable[[int], None] = lambda client: None
 ) -> tuple[int, RecordCipher | None]:
-    """Be the server of a handshake; return the client's id and, if the session is encrypted, its keys.
+    """Run the server's side of the handshake; return the client's id, and the session's keys if it is encrypted.
 
-    ``claimed`` is told which id the caller names, before anything is proven or reckoned, and may raise `Refused`.
+    Args:
+        stream: to the caller.
+        secret: of the run.
+        encrypt: encrypt the session.
+        claimed: called with the id that the caller claims, before anything is verified or computed; may raise `Refused`.
 
     Raises:
-        Refused: bad-magic, bad-version (once the client was told), wrong-secret, bad-share, or not-encrypted.
-        PeerLost, PeerTimeout: the client went away or was too slow.
+        Refused: bad-magic, bad-version (after telling the client), wrong-secret, bad-share, or not-encrypted.
+        PeerLost: the client closed the connection.
+        PeerTimeout: the client was too slow.
     """
     start = _read_exactly(stream, _START.size)
     magic, version, flags = _START.unpack(start)
@@ -157,11 +162,12 @@ def server_handshake(
 
 
 def client_handshake(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> RecordCipher | None:
-    """Be the client of a handshake; return the keys of the session if it is encrypted.
+    """Run the client's side of the handshake; return the session's keys if it is encrypted.
 
     Raises:
         Refused: bad-magic, bad-version, wrong-secret, bad-share, or not-encrypted.
-        PeerLost, PeerTimeout: the server went away or was too slow.
+        PeerLost: the server closed the connection.
+        PeerTimeout: the server was too slow.
     """
     flags = _ENCRYPTED if demand_encryption else 0
     hello = _START.pack(MAGIC, VERSION, flags) + _ID.pack(key.client) + os.urandom(_NONCE_BYTES)

@@ -1,8 +1,7 @@
-"""The way in: one listening port, behind which every caller proves who it is before it may say anything.
+"""Listen on one port, and admit callers that authenticate.
 
-Callers that have not proven anything yet take a place each, of which there are few. When all are taken, the one that has
-waited longest gives up its place (of the host that holds most), so that callers that connect and say nothing cannot
-keep out one that speaks.
+Callers that have not authenticated yet occupy a limited number of places. When all are taken, the caller that has waited longest,
+of the host with most places, gives up its place, so that silent callers cannot keep out one that speaks.
 """
 
 from __future__ import annotations
@@ -47,12 +46,14 @@ Admit = Callable[[TcpConnection, int, str], None]
 
 
 def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:
-    """Decide whether what is said at an address is encrypted: as it is wanted, or else everywhere but on this machine alone.
+    """Decide whether traffic at an address is encrypted: as ``wanted``; None = unless the address is of this machine alone.
 
-    ``address`` is ``HOST:PORT`` or a socket that listens; ``wanted`` None = nobody has said.
+    Args:
+        address: ``HOST:PORT``, or a listening socket.
+        wanted: the user's choice, or None.
 
     Raises:
-        BadInput: the address is none.
+        BadInput: the address is malformed.
     """
     if wanted is not None:
         return wanted
@@ -81,10 +82,10 @@ class _Caller:
 
 
 class Listener:
-    """Listens, and admits callers that prove a client's key; a context manager.
+    """Listening socket that admits authenticated callers; a context manager.
 
     Attributes:
-        address: where it listens, ``HOST:PORT`` with the real port.
+        address: ``HOST:PORT`` with the real port.
     """
 
     def __init__(
@@ -95,21 +96,20 @@ class Listener:
         """Listen; `start` begins to answer.
 
         Args:
-            address: ``HOST:PORT``, or a socket that listens already and belongs to the listener from now on.
-            secret: the run's.
-            admit: called with the pair, the client's proven id and the caller's address, in a thread of its own, and
-                should return soon; it may raise `Refused` to turn the client away. The pair is its to close.
-            refused: called once for each caller turned away, with the reason: bad-magic, bad-version, wrong-secret,
-                bad-share, not-encrypted, timeout, closed (by the caller), busy, too-often, stopped, failed, or what
-                ``admit`` chose.
-            encrypt: encrypt all that follows the handshake.
-            timeout_s: of the pairs that are made.
-            max_callers: places in all for callers that have not been admitted yet.
-            max_per_host: places that one host may take.
-            turns: how often each client may come in; None = as often as it likes.
+            address: ``HOST:PORT``, or a listening socket, which belongs to the listener from now on.
+            secret: of the run.
+            admit: called with the connection, the client's authenticated id and the caller's address, on a thread of its own.
+                It should return soon, may raise `Refused`, and owns the connection.
+            refused: called once for each refused caller, with the reason: bad-magic, bad-version, wrong-secret, bad-share,
+                not-encrypted, timeout, closed (by the caller), busy, too-often, stopped, failed, or one chosen by ``admit``.
+            encrypt: encrypt everything after the handshake.
+            timeout_s: of the connections.
+            max_callers: places for callers that have not been admitted yet.
+            max_per_host: of these, places for one host.
+            turns: rate limit of each client; None = no limit.
 
         Raises:
-            BadInput: the address is none of this machine's or taken, or the secret is one client's key.
+            BadInput: the address is not of this machine or in use, or the secret is the key of one client.
         """
         if secret.client is not None:
             raise BadInput(
@@ -129,7 +129,7 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
 
     def start(self) -> Listener:
-        """Begin to answer callers; until now the system has refused them. Returns the listener."""
+        """Begin to answer callers, which the system refused until now; return the listener."""
         try:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # somebody else has bound the port, too, and was faster
@@ -138,7 +138,7 @@ class Listener:
         return self
 
     def close(self) -> None:
-        """Stop listening, turn callers in mid-handshake away, and end all threads. Admitted pairs live on. Idempotent."""
+        """Stop listening, refuse callers in mid-handshake, and end all threads; admitted connections stay open. Idempotent."""
         self._closed.set()
         with suppress(OSError):
             self._waker.send(b"x")
@@ -297,16 +297,21 @@ class Listener:
 def call(
     address: str, key: ClientKey, *, timeout_s: float, demand_encryption: bool = False, pair_timeout_s: float = 30.0
 ) -> TcpConnection:
-    """Connect to a `Listener` as the client whose key it is; returns the pair.
+    """Connect to a `Listener` and authenticate with a client's key; return the connection.
 
-    ``timeout_s`` is for connection and handshake, ``pair_timeout_s`` that of the pair; see `TcpConnection`.
+    Args:
+        address: ``HOST:PORT``.
+        key: of the client.
+        timeout_s: for connecting and for the handshake.
+        demand_encryption: refuse a server that does not encrypt.
+        pair_timeout_s: of the connection, see `TcpConnection`.
 
     Raises:
-        Refused: wrong-secret, bad-version, bad-magic (no raafl server), bad-share or not-encrypted: asking again will
-            not help, save for wrong-secret, which a server that dies at the wrong moment looks like as well.
-        PeerLost: nothing listens there, or the server ended the connection (it is busy, or was stopped).
+        Refused: wrong-secret, bad-version, bad-magic (not a raafl server), bad-share or not-encrypted. Retrying does not help,
+            except for wrong-secret, which a server that dies at that moment looks like, too.
+        PeerLost: nothing listens there, or the server closed the connection because it is busy or was stopped.
         PeerTimeout: no answer.
-        BadInput: the address is none.
+        BadInput: the address is malformed.
     """
     host, port = parse_address(address)
     try:

@@ -1,4 +1,4 @@
-"""How often each client may come in: some times at once, then once in a while."""
+"""Limit how often each client may connect: a burst at once, then one connection per interval."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ EVERY_S = 2.0
 
 
 class TokenBucket:
-    """A bucket of turns for each client, used from any thread. A client has the turns of its own id only."""
+    """Token bucket per client id; thread-safe."""
 
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Give each client ``at_once`` turns, and one more every so many seconds, up to as many."""
+        """Give each client ``at_once`` tokens, refilled by one every ``every_s`` seconds up to that number."""
         self._at_once, self._every_s, self._clock = at_once, every_s, clock
         self._left: dict[int, tuple[float, float]] = {}  # turns left, and when that was
         self._lock = threading.Lock()
 
     def take(self, client: int) -> bool:
-        """Take one of the client's turns; return whether there was one."""
+        """Take a token of the client; return whether there was one."""
         with self._lock:
             left, now = self._now(client)
             self._left[client] = (left - 1 if left >= 1 else left, now)
             return left >= 1
 
     def has(self, client: int) -> bool:
-        """Check whether the client has a turn left."""
+        """Check whether the client has a token left."""
         with self._lock:
             return self._now(client)[0] >= 1
 

@@ -1,8 +1,8 @@
-"""Files with secrets: made readable by their owner alone, never overwritten, and a run's secret is good for one run.
+"""Create secret files readable by their owner alone, never overwrite them, and bind a run's secret to one run.
 
-A secret that `raafl key` makes has a name of its own in it, and every client's key is derived from all of it. The first run that is
-served with it leaves its folder's name beside it; another is refused. So a client's key is good for one run, and stays good
-when that run is resumed.
+A secret made by `raafl key` contains a name of its own, and every client's key is derived from all of it. The first run that is
+served with it records its folder's name; serving another run with it is refused. So a client's key is valid for one run,
+including when that run is resumed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _NOTE = ".run"
 
 
 def new_secret() -> str:
-    """Return a new run's secret, as its file holds it."""
+    """Return a new secret for a run, in the form of its file."""
     return f"{RUN_SECRET}{secrets.token_hex(4)}:{secrets.token_hex(32)}"
 
 
 def write_new(path: str, text: str) -> None:
-    """Write a secret to a file that is not there yet, for its owner alone (mode 600).
+    """Write a secret to a new file with mode 600.
 
     Raises:
-        BadInput: there is such a file, or it cannot be written.
+        BadInput: the file exists, or cannot be written.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -45,7 +45,7 @@ def write_new(path: str, text: str) -> None:
 
 
 def check_run(secret: Secret, folder: Path | None) -> None:
-    """Raise `BadInput` if the secret was made for another run than the one in ``folder``; None = a new run."""
+    """Raise `BadInput` if the secret is bound to another run than the one in ``folder``; None = a new run."""
     owner = _owner(secret)
     if owner is not None and (folder is None or owner.resolve() != folder.resolve()):
         raise BadInput(
@@ -56,10 +56,10 @@ def check_run(secret: Secret, folder: Path | None) -> None:
 
 
 def bind(secret: Secret, folder: Path) -> None:
-    """Leave word beside a secret of which run it is.
+    """Bind a secret to the run in ``folder``.
 
     Raises:
-        BadInput: it is another's, or nothing can be written beside it.
+        BadInput: it is bound to another run, or the record cannot be written.
     """
     check_run(secret, folder)
     if not secret.key.startswith(RUN_SECRET.encode()):

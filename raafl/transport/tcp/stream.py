@@ -1,4 +1,4 @@
-"""Bytes over a connected socket, with deadlines that a peer cannot stretch and a close that wakes every waiter."""
+"""Transfer bytes over a connected socket, with deadlines that a slow peer cannot extend and a close that wakes every waiter."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class TimeBudget:
-    """How long a peer may keep this end waiting. Only waiting counts, so an end that is itself slow blames nobody.
+    """Time for which a peer may keep this end waiting. Only waiting is charged, so a slow local end blames nobody.
 
-    It starts full, at ``timeout_s``. Every byte earns 1 / ``min_bytes_per_s`` back, up to full again. So a silent peer
-    is cut off after ``timeout_s``, and one that sends less than ``min_bytes_per_s`` soon after.
+    The budget starts at ``timeout_s``. Each transferred byte earns 1 / ``min_bytes_per_s`` back, up to the initial value. So a
+    silent peer is cut off after ``timeout_s``, and one that sends less than ``min_bytes_per_s`` soon afterwards.
     """
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:
-        """Start full; with an infinite rate bytes earn nothing, and ``timeout_s`` bounds the sum of all waits."""
+        """Start full. With an infinite rate bytes earn nothing, so that ``timeout_s`` bounds the sum of all waits."""
         self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
 
     def waited(self, seconds: float) -> None:
-        """Spend what a wait took."""
+        """Charge the seconds of a wait."""
         self.left_s -= seconds
         self._silent_s += seconds
 
     def moved(self, num_bytes: int) -> None:
-        """Earn back what these bytes are worth."""
+        """Credit transferred bytes."""
         self.left_s = min(self.timeout_s, self.left_s + num_bytes / self.min_bytes_per_s)
         self._silent_s = 0.0
 
     def spent(self) -> PeerTimeout | Refused:
-        """Return the error of an empty budget: a timeout of a silent peer, else a refusal named slow."""
+        """Return the error of an empty budget: a timeout for a silent peer, otherwise a refusal named slow."""
         if self._silent_s >= 0.99 * self.timeout_s or self.min_bytes_per_s == math.inf:
             return PeerTimeout(f"nothing from the peer within {self.timeout_s:g} s")
         return Refused("slow", f"less than {self.min_bytes_per_s:g} bytes/s for {self.timeout_s:g} s")
 
 
 class Stream(Protocol):
-    """What messages are read from and written to."""
+    """Interface of a byte stream that carries messages."""
 
     @property
     def num_read(self) -> int:
-        """Bytes on the wire that were read so far."""
+        """Bytes read from the wire so far."""
         ...
 
     @property
     def num_written(self) -> int:
-        """Bytes on the wire that were written so far."""
+        """Bytes written to the wire so far."""
         ...
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to read already taken from the layer below."""
+        """Whether bytes taken from the layer below are waiting to be read."""
         ...
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view``; raises `PeerLost`, `PeerTimeout`, or `Refused` when the rest of the stream is of no use."""
+        """Fill ``view``; raises `PeerLost`, `PeerTimeout`, or `Refused` when the rest of the stream is unusable."""
         ...
 
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
@@ -83,13 +83,13 @@ class SocketStream:
     """A connected stream socket; one thread may read while another writes.
 
     Attributes:
-        reading: what the reads of a message may wait; set anew for each message.
-        writing: the same of writes.
+        reading: time budget of the reads of one message; replaced for each message.
+        writing: time budget of the writes of one message.
         num_read, num_written: bytes so far.
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Take over a socket; without ``ahead_bytes`` nothing is read but what is asked for."""
+        """Wrap a socket; with ``ahead_bytes`` up to so many bytes are read ahead, otherwise only what is requested."""
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             _tune(sock)
@@ -103,16 +103,16 @@ class SocketStream:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes read ahead wait to be used."""
+        """Whether bytes that were read ahead are waiting."""
         return self._start < self._end
 
     def await_first(self, timeout_s: float) -> None:
-        """Wait until there is something to read, or the end of the stream; raises `PeerTimeout`."""
+        """Wait until bytes arrive or the stream ends; raises `PeerTimeout`."""
         if not self.pending and not self._readable.poll(_milliseconds(timeout_s)):
             raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer has ended the connection and all it sent was read; waits for nothing."""
+        """Raise `PeerLost` if the peer closed the connection and everything it sent was read; does not wait."""
         try:
             gone = self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -139,7 +139,7 @@ class SocketStream:
             self.num_read += got
 
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Write all parts; see `Stream.write`. A peer that does not read is a `PeerTimeout`, also one that is slow."""
+        """Write all parts; see `Stream.write`. A peer that does not read, or reads too slowly, raises `PeerTimeout`."""
         views = [memoryview(part) for part in parts if len(part)]
         first = 0
         while first < len(views):
@@ -182,9 +182,9 @@ class SocketStream:
 
 
 def pages(num_bytes: int) -> memoryview:
-    """Return zeroed memory of its own pages: they take up memory once they are used, and go back when it is freed.
+    """Return zeroed memory in pages of its own, which are allocated on first use and returned to the system when freed.
 
-    What malloc gives for buffers of this size stays with the process, in as many pieces as there were threads.
+    Buffers of this size from malloc would stay with the process, one per thread.
     """
     if not num_bytes:
         return memoryview(b"")
@@ -192,7 +192,7 @@ def pages(num_bytes: int) -> memoryview:
 
 
 def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
-    """Close a socket and wake whoever waits on it; abruptly, the peer is reset instead of finding an orderly end."""
+    """Close a socket and wake every thread that waits on it; ``abruptly`` resets the peer instead of an orderly end."""
     try:
         if abruptly:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

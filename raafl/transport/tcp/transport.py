@@ -1,4 +1,4 @@
-"""The transport of clients on machines of their own, that come and go: a `Listener` at one TCP port, and `call`."""
+"""Transport for clients on other machines that come and go: a `Listener` on the server, `call` on the client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
 class TcpTransport(Transport):
-    """Callers prove a client's key before they are told anything, and each client has its turns to come in."""
+    """Transport over TCP: callers authenticate before they are told anything, and connect at a limited rate."""
 
     comes_and_goes = True
 
@@ -36,7 +36,7 @@ class TcpTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Let in whoever proves its key; its pair is there already. See `Transport.listen`."""
+        """Admit authenticated callers, whose connection exists already; see `Transport.listen`."""
         self._admit, self._refused = admit, refused
         self._listener.start()
 
@@ -45,7 +45,7 @@ class TcpTransport(Transport):
         self._listener.close()
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Call the server; see `call`."""
+        """Connect to the server; see `call`."""
         meeting, key = self._meeting, self._secret.for_client(self.client)
         assert isinstance(meeting.address, str)
         return call(

@@ -1,1 +1,1 @@
-"""What drives the loop: the clocks, the wire, and the run folder."""
+"""Drive a run on the wall clock or on a virtual clock: protocol, driver, setup, server, client, executors, lifecycle."""

@@ -1,7 +1,7 @@
-"""Driving a coordinator, whatever the clock: an event is recorded and handled, and what is asked for is done.
+"""Drive a coordinator on any clock: record each event, let the coordinator handle it, carry out its actions.
 
-The two runtimes are drivers: `raafl.runtime.simulation` on a virtual clock, `raafl.runtime.server.wall_clock` on the wall
-clock. Each keeps its clock and its timers, delivers assignments in its own manner, and measures when it can.
+Two runtimes are drivers: `raafl.runtime.simulation` on a virtual clock, `raafl.runtime.server.wall_clock` on the wall clock. Each
+has its own clock and timers, delivers assignments in its own way, and decides when to evaluate.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from raafl.watch.progress import Progress
 
 
 class Driver(ABC):
-    """Tells a coordinator what happens and does what it asks for; all in one thread.
+    """Base of both runtimes; everything happens on one thread.
 
     Attributes:
-        reason: why the run has ended; empty while it has not.
-        error: what has failed of the user's, and ended the run.
+        reason: why the run has ended; empty while it goes on.
+        error: error of the user's code that ended the run, or None.
     """
 
     def __init__(
         self, coordinator: Coordinator, record: RunRecord, evaluator: Evaluator | None, hooks: RunHooks | None,
         progress: Progress | None,
     ) -> None:  # fmt: skip
-        """Drive ``coordinator``; without an evaluator nothing is measured."""
+        """Drive ``coordinator``; an ``evaluator`` of None evaluates nothing."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
         self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
@@ -64,7 +64,7 @@ class Driver(ABC):
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
-        """Return the clock, and what waits for it, as plain data and tensors."""
+        """Return the clock's state and everything that waits for it as plain data and tensors."""
 
     @abstractmethod
     def _deliver(self, assignment: Assignment) -> None:
@@ -160,9 +160,9 @@ class Driver(ABC):
         self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
 
     def stop(self, reason: str) -> None:
-        """End the run, if it has not ended, so that it can be resumed from where it is now.
+        """End the run, unless it has ended, so that it can be resumed from its current state.
 
-        Where a merge was broken off in its middle the checkpoint before it stays the last one.
+        After a merge that was interrupted halfway, the checkpoint before it stays the last one.
         """
         if not self.reason:
             if not self.coordinator.is_merging:

@@ -1,8 +1,7 @@
-"""Tasks that talk to the server in their middle, on real ranks: both ends of `raafl.core.exchange`.
+"""Run tasks with an exchange on real ranks: both ends of `raafl.core.exchange`.
 
-The server's side of a task runs in the thread of the client's session, on a copy of its part of the model. The client waits for
-each reply; the server waits for no longer than for the answer to a whole task. What is not as it must be is refused, and the
-client told so.
+The server's side of a task runs on the thread of the client's session, on a copy of its part of the model. The client waits for
+each reply; the server waits at most ``waits.task_s`` in total. Invalid questions are refused, and the client is told.
 """
 
 from __future__ import annotations
@@ -36,10 +35,16 @@ MAX_BYTES = 1 << 31
 
 
 class ClientSide:
-    """The client's side of such tasks. It asks in the thread that trains; the one that receives hands over the replies."""
+    """A client's side of tasks with an exchange. The training thread asks; the receiving thread passes replies on."""
 
     def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
-        """Prepare; ``whole`` says how tasks are trained, ``wait_s`` is how long a reply may take."""
+        """Prepare.
+
+        Args:
+            pair: connection to the server.
+            whole: trainer of whole tasks, whose settings count.
+            wait_s: seconds to wait for a reply.
+        """
         self._pair, self._whole, self._wait_s = pair, whole, wait_s
         self._built: tuple[Exchange, LocalTrainer] | None = None
         self._assignment: Assignment | None = None
@@ -47,11 +52,11 @@ class ClientSide:
         self._replies: queue.SimpleQueue[FlatTensors | None] = queue.SimpleQueue()
 
     def exchange(self, assignment: Assignment) -> Exchange | None:
-        """Find the exchange in the middle of a task; None = there is none. Raises `SpecError` for what the model has not."""
+        """Return the exchange of a task, or None. Raises `SpecError` for parts that the model does not have."""
         return self._whole.local.exchange(self._whole.submodels, assignment.extra)
 
     def trainer(self, assignment: Assignment) -> LocalTrainer:
-        """Make the trainer of the client's part of a task."""
+        """Return the trainer of the client's part of a task."""
         exchange, whole = self.exchange(assignment), self._whole
         if exchange is None:
             return whole
@@ -65,7 +70,7 @@ class ClientSide:
         return trainer
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send a question and wait for the reply; raises `Stopped` when the server has had enough, or is gone."""
+        """Send a question and wait for the reply; raises `Stopped` when the server ends the task or is gone."""
         assert self._assignment is not None
         options, number = self._whole.options, self._assignment.id
         more = Question(str(options.precision), options.accumulate_grad_batches, self._whole.sends).to_meta()
@@ -84,14 +89,14 @@ class ClientSide:
         return reply
 
     def expect(self, assignment: int) -> FlatTensors:
-        """Return where a reply goes; for the thread that receives."""
+        """Return the storage of a reply; called on the receiving thread."""
         if self._expected is None or self._assignment is None or assignment != self._assignment.id:
             raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
         layout, self._expected = self._expected, None
         return FlatTensors.empty(layout, self._whole.fabric.device)
 
     def hear(self, reply: FlatTensors | None) -> None:
-        """Give the task that waits its reply, or None: there will be none."""
+        """Pass a reply to the waiting task; None = there will be none."""
         self._replies.put(reply)
 
 
@@ -99,19 +104,27 @@ class ClientSide:
 
 
 class Conversation:
-    """A session's messages with its client about one task; counts bytes each way, and the seconds that the client takes.
+    """Messages of a session about one task; counts bytes each way and the time that the client takes.
 
     Attributes:
         down_bytes: sent.
         up_bytes: received.
-        stopping: asked whether the run has no more use for the task.
+        stopping: returns whether the run no longer needs the task.
     """
 
     def __init__(
         self, pair: Connection, assignment: Assignment, task_s: float, send: Callable[[Message], int],
         stopping: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Prepare; ``send`` sends a message, the client may take ``task_s`` in all."""
+        """Prepare.
+
+        Args:
+            pair: connection to the client.
+            assignment: the task.
+            task_s: seconds that the client may take in total.
+            send: sends a message and returns its bytes.
+            stopping: returns whether the run no longer needs the task.
+        """
         self._pair, self._assignment, self._left_s, self._send = pair, assignment, task_s, send
         self.stopping = stopping
         self.down_bytes = self.up_bytes = 0
@@ -122,7 +135,7 @@ class Conversation:
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
-        """Receive a message of this task; ``into`` gives the place of its tensors. Raises as `Connection.recv`."""
+        """Receive a message of this task; ``into`` returns the storage for its tensors. Raises like `Connection.recv`."""
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
             if kind not in (wanted, Kind.FAILED):
@@ -142,18 +155,18 @@ class Conversation:
 
 
 class ServerSide:
-    """The server's side of one client's tasks; keeps the module it has built."""
+    """The server's side of one client's tasks; reuses the module it has built."""
 
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
-        """Prepare to compute on ``device``, with so many threads; ``local`` is the method's."""
+        """Prepare to compute the method's ``local`` part on ``device`` with ``num_threads`` threads."""
         self._local, self._device, self._num_threads = local, torch.device(device), num_threads
         self._built: tuple[Exchange, Question, LocalTrainer] | None = None
 
     def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, talk: Conversation) -> Update:
-        """Train the server's part with a client; return its update, whose tensors are good until the next task.
+        """Train the server's part together with a client; return its update, whose tensors are valid until the next task.
 
         Raises:
-            Refused: the client has sent what it may not, or what a step cannot be made with.
+            Refused: a question was invalid, or no step can be made with it.
             Stopped: the run has ended.
         """
         torch.set_num_threads(self._num_threads)  # of this thread

@@ -20,7 +20,7 @@ from raafl.transport import (
 def fit(
     experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None
 ) -> tuple[dict[str, Any], Path] | None:
-    """Run on real ranks under torchrun; rank 0 returns the summary and the run folder, a client None."""
+    """Run an experiment under torchrun; return summary and run folder on rank 0, None on a client."""
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
         experiment = resume.after_restart(experiment)
         experiment.check()

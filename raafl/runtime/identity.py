@@ -39,12 +39,12 @@ class Identity:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read a peer's; nothing in it is trusted, it is only compared."""
+        """Read a peer's identity from a HELLO; its values are compared, never used."""
         config = meta.get("config")
         return cls(meta.get("model"), meta.get("base"), config if isinstance(config, dict) else None, meta.get("raafl"))
 
     def to_meta(self) -> dict[str, Any]:
-        """Return it as fields of a HELLO."""
+        """Return the identity as fields of a HELLO."""
         config = None if self.config is None else dict(self.config)
         return {"raafl": self.raafl, "model": self.model, "base": self.base, "config": config}
 

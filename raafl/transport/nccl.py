@@ -76,9 +76,14 @@ def connect(
 ) -> Connection:  # fmt: skip
     """Connect to the peer, over NCCL where both ask for it and it joins their devices; otherwise over Gloo.
 
-    Both ends must call this with the same ``nccl``; the arguments are those of `GlooConnection.connect`.
+    Both ends must call this with the same ``nccl``.
 
     Args:
+        store: see `GlooConnection.connect`.
+        prefix: see there.
+        server: see there.
+        timeout_s: see there.
+        hostname: see there.
         device: where this end's tensors lie.
         nccl: whether to try NCCL; a warning says why it is not used.
     """

@@ -15,7 +15,8 @@ from raafl.parts.merge.mean import Mean
 @pytest.mark.parametrize(
     ("base", "name", "meant"),
     [
-        (Mean, "weight", "weigh"), (Merge, "recieve", "receive"), (Merge, "reject_reasons", "reject_reason"), (Select, "on_joined", "on_join"),
+        (Mean, "weight", "weigh"), (Merge, "recieve", "receive"), (Merge, "reject_reasons", "reject_reason"),
+        (Select, "on_joined", "on_join"),
         (Trigger, "wakes_at", "wake_at"), (Local, "hooks", "hook"), (Hook, "backwards", "backward"),
         (Sample, "concurency", "concurrency"),
     ],

@@ -1,7 +1,6 @@
-"""`raafl join`: a client on a machine of its own, with data of its own if need be.
+"""Work for a server as a client on another machine, and reconnect when the connection breaks.
 
-It connects, greets, and works until it is told to stop. When its connection breaks it tries again for as long as
-``waits.alone_s``; so it gets over a server that is restarted with ``--resume``.
+The client retries for as long as ``waits.alone_s``, so it survives a server that is restarted with ``--resume``.
 """
 
 from __future__ import annotations
@@ -38,16 +37,22 @@ def join(
     alone_s: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Work for a server until it says stop; return its reason.
+    """Work for a server until it dismisses the client; return its reason.
 
-    ``make_site`` makes the client's parts from the server's config, once checked, or from its own when given None;
-    ``encrypt`` None = unless ``address`` is of this machine alone; ``alone_s`` is how long to look for a server that is
-    not there, None = `Timeouts.alone_s`.
+    Args:
+        address: ``HOST:PORT`` of the server.
+        client: id of this client.
+        secret: with which it authenticates.
+        make_site: builds the client from the server's config (checked text), or from the client's own config when given None.
+        needs_config: ask the server for its config.
+        encrypt: encrypt the connection; None = unless ``address`` is of this machine alone.
+        alone_s: seconds to look for a server that is absent; None = `Timeouts.alone_s`.
+        say: shows a line to the user.
 
     Raises:
-        BadInput: address, secret or config.
-        Replaced: by another client with the same id.
-        RunFailed: refused, or no server for ``alone_s``.
+        BadInput: the address, the secret or the config is wrong.
+        Replaced: another client with the same id took over.
+        RunFailed: the server refused the client, or was absent for ``alone_s``.
     """
     transport = TRANSPORTS["tcp"](ConnectOptions(address=address, secret=secret, client=client, encrypt=encrypt))
     alone_s = Timeouts().alone_s if alone_s is None else alone_s

@@ -1,4 +1,4 @@
-"""How much memory a client says it has, declared or found by itself, and how its process lives with it."""
+"""Determine the memory of a client, declared or measured, and tune its process's allocator to it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def with_memory(
     device: torch.device,
     place: Place,
 ) -> tuple[ClientInfo, list[str]]:
-    """Describe this client for the server, once its process holds all but a task, with notes for the user.
+    """Return this client's description with its memory, once its process holds everything but a task, and notes for the user.
 
     Raises:
-        BadInput: the algorithm has no submodel that fits into its memory.
+        BadInput: no submodel of the algorithm fits into the memory.
     """
     notes = []
     if experiment.measures_memory and info.profile.memory_bytes == math.inf:
@@ -60,10 +60,9 @@ def with_memory(
 def settle_heap(
     experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device
 ) -> None:
-    """Have this process keep what a step frees for the next one, or, where its memory could be too small for that, nothing.
+    """Keep freed memory for the next step, or return it to the system at once where memory is scarce.
 
-    There is room enough if the whole model could train in it, holes between blocks included; always where another device
-    holds the model, whose memory the heap is not in.
+    Memory suffices if the whole model could train in it including fragmentation, and always where another device holds the model.
     """
     needs_bytes = 0.0
     if info.profile.memory_bytes < math.inf and device.type == "cpu":

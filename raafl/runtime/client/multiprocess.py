@@ -1,8 +1,8 @@
-"""One client in several processes: `torchrun --nproc-per-node 2 -m raafl join ...`; the first leads and talks to the server.
+"""Run one client as several processes (`torchrun --nproc-per-node 2 -m raafl join ...`); the first leads and talks to the server.
 
-The leader hands each task on: config and assignments over a pair to each follower, values and gradients within a group of
-all. When a process of the client dies the others end at once, whatever they are waiting for: the server finds the
-connection broken and counts the client as lost.
+The leader forwards config and assignments over a connection to each follower, and values and gradients within a process group.
+When a process dies the others terminate at once, whatever they are waiting for: the server finds the connection broken and
+counts the client as lost.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ _WORD_S = 2.0  # for the thread that knows who died to say so
 
 
 def processes() -> int:
-    """Count the processes that torchrun has started for this client; 1 where it has not started this one."""
+    """Return how many processes torchrun started for this client; 1 where torchrun did not start this one."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
 
 
 def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
-    """Do a client's work in as many processes as torchrun has started; return the exit code.
+    """Do a client's work in all processes that torchrun started; return the exit code.
 
     Args:
-        make_site: makes the client's parts from the server's config, or from its own when given None.
-        work: what the process does that talks to the server, with what it is to make its site by.
-        client: the client's id.
-        say: tells the user something, in one line.
+        make_site: builds the client from the server's config, or from its own config when given None.
+        work: runs in the leader: talks to the server, given the function that builds the client.
+        client: id of the client.
+        say: shows a line to the user.
 
     Raises:
-        BadInput: the client's method cannot be spread over processes.
-        RunFailed: the processes do not find each other, or differ.
+        BadInput: the algorithm cannot train one client in several processes.
+        RunFailed: the processes do not find each other, or differ in version, config, model or data.
     """
     if processes() == 1:
         return work(make_site)
@@ -81,7 +81,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
 
 
 def refuse(site: ClientSetup) -> None:
-    """Raise `BadInput` for a method that is known to train in another way than by gradients that can be averaged."""
+    """Raise `BadInput` for an algorithm whose steps are more than gradients that can be averaged."""
     if not site.experiment.algorithm.local.supports_data_parallel:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
@@ -90,13 +90,13 @@ def refuse(site: ClientSetup) -> None:
 
 
 class ClientGroup:
-    """This process's place among those of its client."""
+    """Processes of one client: connections between leader and followers, and their process group."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
-        """Meet the others, as torchrun's environment says.
+        """Connect the processes that torchrun's environment names.
 
         Raises:
-            RunFailed: they are not there.
+            RunFailed: they are absent.
         """
         self.rank, self.size = int(os.environ["RANK"]), processes()
         self._client, self._say = client, say
@@ -122,7 +122,7 @@ class ClientGroup:
     # ---- the leader ----
 
     def leading(self, make_site: MakeSite) -> MakeSite:
-        """Wrap ``make_site`` so that the leader makes its setup and has the others make theirs."""
+        """Wrap ``make_site`` so that it also has the followers build theirs, and compares them."""
 
         def make(config_yaml: str | None) -> ClientSetup:
             site = make_site(config_yaml)
@@ -182,7 +182,7 @@ class ClientGroup:
     # ---- a follower ----
 
     def follow(self, make_site: MakeSite) -> None:
-        """Train what the leader hands on, until it says stop."""
+        """Train what the leader forwards until it stops."""
         (pair,) = self._pairs.values()
         try:
             message = pair.recv(no_tensors, _FOR_EVER_S)

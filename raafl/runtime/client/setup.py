@@ -1,4 +1,4 @@
-"""What a client is made of, built once and used for every connection."""
+"""Build a client's parts once, for all its connections."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from raafl.transport import Connection
 
 @dataclass
 class ClientSetup:
-    """A client's parts, built once and used for every connection.
+    """A client's parts, reused for every connection.
 
-    ``submodels`` are without values; ``sections`` are those of its config that the server compares, ``notes`` are for
-    the user, a line each.
+    Attributes:
+        submodels: of the model, without values.
+        sections: digest of each section of the config that the server compares.
+        notes: for the user, one line each.
     """
 
     experiment: Experiment
@@ -42,13 +44,17 @@ class ClientSetup:
     def build(
         cls, experiment: Experiment, config_yaml: str, client: int, *, own_data: bool, data_named: bool = False
     ) -> ClientSetup:
-        """Build a client's parts.
+        """Build a client from a config.
 
-        ``own_data``: all of the training data is this client's, else its share; ``data_named``: the data section is its
-        own, and not to be compared with the server's.
+        Args:
+            experiment: its config.
+            config_yaml: the config's text, for digests.
+            client: its id.
+            own_data: all of the training data is this client's; otherwise its share.
+            data_named: the data section is the client's own, and is not compared with the server's.
 
         Raises:
-            BadInput: there is no such client, its model or data cannot be made, or its memory is too small.
+            BadInput: there is no such client, its model or data cannot be built, or its memory is too small.
         """
         replace(experiment, output=None, resume=None).check(needs_end=False)
         if not 1 <= client <= experiment.clients:
@@ -64,10 +70,14 @@ class ClientSetup:
         cls, experiment: Experiment, client: int, place: Place, *, own_data: bool = False,
         alike: dict[str, str] | None = None,
     ) -> ClientSetup:  # fmt: skip
-        """Make the parts of a client that the run is known to have, of an experiment that is checked.
+        """Build a client of a checked experiment.
 
-        ``own_data``: all of the training data is this client's, else its share; ``alike``: sections of the config that
-        the server is to compare.
+        Args:
+            experiment: its config.
+            client: its id.
+            place: which GPU it uses.
+            own_data: all of the training data is this client's; otherwise its share.
+            alike: digests of the config's sections that the server compares.
         """
         set_numerics(experiment.threads, experiment.fabric)
         if own_data:
@@ -87,7 +97,7 @@ class ClientSetup:
     def client(
         self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None
     ) -> Client:
-        """Let the client work over a connection; see `Client`."""
+        """Return a worker for a connection; see `Client`."""
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
@@ -96,5 +106,5 @@ class ClientSetup:
 
 
 def whole(experiment: Experiment) -> FederatedData:
-    """Return the experiment's data as those of one client, who has all of them."""
+    """Return all training data of the experiment as one client's."""
     return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)

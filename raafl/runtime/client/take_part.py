@@ -18,7 +18,11 @@ from raafl.watch.progress import Progress
 
 
 def take_part(experiment: Experiment, transport: Transport) -> None:
-    """Work as the client whose end of the transport this is, until told to stop; it connects once."""
+    """Work as the client of this transport until dismissed; it connects once.
+
+    Raises:
+        RunFailed: the server refused the client, or is gone.
+    """
     place = Place.here(experiment.server_device, experiment.fabric.device)
     setup = ClientSetup.make(experiment, transport.client, place)
     client = setup.info.id

@@ -1,4 +1,4 @@
-"""A client's side of a distributed run: receive a submodel, train it, send it back, until told to stop."""
+"""Run the client's side of one connection: receive a submodel, train it, send the update, until dismissed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Re
 
 
 class Client:
-    """Works for the server at the other end of a pair.
+    """Worker for one connection to a server.
 
-    One thread receives all the time, so that a stop, or the end of the connection, interrupts the task at hand: nobody
-    waits for its result. The server sends nothing but a stop or a sign of life while a task is out.
+    Threads: one receives all the time, so that a stop or a broken connection interrupts the current task, whose result nobody
+    needs. The other trains and answers. While a task is out, the server sends only stop, keepalive, and messages of the task's
+    exchange.
 
     Attributes:
-        unsent: id of an assignment that was answered but could not be sent; None = there is none.
-        num_answered: how many tasks it has answered here.
+        unsent: id of an assignment whose answer could not be sent; None = none.
+        num_answered: number of tasks answered on this connection.
     """
 
     def __init__(
@@ -45,11 +46,19 @@ class Client:
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
         on_welcome: Callable[[], None] = lambda: None, plan: CompressionPlan | None = None,
     ) -> None:  # fmt: skip
-        """Prepare; `run` greets the server.
+        """Prepare; `run` sends the HELLO.
 
-        ``submodels`` are without values; ``config`` has a digest of each section that the server is to compare with its
-        own; ``unsent`` is an answer from an earlier connection, for the server to count; ``on_welcome`` is called once
-        the server has taken the client in; ``plan`` None = nothing is compressed.
+        Args:
+            info: description of the client.
+            pair: the connection.
+            submodels: of the model, without values.
+            trainer: trains tasks.
+            data: the client's.
+            waits: timeouts.
+            config: digest of each section of the config for the server to compare; None = not compared.
+            unsent: id of an answer that an earlier connection lost, for the server to count.
+            on_welcome: called once the server has admitted the client.
+            plan: compression; None = none.
         """
         self._plan = plan
         travels = plan or CompressionPlan(Payload(submodels))
@@ -69,13 +78,13 @@ class Client:
         self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
 
     def run(self) -> str:
-        """Work until the server says stop; return its reason. The pair is closed then.
+        """Work until the server dismisses the client; return its reason, with the connection closed.
 
         Raises:
-            TaskFailed: the user's code has failed, which the server has been told.
+            TaskFailed: the user's code failed; the server was told.
             PeerLost: the server is gone.
-            PeerTimeout: it has said nothing for ``Timeouts.idle_s``.
-            Refused: it has sent what is not raafl's.
+            PeerTimeout: it sent nothing for ``Timeouts.idle_s``.
+            Refused: it sent something that is not raafl's protocol.
         """
         self._trainer.stop = threading.Event()
         self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))

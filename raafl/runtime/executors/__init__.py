@@ -1,4 +1,4 @@
-"""Executors: where the tasks of a simulated run, or of a replay, are trained."""
+"""Train the tasks of a simulated run or of a replay: in this process, in workers, on other ranks, one by one or batched."""
 
 from raafl.runtime.executors.base import Executor, Inline
 from raafl.runtime.executors.pool import Pool

@@ -1,7 +1,7 @@
-"""Where a simulated run's tasks are trained: in this process when they are asked for, or elsewhere and ahead of need.
+"""Define an executor of simulated tasks, and the simplest one, which trains in this process on demand.
 
-A task is a pure function of its assignment, its snapshot and the client's data, so where and in which order tasks are
-trained changes nothing but the time it takes. Every process computes with the same number of threads.
+A task is a pure function of its assignment, its snapshot and the client's data, so where and in which order tasks are trained
+changes nothing but the time. Every process computes with the same number of threads.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Like = tuple[Spec, int | None, int | None]
 
 
 def kind_of(assignment: Assignment) -> Like:
-    """Key a task by what it has to have alike with those that it is trained with."""
+    """Return the key that tasks must share to be trained as one batch."""
     return assignment.spec, assignment.num_epochs, assignment.num_steps
 
 
 class Executor(ABC):
-    """Trains tasks; `submit` in any order, then `result` or `cancel` each once.
+    """Trains tasks: `submit` them in any order, then call `result` or `cancel` once for each.
 
     Attributes:
-        note: told what a user should know of how tasks are trained.
-        warn: told what has gone wrong meanwhile; in any thread.
-        needed: results that will be asked for from now on, if none is refused; what is trained beyond is in vain. None = not known.
+        note: shows a line to the user.
+        warn: shows a warning; called on any thread.
+        needed: results that will still be requested if none is refused, beyond which training ahead is wasted; None = unknown.
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
@@ -41,43 +41,43 @@ class Executor(ABC):
 
     @property
     def num_processes(self) -> int:
-        """Count the processes that train, this one included."""
+        """Number of processes that train, this one included."""
         return 1
 
     def most(self, assignment: Assignment) -> int:
-        """Count the tasks like this one that are trained together at most, where so many wait."""
+        """Return how many tasks like this one are trained together at most."""
         return 1
 
     @abstractmethod
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Take a task; ``snapshot`` must stay as it is until `result` or `cancel`. First needed, first trained."""
+        """Accept a task, to be trained in order of ``needed_at``; ``snapshot`` stays unchanged until `result` or `cancel`."""
 
     @abstractmethod
     def result(self, assignment_id: int) -> Update:
-        """Return the update; its tensors are good until the next call of any method.
+        """Return the update of a task; its tensors are valid until the next call of any method.
 
         Raises:
-            TaskFailed: the user's code has failed in it.
+            TaskFailed: the user's code failed in the task.
         """
 
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
-        """Drop a task whose result will not be asked for; harmless if it was not submitted."""
+        """Drop a task whose result will not be requested; unknown ids are ignored."""
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Measure the global model, in as many processes as can help, to the bits of one; see `Evaluator`."""
+        """Evaluate the global model, in as many processes as can help, with the bits of one process; see `Evaluator`."""
         return evaluator(values)
 
     def counted(self) -> dict[str, Any]:
-        """Count how tasks were trained so far, as plain data that `summed` adds up; of each in turn nothing."""
+        """Return counts of how tasks were trained, for `summed`; empty where tasks are trained one by one."""
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Say how tasks were trained so far; of each in turn nothing."""
+        """Return how tasks were trained, for the summary; empty where they are trained one by one."""
         return summed([self.counted()])
 
     def close(self) -> None:
-        """Release processes and memory; harmless when called twice."""
+        """Release processes and memory; may be called twice."""
         return
 
 
@@ -90,7 +90,7 @@ class Inline(Executor):
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Keep the task until its result is asked for."""
+        """Store the task until its result is requested."""
         self._tasks[assignment.id] = (assignment, snapshot)
 
     def result(self, assignment_id: int) -> Update:
@@ -104,7 +104,7 @@ class Inline(Executor):
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Add several processes' counts up, to a share and a mean; nothing where none counts."""
+    """Add the counts of several processes up to a share and a mean; empty where none counts."""
     found = [one for one in counts if one]
     if not found:
         return {}

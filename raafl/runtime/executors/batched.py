@@ -1,11 +1,11 @@
-"""Tasks trained several at a time, as one batch of clients, in this process: to the same bit as one after the other.
+"""Train several tasks as one batch of clients in this process, to the same bit as one after the other.
 
-In virtual time a result is needed only when it arrives, and a task's values, data and seed are known when it is handed out.
-So where a result is asked for, all that waits of the same spec and length is trained with it, what is due first before the
-rest, and kept until it is due.
+In virtual time a result is needed only when it arrives, while values, data and seed of a task are known at assignment. So when a
+result is requested, all waiting tasks of the same spec and length are trained with it, the most urgent first, and stored.
 
-Nothing is taken on trust: the first cohorts of a spec, and the first with batches of another shape, are trained both ways and
-compared, with what they log and how they leave the generators. Whatever differs or fails is trained by the loop from then on.
+Nothing is assumed: the first batches of a spec, and the first with batches of another shape, are trained both ways and compared,
+including what they log and the state in which they leave the generators. What differs or fails is trained sequentially from then
+on.
 """
 
 from __future__ import annotations
@@ -85,17 +85,17 @@ def _kind(assignment: Assignment) -> Like:
 
 
 class BatchedExecutor(Executor):
-    """Trains what waits together. What it may not, or does not gain by, it trains as `Inline` does."""
+    """Trains waiting tasks together; trains sequentially, like `Inline`, what cannot be batched or gains nothing."""
 
     def __init__(
         self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
     ) -> None:
-        """Train with ``trainer``; ``data(i)`` is client i's.
+        """Prepare.
 
         Args:
-            trainer: of the loop.
-            data: of each client.
-            most: clients in a cohort at most; auto = as many as pay, and none where the loop is faster.
+            trainer: for sequential training.
+            data: returns the data of a client by id.
+            most: clients in a batch at most; "auto" = as many as are faster, none where sequential training is faster.
         """
         self._trainer, self._data, self._most = trainer, data, most
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
@@ -112,20 +112,20 @@ class BatchedExecutor(Executor):
         self._reasons: dict[str, None] = {}
 
     def most(self, assignment: Assignment) -> int:
-        """Return the cap, or one where such tasks are left to the loop."""
+        """Return the largest batch for such tasks; 1 where they are trained sequentially."""
         standing = self._standing.get(_kind(assignment))
         is_left = self._refusal is not None or (standing is not None and standing.reason is not None)
         return 1 if is_left else max(self._cap(assignment.spec), 1)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Keep the task until its result, or one of the same kind that is due before, is asked for."""
+        """Store the task until its result, or an earlier one of the same kind, is requested."""
         kind = self._kinds[assignment.id] = _kind(assignment)
         self._waiting[kind][assignment.id] = Member(assignment, snapshot, self._data(assignment.client))
         if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):
             heapq.heappush(self._order[kind], (needed_at, assignment.id))
 
     def result(self, assignment_id: int) -> Update:
-        """Return the update, training what waits with it if it is not there."""
+        """Return the update, training it together with waiting tasks if it is not there yet."""
         self._num_tasks += 1
         if assignment_id not in self._kept:
             self._train(assignment_id)
@@ -151,13 +151,13 @@ class BatchedExecutor(Executor):
         self._num_in_vain += self._kept.pop(assignment_id, None) is not None
 
     def close(self) -> None:
-        """Let go of what was trained and never asked for."""
+        """Release results that were never requested."""
         self._num_in_vain += len(self._kept)
         self._kept.clear()
         self._waiting.clear()
 
     def counted(self) -> dict[str, Any]:
-        """Count tasks, those trained with others, cohorts, and what was in vain; and say why others were left to the loop."""
+        """Return counts of tasks, batched tasks, batches and wasted results, and why others were trained sequentially."""
         return {
             "tasks": self._num_tasks, "together": self._num_together, "cohorts": self._num_cohorts,
             "in_cohorts": self._num_in_cohorts, "in_vain": self._num_in_vain + len(self._kept),

@@ -1,9 +1,8 @@
-"""Tasks trained by other ranks, each on a processor or GPU of its own, on this machine or others.
+"""Train tasks on other ranks, each with a processor or GPU of its own, on this machine or others.
 
-Rank 0 drives the virtual clock. A thread for each other rank takes the most urgent task that nobody has begun, sends it,
-and waits for its result; where rank 0 needs a result that is not there, it trains what is most urgent itself. Where each
-process trains several tasks as one batch, it takes with a task its share of what waits of the same kind. Values
-travel as flat buffers, of submodels alone.
+Rank 0 drives the virtual clock. One thread per other rank takes the most urgent task that nobody has begun, sends it and waits for
+its result; when rank 0 needs a result that is missing, it trains the most urgent task itself. Where processes train batches, each
+takes its share of the waiting tasks of one kind. Only values of submodels travel, as flat buffers.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class _Task:
 
 
 class RankExecutor(Executor):
-    """This process and others that `take_on` brings. One that is lost gives its tasks back; the run goes on with the rest.
+    """This process and the ranks added by `take_on`. A rank that is lost returns its tasks; the run continues with the rest.
 
-    One condition guards all that the threads share. Nobody holds it while training, sending or receiving.
+    Threads: one condition guards all shared state; nobody holds it while training, sending or receiving.
     """
 
     def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
-        """Train here by ``inner``, which trains with ``trainer``."""
+        """Train in this process with ``inner``, whose trainer is ``trainer``."""
         self._inner, self._payload, self._submodels = inner, trainer.payload, trainer.submodels
         inner.note = lambda text: self.note(text)
         self._tasks: dict[int, _Task] = {}
@@ -77,7 +76,7 @@ class RankExecutor(Executor):
         self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
-        """Let a rank work from when it has connected, until `close`; returns at once. `warn` hears of its loss, in any thread."""
+        """Let a rank work from the time it connects until `close`; returns at once. `warn` reports its loss, on any thread."""
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1
@@ -89,11 +88,11 @@ class RankExecutor(Executor):
         return 1 + self._num_ranks
 
     def most(self, assignment: Assignment) -> int:
-        """Ask the executor within: what it has found of such tasks holds for the other processes, too."""
+        """Return the inner executor's limit, which holds for the other processes, too."""
         return self._inner.most(assignment)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Take the task; it is begun in the order in which results are needed."""
+        """Accept the task; tasks begin in the order in which their results are needed."""
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
@@ -101,7 +100,7 @@ class RankExecutor(Executor):
                 self._changed.notify()
 
     def result(self, assignment_id: int) -> Update:
-        """Return the update; while another rank trains it, train here what is needed next."""
+        """Return the update; while another rank trains it, train the next needed task here."""
         while True:
             with self._changed:
                 task = self._tasks[assignment_id]
@@ -141,7 +140,7 @@ class RankExecutor(Executor):
         return some
 
     def cancel(self, assignment_id: int) -> None:
-        """Drop the task; a rank that has begun it finishes in vain."""
+        """Drop the task; a rank that has begun it finishes it in vain."""
         with self._changed:
             task = self._tasks.get(assignment_id)
             if task is None:  # a replay submits only what will be asked for
@@ -163,7 +162,7 @@ class RankExecutor(Executor):
             self._inner.cancel(assignment_id)
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Measure the first batches here, while other ranks that have nothing else begun measure the last ones."""
+        """Evaluate the first batches here, while idle ranks evaluate the last ones."""
         alone = self._measures_alone or not (self._num_ranks and evaluator.is_shared)
         if alone or evaluator.num_batches < 2 or evaluator.device.type != self._device.type:
             return evaluator(values)
@@ -179,7 +178,7 @@ class RankExecutor(Executor):
                 self._shared, self._measures_alone = None, shared.is_refused
 
     def report(self) -> dict[str, Any]:
-        """Say how all processes together train."""
+        """Return how all processes together trained."""
         here = self._inner.counted()
         with self._changed:
             kept = sum(task.found is not None for task in self._tasks.values())
@@ -187,7 +186,7 @@ class RankExecutor(Executor):
         return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
 
     def close(self) -> None:
-        """Let the ranks go, also in the middle of a task."""
+        """Dismiss the ranks, also in the middle of a task."""
         self._end()
         with self._changed:
             while any(task.sending for task in self._tasks.values()):  # a message at a time; no other is begun any more

@@ -1,6 +1,6 @@
-"""An evaluation that several ranks share: rank 0 measures the test batches from the first on, the others from the last on.
+"""Share an evaluation between ranks: rank 0 evaluates from the first batch on, other ranks from the last one backwards.
 
-What they note is added up by rank 0 in the batches' order, so that the metrics have the bits of one process.
+Rank 0 adds partial sums in the order of batches, so that metrics have the bits of one process.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _PARTS = 8
 
 
 class Shared:
-    """One evaluation.
+    """One shared evaluation.
 
     Attributes:
-        is_refused: whether a rank has found that it cannot be shared, or has failed in it.
+        is_refused: whether a rank found that the evaluation cannot be shared, or failed in it.
     """
 
     def __init__(
         self, evaluator: Evaluator, values: FlatTensors, num_processes: int, changed: threading.Condition
     ) -> None:
-        """Begin to measure ``values``; ``changed`` guards what ranks' threads share, and is told of it."""
+        """Start an evaluation of ``values``; ``changed`` is the condition that guards state shared by the ranks' threads."""
         self._evaluator, self._changed = evaluator, changed
         self._values = evaluator.begin(values)
         num = evaluator.num_batches
@@ -41,17 +41,17 @@ class Shared:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are batches that nobody has begun; the caller has the condition."""
+        """Whether batches are left that nobody has begun; the caller holds the condition."""
         return self._first < self._last and not (self.is_refused or self._is_closed)
 
     def close(self) -> None:
-        """Let no rank begin any more, and wait for those at work; the caller has the condition."""
+        """Let no rank begin another part, and wait for those at work; the caller holds the condition."""
         self._is_closed = True
         while self._num_out:  # in its middle only where measuring here has failed
             self._changed.wait()
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics, as the others help."""
+        """Return the metrics, evaluating here while other ranks help."""
         for place, (start, stop) in enumerate(self._parts):
             noted = self._of_another(place)
             if noted is None:
@@ -71,7 +71,7 @@ class Shared:
             return self._found.pop(place)
 
     def measure_at(self, pair: Connection) -> None:
-        """Have a rank measure parts as long as there are some; in a thread of its own."""
+        """Have one rank evaluate parts while there are any; runs on that rank's thread."""
         values: FlatTensors | None = self._values  # with the first
         while (place := self._take()) is not None:
             noted = None

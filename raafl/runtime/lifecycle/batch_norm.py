@@ -1,4 +1,4 @@
-"""Static batch norm on the server: running statistics collected for models that are measured or saved (HeteroFL's sBN)."""
+"""Collect running statistics of static batch norm for models that are evaluated or saved (HeteroFL's sBN)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ from raafl.trainer_stand_in import stage
 
 
 class StaticStatistics:
-    """Collects running statistics from the server's own view of the training data; see docs/submodels.md.
+    """Collector of running statistics from the server's training data; see docs/submodels.md.
 
-    The global state never has them, so that a run replays and resumes the same whatever was measured. Always the same
-    samples are drawn, from the run's seed; a model's statistics depend on its values alone.
+    The global state never contains them, so that a run replays and resumes equally whatever was evaluated. The same samples are
+    drawn each time, by the run's seed; a model's statistics depend on its values alone.
     """
 
     def __init__(
         self, submodels: Submodels, data: FederatedData, num_batches: int, batch_size: int, seed: int,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        """Build the module that collects, if batch norm is static and there is any; else do nothing ever.
+        """Build the collecting module if batch norm is static and the model has any; otherwise all methods do nothing.
 
-        ``num_batches`` is the most that are drawn: there are no more than one epoch has.
+        Args:
+            submodels: of the model.
+            data: from which batches are drawn.
+            num_batches: batches at most; never more than one epoch has.
+            batch_size: of these batches.
+            seed: of the run.
+            device: where to compute.
         """
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":
@@ -61,7 +67,7 @@ class StaticStatistics:
         self._state = ModuleState(self._module, submodels)
 
     def fill_(self, values: FlatTensors) -> None:
-        """Set the running statistics in ``values``, of the whole model, to those that its parameters have."""
+        """Set the running statistics in ``values`` (whole model) to those of its parameters, in place."""
         if not self.is_on:
             return
         with self._lock:
@@ -75,7 +81,7 @@ class StaticStatistics:
 
     @contextmanager
     def filled(self, values: FlatTensors, *, anew: bool) -> Iterator[None]:
-        """Within this context ``values`` has running statistics: ``anew`` its own, else those last collected, at no cost."""
+        """Return a context in which ``values`` has running statistics: newly collected if ``anew``, else the last ones."""
         with self.untouched(values):
             if anew or (self.is_on and self._latest is None):
                 self.fill_(values)
@@ -85,10 +91,10 @@ class StaticStatistics:
 
     @contextmanager
     def measured(self, values: FlatTensors) -> Iterator[None]:
-        """Within this context ``values``, which this thread has just measured, has the statistics collected for that.
+        """Return a context in which ``values``, which this thread just evaluated, has the statistics collected for that evaluation.
 
-        The last collected by any thread may be others: at the end the server collects the final model's while the thread of
-        evaluations measures an earlier one.
+        The last statistics collected by any thread may be others: at the end of a run the server collects the final model's
+        while the evaluator's thread evaluates an earlier one.
         """
         with self.untouched(values):
             if self.is_on:
@@ -96,7 +102,7 @@ class StaticStatistics:
             yield
 
     def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context after which ``values`` has the running statistics that it had before, if they are static."""
+        """Return a context that restores the running statistics of ``values`` on exit, if they are static."""
         return self._norms.untouched(values)
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
@@ -118,19 +124,19 @@ class StaticStatistics:
 
 
 class StatisticsHookList(HookList):
-    """Hooks that are given models with static running statistics when they save them."""
+    """Observers that see models with static running statistics where they save them."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
-        """Pass on to ``hooks``."""
+        """Call ``hooks`` in order."""
         super().__init__(*hooks)
         self._filler = statistics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Pass it on with the statistics that were collected to measure these values."""
+        """Call each observer with the statistics collected for the evaluation of these values."""
         with self._filler.measured(values):
             super().on_values(version, metrics, values)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Pass it on, with the final model's own statistics; until then with the last model's that was measured."""
+        """Call each observer: with the final model's statistics at the end, before with those of the last evaluation."""
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

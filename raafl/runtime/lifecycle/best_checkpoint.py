@@ -1,4 +1,4 @@
-"""Keep the checkpoint whose metric is best, beside those that a run is resumed from."""
+"""Keep the checkpoint with the best value of a metric, beside those for resuming."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ NAME: Final = "best.ckpt"
 
 
 class BestCheckpoint(RunHooks):
-    """Writes `checkpoints/best.ckpt` whenever a measured model is better than all before; of equal ones the first stays.
+    """Observer that writes `checkpoints/best.ckpt` whenever an evaluated model is better than all before; ties keep the first.
 
     Attributes:
-        best: version, metric and value of the one that is kept, for the summary; None = there is none yet.
+        best: version, metric and value of the kept checkpoint, for the summary; None = none yet.
     """
 
     def __init__(self, folder: Path, module: nn.Module, metric: str | None, warn: Callable[[str], None] = say) -> None:
-        """Go on from the one in the folder, if a run is resumed.
+        """Continue from the checkpoint in the folder, if a run is resumed.
 
         Args:
-            folder: the run's.
-            module: asked for its hyper-parameters and the names of its tensors only.
-            metric: less of a loss, a perplexity or an error is better, more of all others; None = nothing is kept.
-            warn: told of the first that cannot be written.
+            folder: of the run.
+            module: provides hyper-parameters and tensor names.
+            metric: lower is better for a loss, a perplexity or an error, higher for any other; None = keep none.
+            warn: called with the first write error.
         """
         self._folder, self._module, self._metric, self._warn = folder, module, metric, warn
         self.best: dict[str, Any] | None = self._found() if metric is not None else None
         self._warned = False
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Write a model that is better than the one that is kept."""
+        """Write the model if it is better than the kept one."""
         value = metrics.get(self._metric, math.nan) if self._metric is not None else math.nan
         if not math.isfinite(value) or not self._is_better(value):
             return

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written from snapshots while it goes on."""
+"""Write checkpoints of a run from snapshots while the run continues."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raafl.units import size
 
 
 class Checkpointer(RunHooks):
-    """Writes checkpoints from snapshots, in a thread of its own.
+    """Observer that writes checkpoints on a thread of its own.
 
-    One that cannot be written ends no run: it is reported, the one before stays as it is, and the next is tried anew.
+    A write error does not end the run: it is reported, the previous checkpoint stays, and the next one is tried again.
 
     Attributes:
-        num_failed: checkpoints that could not be written since the last that could.
+        num_failed: failed checkpoints since the last successful one.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Checkpointer(RunHooks):
         """Write to ``folder``/checkpoints.
 
         Args:
-            folder: the run's.
-            module: asked for its hyper-parameters and the names of its tensors only.
-            keep: how many checkpoints to keep.
-            runtime: which of the two, for `resume`.
+            folder: of the run.
+            module: provides hyper-parameters and tensor names.
+            keep: number of checkpoints to keep.
+            runtime: "simulated" or "distributed", for `resume`.
             record: saved with each checkpoint.
-            every_s: seconds of ``clock`` after which a checkpoint is due, if the one before is written; None = never.
-            warn: told of the first that cannot be written.
-            clock: seconds, monotonic.
+            every_s: seconds of ``clock`` after which a checkpoint is due, once the previous one is written; None = never.
+            warn: called with the first write error.
+            clock: monotonic seconds.
         """
         self._folder, self._module, self._keep = folder, module, keep
         self._runtime, self._record, self._warn = runtime, record, warn
@@ -63,7 +63,7 @@ class Checkpointer(RunHooks):
         return self._last is None or self._last.done()
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Copy the state and write it; waits for the one before, so that at most one copy is held."""
+        """Copy the state and write it in the background; waits for the previous write, so that at most one copy exists."""
         self.wait()
         self._saved_s = self._clock()
         # All is copied here, in the thread that changes it in place: what the writer's thread gets, nobody changes any more.
@@ -96,7 +96,7 @@ class Checkpointer(RunHooks):
         return path
 
     def wait(self) -> Path | None:
-        """Return the path of the last checkpoint once it is written; None if there is none, or it could not be."""
+        """Return the path of the last checkpoint once it is written; None if there is none, or writing failed."""
         return self._last.result() if self._last is not None else None
 
     def close(self) -> None:
@@ -106,12 +106,12 @@ class Checkpointer(RunHooks):
 
 
 def check_space(folder: Path, num_bytes: int, keep: int) -> None:
-    """Raise `BadInput` where a disk has less room than a run's checkpoints and model will take.
+    """Raise `BadInput` where a disk has less room than the run's checkpoints and model need.
 
     Args:
-        folder: the run's, which need not be there yet.
-        num_bytes: of the global values.
-        keep: checkpoints that are kept; one more is written before the oldest goes.
+        folder: of the run; need not exist yet.
+        num_bytes: size of the global values.
+        keep: checkpoints that are kept; one more is written before the oldest is deleted.
     """
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
@@ -124,7 +124,7 @@ def check_space(folder: Path, num_bytes: int, keep: int) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Find the operating system's error, if there is one, in words."""
+    """Return the operating system's error behind ``error``, in words, if there is one."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:
@@ -134,7 +134,7 @@ def cause(error: BaseException) -> str:
 
 
 def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:
-    """Return ``values`` under every name of the module's state dict; tied parameters appear under each of theirs."""
+    """Return ``values`` under every name of the module's state dict; a tied parameter appears under each of its names."""
     owners: dict[int, str] = {}
     named: dict[str, torch.Tensor] = {}
     flat = dict(values.items())

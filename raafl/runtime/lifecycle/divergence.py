@@ -1,4 +1,4 @@
-"""Warn of training that diverges; it is an error where the run is strict."""
+"""Warn of a diverging run, and end it where ``strict`` is set."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
 
 
 class Divergence(RunHooks):
-    """Looks for metrics that are no numbers any more, and for updates that are refused as not finite, or as far too large.
+    """Observer that looks for metrics that became NaN, and for updates refused as non-finite or far too large.
 
     Attributes:
-        failure: why the run is to end; None = it may go on.
+        failure: reason to end the run; None = continue.
     """
 
     failure: str | None = None
@@ -25,12 +25,12 @@ class Divergence(RunHooks):
     def __init__(
         self, warn: Callable[[str], None], *, strict: bool, fault: Callable[[int | None], str | None] = lambda client: None
     ) -> None:  # fmt: skip
-        """Start with nothing found.
+        """Start without findings.
 
         Args:
-            warn: told once for each metric, and once of clients.
-            strict: what is found ends the run.
-            fault: names a sample with a value that is not finite, of a client or, for None, of the test set; None = there is none.
+            warn: called once per metric, and once for clients.
+            strict: whether a finding ends the run.
+            fault: names a sample with a non-finite value, of a client or (None) of the test set; returns None if there is none.
         """
         self._warn, self._strict, self._fault = warn, strict, fault
         self._finite: set[str] = set()
@@ -39,7 +39,7 @@ class Divergence(RunHooks):
         self._said = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Look at the metrics; of one that never was a number the data may be why, else it says nothing."""
+        """Check the metrics; where one was never a number, check the data for the cause."""
         if version == 0 and not all(map(math.isfinite, metrics.values())) and (fault := self._fault(None)) is not None:
             self._find(f"{_names(metrics)} at the start: {fault} has NaN or an infinity: correct it, or leave it out")
         bad = [name for name, value in metrics.items() if name in self._finite and not math.isfinite(value)]
@@ -52,7 +52,7 @@ class Divergence(RunHooks):
             )
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Look whether a client's update was not finite, or those of two clients too large with none of theirs merged since."""
+        """Check for a non-finite update, or for two clients whose updates are too large with none merged since."""
         if settled.outcome == NON_FINITE and not self._refused:
             self._refused = True
             self._find(self._of_client(settled.client))
@@ -81,7 +81,7 @@ class Divergence(RunHooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def stop_asked(self) -> str | None:
-        """Return the reason for which the run is to end."""
+        """Return the reason to end the run, or None."""
         return self.failure
 
 

@@ -1,4 +1,4 @@
-"""What a result's bits depend on besides the config: versions, threads, device. Checked by a replay."""
+"""Record what the bits of a result depend on besides the config (versions, threads, device), and compare it in a replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from raafl.local.numerics import precision_of, tf32
 
 
 def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]:
-    """Collect the conditions of a run in this process, once its parts are built; whether it ``trains``, or clients do."""
+    """Return the conditions of a run in this process, once its parts are built.
+
+    Args:
+        experiment: its config.
+        trains: whether this process trains, or clients do.
+    """
     fabric = experiment.fabric
     found = {
         "raafl": __version__,

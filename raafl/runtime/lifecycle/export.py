@@ -1,8 +1,8 @@
-"""The final model of a run, in the form in which its own library loads it.
+"""Save the final model of a run in the form that its own library loads.
 
-A module with a method `save_pretrained(folder)` is written to `RUN/model` by it, and the data module's tokenizer beside it:
-`transformers.AutoModel...from_pretrained("RUN/model")` reads both. Of any other module the last checkpoint is the final
-model: `LightningModule.load_from_checkpoint` reads it as it is.
+A module with a method `save_pretrained(folder)` is saved to `RUN/model` by it, with the data module's tokenizer beside it:
+`transformers.AutoModel...from_pretrained("RUN/model")` loads both. For any other module the last checkpoint is the final model;
+`LightningModule.load_from_checkpoint` loads it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ def save_model(
     data: FederatedData,
     progress: Progress,
 ) -> str | None:
-    """Save the final model and return where it is, relative to the run's folder; None if it is nowhere.
+    """Save the final model; return its path relative to the run folder, or None if it could not be saved.
 
-    A model that cannot be written (disk full, read-only) ends no run: it is reported, a folder of an earlier attempt stays
-    as it was, and the last checkpoint is what there is.
+    An error (disk full, read-only) does not end the run: it is reported, a folder of an earlier attempt stays, and the last
+    checkpoint is what remains.
 
-    ``checkpoint`` is the last that was written, if any; ``module`` a real instance, into which the final values are
-    copied. The data module's ``tokenizer`` is saved too, if it has one that transformers made.
+    Args:
+        run_folder: of the run.
+        checkpoint: the last that was written; None = none.
+        module: instance into which the final values are copied.
+        state: of the server.
+        data: whose ``tokenizer`` is saved too, if transformers made it.
+        progress: shows errors.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
@@ -62,15 +67,15 @@ def save_model(
 
 
 def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
-    """Save a model that its run folder has no room for in the system's temporary folder; return its path, None if neither has.
+    """Save the model to the system's temporary folder, for a run folder without room; return its path, or None if that fails, too.
 
-    The training may have taken days, and the disk of the temporary folder is often another one.
+    Training may have taken days, and the temporary folder is often on another disk.
 
     Args:
-        run_folder: whose model could not be saved.
-        module: asked for its hyper-parameters and the names of its tensors only.
-        state: of the server at the end.
-        progress: told where the copy is.
+        run_folder: of the run.
+        module: provides hyper-parameters and tensor names.
+        state: of the server.
+        progress: shows where the copy is.
     """
     folder: Path | None = None
     try:
@@ -99,10 +104,7 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path) -> Path:
 
 
 def tokenizer_of(datamodule: Any) -> Any:
-    """Return the data module's tokenizer if it can be saved for transformers, else None.
-
-    That is its attribute ``tokenizer``: one of transformers', or one of raafl's that stands for one.
-    """
+    """Return the data module's ``tokenizer`` if it can be saved for transformers, else None."""
     tokenizer = getattr(datamodule, "tokenizer", None)
     if hasattr(tokenizer, "save_pretrained"):
         return tokenizer

@@ -1,8 +1,7 @@
-"""Going on with an interrupted run from its last checkpoint, in its own folder.
+"""Resume an interrupted run from its last checkpoint, in its own folder.
 
-A simulated run goes on exactly where the checkpoint was, so that it ends as if it had never been interrupted. Of a
-wall-clock run the clients are gone: what they worked on is lost, they join again as new incarnations, and what was merged
-after the checkpoint is lost too, and reported so.
+A simulated run continues exactly at the checkpoint, so that it ends as if never interrupted. In a wall-clock run the clients are
+gone: their tasks are lost, they join again as new incarnations, and merges after the checkpoint are lost, too, and reported.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The last checkpoint of a run.
+    """Last checkpoint of a run.
 
     Attributes:
-        folder: the run's.
+        folder: of the run.
         state_dict: global values by name.
-        section: what was saved: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, the runtime's own.
+        section: saved state: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, which is the runtime's own.
     """
 
     folder: Path
@@ -49,7 +48,7 @@ class SavedRun:
 
     @property
     def restarts(self) -> bool:
-        """Whether its clients are gone and join anew, as those of a wall-clock run."""
+        """Whether its clients are gone and join anew, as in a wall-clock run."""
         return bool(self.section["runtime"] != "simulated")
 
     def values(self, layout: Layout) -> FlatTensors:
@@ -58,10 +57,10 @@ class SavedRun:
 
 
 def load(folder: Path, runtime: str) -> SavedRun:
-    """Return the last checkpoint of a run.
+    """Load the last checkpoint of a run.
 
     Raises:
-        BadInput: there is none, it is from before the first task, or the run was of the other runtime.
+        BadInput: there is none, it is from before the first task, or the run was on the other clock.
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
@@ -101,9 +100,9 @@ def _refuse_links(folder: Path) -> None:
 
 @contextmanager
 def restoring(saved: SavedRun) -> Iterator[None]:
-    """Raise `BadInput` for whatever is missing in what was saved, or is not what raafl writes.
+    """Return a context that turns missing or malformed saved state into `BadInput`.
 
-    A checkpoint may come from somebody else: each of its fields is data that may have any type.
+    A checkpoint may come from somebody else: each of its fields may have any type.
     """
     try:
         yield
@@ -140,7 +139,7 @@ def _check(section: dict[str, Any]) -> None:
 
 
 def check_limits(saved: SavedRun, limits: Limits) -> None:
-    """Raise `BadInput` for a limit that the run had behind it at the checkpoint."""
+    """Raise `BadInput` for a limit that the run had already passed at the checkpoint."""
     now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
     if limits.max_time_s is not None and limits.max_time_s <= now:
         raise BadInput(
@@ -153,11 +152,11 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
 
 
 def after_restart(experiment: Experiment) -> Experiment:
-    """Return ``experiment`` so that it goes on where the attempt before ended, if torchrun has restarted the ranks.
+    """Return ``experiment`` set to resume the previous attempt, if torchrun restarted the ranks.
 
-    With ``--max-restarts`` torchrun ends all ranks when one fails and starts them anew. The first attempt leaves the name
-    of its run folder in ``runs/.torchrun``; a later one resumes from that folder's last checkpoint, or starts over in
-    a folder beside it when there is none.
+    With ``--max-restarts`` torchrun ends all ranks when one fails and starts them again. The first attempt leaves the name of
+    its run folder in ``runs/.torchrun``; a later one resumes from that folder's last checkpoint, or starts over in a folder
+    beside it when there is none.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or experiment.resume is not None:

@@ -1,4 +1,4 @@
-"""Shared answers to the five questions, from which the algorithms are put together."""
+"""Provide ready-made parts for the five questions, from which algorithms are composed."""
 
 from __future__ import annotations
 

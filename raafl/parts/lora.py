@@ -1,15 +1,15 @@
-"""Federated LoRA: which of the published ways of merging adapters an algorithm uses, and what clients do for it.
+"""Federated LoRA: select one of the published ways of merging adapters for an algorithm, and what clients do for it.
 
-`with_lora` gives FedAvg, FedBuff and FedAsync their option ``lora``. Five are merges of products B A
-(`raafl.parts.merge.low_rank`); two train one factor at a time, so that its mean is that of the products, and need no merge of
-their own:
+`with_lora` implements the option ``lora`` of FedAvg, FedBuff and FedAsync. Five ways merge products B A
+(`raafl.parts.merge.low_rank`). Two train one factor at a time, so that its mean is the mean of the products, and need no merge
+of their own:
 
-- ``ffa``: FFA-LoRA (Sun et al. 2024, arXiv:2403.12313). A stays as it was drawn, and is never sent; ``sum_i c_i B_i A`` is
-  exact. By coverage each rank is the mean over those who have it. Since A is the same in all versions, a stale B means what it
-  meant.
+- ``ffa``: FFA-LoRA (Sun et al. 2024, arXiv:2403.12313). A keeps its initial values and is never sent; ``sum_i c_i B_i A_i`` is
+  exact. By coverage each rank is the mean over the clients that have it. Since A is the same in all versions, a stale B keeps
+  its meaning.
 - ``rolora``: RoLoRA (Chen et al. 2025, arXiv:2502.01755). B trains from even versions, A from odd ones; in rounds all
-  have the same other factor, and the mean is exact. Asynchronously it is block coordinate descent with stale blocks: a B that
-  was trained beside an older A is mixed in by its staleness beside the new one, and exact no more.
+  clients share the other factor, and the mean is exact. Asynchronously it is block coordinate descent with stale blocks: a B
+  trained beside an older A is mixed in by its staleness beside the new one, and is no longer exact.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MERGES: dict[str, type[LowRank]] = {
 
 
 def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
-    """Return ``algorithm`` with adapters merged in this way; None = A and B apart, each rank over those who have it.
+    """Return ``algorithm`` with adapters merged as ``lora`` names; None = A and B separately, each rank over clients that have it.
 
     Raises:
-        BadInput: there is no such way, or the algorithm's merge is no mean.
+        BadInput: there is no such way, or the algorithm's merge is not a mean.
     """
     if lora is None:
         return algorithm
@@ -60,15 +60,15 @@ def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
 
 @dataclass(frozen=True)
 class Adapted(Local):
-    """Training of adapters."""
+    """Local part that trains adapters."""
 
     lora: LoRAMerge
 
     def prepare(self, module: Any) -> Any:
-        """Return the model as it trains: with A frozen, or with bases that are sent, where these change.
+        """Return the model as it trains: with A frozen, or with the base weights that are sent where these change.
 
         Raises:
-            BadInput: it has no adapters, or some of other than linear layers, or a base that cannot be added to.
+            BadInput: the model has no adapters, has adapters of other than linear layers, or a base that cannot be changed.
         """
         module = super().prepare(module)
         found, others = pairs_of(module)
@@ -123,7 +123,7 @@ def _check_base(module: Any, pair: Pair, lora: str) -> None:
 
 @dataclass(frozen=True)
 class Starting(WrappedSelect):
-    """A select for a merge that must know from which version each client started."""
+    """Select that records the version from which each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, and note the version."""
@@ -132,14 +132,14 @@ class Starting(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget the client's version, and pass it on."""
+        """Delete the record of the client's version."""
         fleet.state.memory.get(MEMORY, {}).get("at_work", {}).pop(client.id, None)
         super().on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
 class Alternating(WrappedSelect):
-    """A select whose submodels train B, but not A, from even versions, and A, but not B, from odd ones."""
+    """Select whose submodels train B, but not A, from even versions, and A, but not B, from odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, with one factor left out of what trains."""

@@ -1,4 +1,4 @@
-"""When are waiting updates folded in?"""
+"""Decide when waiting updates are merged: at each arrival, at K, at the end of a round, or after a share of the clients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from raafl.errors import BadInput, fraction, one_of, positive
 
 @dataclass(frozen=True, slots=True)
 class EachArrival(Trigger):
-    """Fully asynchronous: every update is merged as it arrives."""
+    """Merge every update as it arrives (fully asynchronous)."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Return True: whatever waits is merged."""
+        """Return True, since every waiting update is merged."""
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Count each, once."""
+        """Return ``num_more``: each arrival is merged."""
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
-        """Return one less than are at work: every merge makes the others' tasks, and no more, one version older."""
+        """Return ``num_at_work`` - 1: each merge makes the tasks of the others one version older."""
         return max(num_at_work - 1, 0)
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class EachArrival(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class Buffered(Trigger):
-    """Buffered asynchronous aggregation: merge once K updates wait; clients never do (FedBuff, Nguyen et al. 2022).
+    """Merge once K updates wait; clients never wait (FedBuff, Nguyen et al. 2022).
 
     Attributes:
         size: K, updates in one merge.
@@ -49,7 +49,7 @@ class Buffered(Trigger):
         return len(waiting.arrived_s) >= self.size
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Count those that fill the last buffer, too."""
+        """Return how many fill every buffer, the last one included."""
         return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class Buffered(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class AllReported(Trigger):
-    """Synchronous: merge when every task handed out has reported or was lost; then everyone starts again.
+    """Merge when every assigned task has reported or was lost; then all clients start again (synchronous).
 
-    With ``close_at`` below 1 or a ``deadline`` a round closes without the last ones: what they send is refused as late, as where
-    more clients are drawn than are needed (Bonawitz et al. 2019), and later rounds do not wait for them.
+    With ``close_at`` below 1 or a ``deadline``, a round closes without the last ones: their updates are refused as late, as
+    where more clients are drawn than are needed (Bonawitz et al. 2019), and later rounds do not wait for them.
 
     Attributes:
         close_at: share of the round's tasks that closes it, rounded up to a whole task; 1 = all.
@@ -86,14 +86,14 @@ class AllReported(Trigger):
         return self.close_at < 1 or self.deadline is not None
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether nothing is out any more, enough have reported, or the deadline has passed."""
+        """Check whether no task is out, enough have reported, or the deadline has passed."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return when the round closes whoever is out, or None while that is not known."""
+        """Return when the round closes regardless of tasks that are out; None while unknown."""
         arrived_s = waiting.arrived_s
         total = len(arrived_s) + waiting.num_active
         enough, half = math.ceil(self.close_at * total - 1e-9), -(-total // 2)
@@ -111,9 +111,9 @@ class AllReported(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class MinRatio(Trigger):
-    """Semi-asynchronous: once ``min_ratio`` of the clients at work have reported, wait ``wait_s`` more, then merge.
+    """Merge ``wait_s`` after ``min_ratio`` of the clients at work have reported (semi-asynchronous; Co-S2P, Algorithm 2).
 
-    min_ratio 0 and wait 0 merges each arrival; min_ratio 1 is synchronous. (Co-S2P, Algorithm 2.)
+    min_ratio 0 and wait 0 merge each arrival; min_ratio 1 is synchronous.
     """
 
     min_ratio: float = 0.5
@@ -126,14 +126,14 @@ class MinRatio(Trigger):
             positive("wait_s", self.wait_s)
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether enough have reported for long enough, or everyone has."""
+        """Check whether enough have reported for long enough, or all have."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return when the wait ends, or None while too few have reported."""
+        """Return when the wait ends; None while too few have reported."""
         total = len(waiting.arrived_s) + waiting.num_active
         needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # 0.28 * 25 is a little more than 7
         if len(waiting.arrived_s) < needed:
@@ -145,7 +145,7 @@ class MinRatio(Trigger):
 
 
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
-    """Make the trigger called "all" (rounds) or "each" (arrival); raise `BadInput` for another, and for late updates in rounds."""
+    """Return the trigger named "all" (rounds) or "each" (arrival); raises `BadInput` for others, and for staleness in rounds."""
     triggers: dict[str, type[Trigger]] = {"all": AllReported, "each": EachArrival}
     one_of("trigger", name, triggers)
     if name == "all" and staleness != "constant":

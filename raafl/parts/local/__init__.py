@@ -1,1 +1,1 @@
-"""What does a client do with its submodel? Hooks around the user's own steps that several methods may use."""
+"""Provide hooks around the user's training step that several methods share."""

@@ -1,4 +1,4 @@
-"""The representation of a batch: what enters a model's last linear layer."""
+"""Capture the representation of a batch: the input of a model's last linear layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raafl.errors import BadInput
 
 
 def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linear]:
-    """Return a linear layer of a model, by its path or else the last one; raises `BadInput` where there is none."""
+    """Return a linear layer of a model, by ``path`` or else the last one; raises `BadInput` if there is none."""
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
         raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
@@ -18,14 +18,14 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
 
 
 class InputCapture:
-    """Notes what enters a linear layer.
+    """Records the input of a linear layer.
 
     Attributes:
-        seen: the last input, a row for each sample.
+        seen: the last input, shape (samples, features).
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
-        """Watch a layer, by its path or else the last one, until `close`."""
+        """Record the input of the layer at ``path``, or of the last linear layer, until `close`."""
         self.seen: Tensor = torch.empty(0)
         self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see)
 
@@ -33,5 +33,5 @@ class InputCapture:
         self.seen = args[0].flatten(1)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop recording."""
         self._handle.remove()

@@ -22,9 +22,9 @@ IGNORED = -100
 
 
 def with_every_exit(module: nn.Module) -> nn.Module:
-    """Give the one model in ``module`` whose last layers are known an exit after each block but the last, in place.
+    """Add an exit after each block but the last to the one model in ``module`` whose head is known, in place.
 
-    A module that declares exits, or holds no such model or several, is returned as it is.
+    A module that declares exits, or contains no such model or several, is returned unchanged.
     """
     found = [part for part in module.modules() if tail_of(part) is not None]
     if len(found) != 1 or any(True for _ in said(module, "submodel_exits")):
@@ -36,7 +36,7 @@ def with_every_exit(module: nn.Module) -> nn.Module:
 
 
 def exit_depths(submodels: Submodels) -> dict[int, str]:
-    """Return the exits that end a shorter model by the number of blocks before them; none where there is not one stack."""
+    """Return, for each exit that ends a shorter model, the number of blocks before it; empty unless there is one stack."""
     if len(submodels.stacks) != 1:
         return {}
     (stack,) = submodels.stacks.values()
@@ -50,9 +50,13 @@ def exit_depths(submodels: Submodels) -> dict[int, str]:
 
 
 def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
-    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over samples or positions.
+    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, averaged over samples or positions.
 
-    Logits are (..., classes); the teacher's get no gradient. ``counted`` (...) says which positions count; None = all.
+    Args:
+        student: logits, shape (..., classes).
+        teacher: logits of the same shape; they get no gradient.
+        temperature: T.
+        counted: shape (...), the positions to average over; None = all.
     """
     wanted = F.log_softmax(teacher.detach() / temperature, -1)
     given = F.log_softmax(student / temperature, -1)
@@ -64,7 +68,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def students_of(module: nn.Module) -> EarlyLogits | None:
-    """Find the heads that give logits of the exits in ``module`` that train and do not end it; None where there are none."""
+    """Return the heads of the exits in ``module`` that train and do not end the model; None where there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)
@@ -123,7 +127,7 @@ class Distilled(Hook):
         return loss
 
     def close(self) -> None:
-        """Stop looking on."""
+        """Remove the hooks from the module."""
         if self._handle is not None:
             self._handle.remove()
         if self.students is not None:
@@ -161,7 +165,7 @@ def _restore(device: torch.device, states: list[Tensor]) -> None:
 
 
 def counted(batch: Any, logits: Tensor) -> Tensor | None:
-    """Return at which positions of ``logits`` no label in ``batch`` says `IGNORED`; None where there is one for each sample."""
+    """Return a mask of the positions of ``logits`` whose label is not `IGNORED`; None where each sample has one label."""
     if logits.dim() < 3:
         return None
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()

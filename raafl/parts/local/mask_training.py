@@ -1,4 +1,4 @@
-"""Training of masks over frozen weights (Co-S2P, section IV-A, Eq. 2): scores, Bernoulli samples, straight-through."""
+"""Train masks over frozen weights: scores, Bernoulli samples, straight-through gradients (Co-S2P, section IV-A, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCORES = "scores"
 
 
 def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout:
-    """Return the layout of scores in a task of ``spec``, None = of all there are; they travel where no value trains."""
+    """Return the layout of the scores in a task of ``spec``; None = all scores. Scores travel in tasks that train no values."""
     if spec is not None and spec.trained != ():
         return Layout(())
     cuts = cuts_of(submodels, number).items()
@@ -41,7 +41,7 @@ class _StraightThrough(torch.autograd.Function):
 def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
     """Return a mask drawn from Bernoulli(sigmoid(scores)); d mask / d scores = p (1 - p) (Bengio et al. 2013).
 
-    The numbers are drawn on the CPU, so that a seed means the same masks on every device.
+    Drawn on the CPU, so that a seed gives the same masks on every device.
     """
     probability = torch.sigmoid(scores)
     if probability.is_meta:
@@ -58,26 +58,30 @@ def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
 
 
 def first_score(rate: float) -> float:
-    """Return the score whose probability is ``rate``, at most 0.99: with it, masks begin at their budget."""
+    """Return the score whose probability is ``rate``, at most 0.99, so that masks start at their budget."""
     rate = min(max(rate, 0.01), 0.99)
     return math.log(rate / (1 - rate))
 
 
 def best(scores: list[float], number: int) -> list[int]:
-    """Return the ``number`` segments with the largest scores; of equals, the first."""
+    """Return the ``number`` segments with the largest scores; ties go to the first."""
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:number])
 
 
 class MaskTraining(Hook):
-    """Trains the scores of an assignment instead of the weights, which it finds frozen.
+    """Hook that trains the scores of an assignment while its weights stay frozen.
 
-    ``Assignment.extra`` has "masks", the axes whose scores train, and "rate", r_w. `finish` sends the scores as they are now.
+    ``Assignment.extra`` contains "masks", the axes whose scores train, and "rate", r_w. `finish` sends the trained scores.
     """
 
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
-        """Begin from the scores received.
+        """Start from the received scores.
 
-        ``lr`` is the learning rate of the scores (Adam), ``strength`` lambda, the weight of `kept_share_loss`.
+        Args:
+            task: in progress.
+            segments: of each axis.
+            lr: learning rate of the scores (Adam).
+            strength: lambda, the weight of `kept_share_loss`.
         """
         super().__init__(task)
         extra, given = task.assignment.extra, task.down[SCORES]
@@ -99,12 +103,12 @@ class MaskTraining(Hook):
         return loss + self.strength * kept_share_loss(masks, self.rate)
 
     def update(self) -> None:
-        """Make one step with the scores."""
+        """Make one optimiser step on the scores."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def finish(self) -> dict[str, Any]:
-        """Send the scores."""
+        """Write the scores to the bundle that goes up."""
         for axis, scores in self.scores.items():
             self.task.up[SCORES][axis].copy_(scores.detach())
         return {}

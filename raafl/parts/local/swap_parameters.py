@@ -1,4 +1,4 @@
-"""A module with other values or attributes for a while, for methods that look at a batch from another model."""
+"""Swap a module's parameters or attributes within a context, for methods that evaluate a batch on another model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raafl.submodel import FlatTensors
 
 @contextmanager
 def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
-    """Give modules other attributes within this context, such as a ``forward``."""
+    """Return a context in which modules have other attributes, such as another ``forward``."""
     own = {(module, name): module.__dict__.get(name) for module, name in attributes}
     try:
         for (module, name), value in attributes.items():
@@ -28,15 +28,15 @@ def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
 
 
 def quiet(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """Make attributes, for `patched`, by which nobody hears what ``module`` logs."""
+    """Return attributes, for `patched`, that make ``module`` log nothing."""
     return {(module, name): _ignore for name in ("log", "log_dict")}
 
 
 @contextmanager
 def at(module: nn.Module, values: FlatTensors) -> Iterator[None]:
-    """Give what trains in ``module`` the ``values`` within this context; what it logs is dropped, what it counts undone.
+    """Return a context in which the trained parameters of ``module`` have ``values``; logs are dropped, buffers restored on exit.
 
-    No graph from outside may be gone back through within, nor one from within outside: parameters lie elsewhere meanwhile.
+    Do not call backward across this context's boundary: inside it, parameters point at other storage.
     """
     parameters = [(p, p.data, values[name]) for name, p in module.named_parameters() if name in values]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -1,4 +1,4 @@
-"""How are waiting updates folded in? Every merge works on submodels: it changes only what an update covers."""
+"""Merge waiting updates into the global model. Every merge works on submodels: it changes only what an update covers."""
 
 from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
 

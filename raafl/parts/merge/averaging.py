@@ -1,4 +1,4 @@
-"""The mean of FedAvg's rounds, or of FedAsync's arrivals, for methods that work either way."""
+"""Provide the trigger and mean of methods that run in rounds, as FedAvg, or per arrival, as FedAsync."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raafl.parts.trigger import AllReported, EachArrival
 
 
 def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
-    """Make the trigger and the mean: rounds, or each arrival mixed in with weight ``alpha``, less the staler it is."""
+    """Return trigger and mean: rounds if ``alpha`` is None, else each arrival mixed in with ``alpha``, discounted by staleness."""
     if alpha is None:
         return AllReported(), Mean(by_samples=by_samples)
     return EachArrival(), Mean(alpha, Staleness("polynomial"), by_samples)

@@ -1,4 +1,4 @@
-"""Values of its own that the server keeps for a client, as the client has sent them: all that it trains, or some of it."""
+"""Store on the server the values that each client sent, whole or in part, and load them for its next task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from raafl.submodel.extract import CopyPlan
 def store_(
     state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
-    """Keep for a client what it has sent of a submodel; ``only`` the parameters named, None = all that train.
+    """Store what a client sent; elements that it has never trained are NaN.
 
-    What it has never trained is NaN.
+    Args:
+        state: the global model, whose ``clients`` are changed in place.
+        name: of the entry.
+        client: its id.
+        spec: the submodel of the values.
+        values: as sent.
+        only: names of the parameters to store; None = all that train.
     """
     plan = _plan(state, spec, only)
     own = state.clients.of(name, client, plan.full_layout, state.values.device, fill=math.nan)
@@ -29,7 +35,7 @@ def store_(
 def load_(
     state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
-    """Put into ``out`` what is kept for a client; what it has never trained stays as it is."""
+    """Overwrite ``out`` with the values stored for a client; elements that it has never trained stay unchanged."""
     own = state.clients.find(name, client)
     if own is None:
         return

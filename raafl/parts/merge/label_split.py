@@ -1,4 +1,4 @@
-"""Merging of the output layer where clients mask classes in their loss (``label_split`` of HeteroFL's and FedRolex's authors)."""
+"""Merge rows of the output layer where clients mask classes in their loss (``label_split`` of HeteroFL's and FedRolex's code)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass(frozen=True)
 class LabelSplit(Wrapped):
-    """A mean whose output rows are those of the clients that have the class.
+    """A mean in which each output row is averaged only over clients that have samples of that class.
 
-    A client that masks a class in its loss (`Local.masked`) has trained nothing in that class's row of the output layer, weight
-    and bias: what it sends there is what it received, and would hold back those who have the class. So a row is the
-    mean over the clients whose update has it; a row that none of them has stays as it is, bit for bit. Everything else is the
-    inner mean's, and all of it in a merge of updates of which none has masked a class.
+    A client that masks a class in its loss (`Local.masked`) has not trained that class's row of the output layer (weight and bias):
+    it sends back what it received, which would slow the clients that have the class. So each row is the mean over clients whose
+    update has it; a row that none has stays unchanged, bit for bit. Everything else is the inner mean's, and so is a merge in which
+    no update masks a class.
 
-    A client says in its answer which classes it has (`CLASSES`); what is no ascending list of rows is refused as
-    ``bad-classes``. An update without it has all.
+    A client lists its classes in its answer (`CLASSES`); anything but an ascending list of rows is refused as ``bad-classes``. An
+    update without the list has all classes.
 
     Attributes:
         inner: a mean with alpha 1, of updates that are not stale.
@@ -38,7 +38,7 @@ class LabelSplit(Wrapped):
     inner: Mean
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Say where masked classes have no rows of their own."""
+        """Return a note where masked classes have no rows of their own."""
         found = super().notes(state, num_clients)
         if state.submodels.example_batch is None or why_unmasked(state.submodels) or _output(state.submodels):
             return found
@@ -49,7 +49,7 @@ class LabelSplit(Wrapped):
         ]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse classes that are not an ascending list of rows, or say what the inner merge objects to."""
+        """Refuse classes that are not an ascending list of rows; otherwise ask the inner merge."""
         output = _output(state.submodels)
         if (
             output is not None
@@ -60,7 +60,7 @@ class LabelSplit(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Sum the output rows apart, and pass the update on."""
+        """Accumulate the output rows separately, and pass the update on."""
         output = _output(state.submodels)
         if output is not None:
             weight, _ = self.inner.weigh(update, staleness)
@@ -75,7 +75,7 @@ class LabelSplit(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Fold in what was received, then put the output rows right, where any was masked."""
+        """Merge, then correct the output rows if any update masked a class."""
         memory = state.memory.pop("label_split", {"masked": False})
         if not memory["masked"]:
             super().apply(state)
@@ -91,7 +91,7 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Explain, where one joint update of many reaches ``merge``, what that means."""
+    """Return what it means for ``merge`` to receive one joint update in place of many."""
     if not isinstance(merge, LabelSplit):
         return []
     return [

@@ -1,21 +1,22 @@
-"""Merges of LoRA adapters of unequal rank by their products: HetLoRA, FLoRA, FlexLoRA, raFLoRA and FedEx-LoRA.
+"""Merge LoRA adapters of unequal rank by their products: HetLoRA, FLoRA, FlexLoRA, raFLoRA and FedEx-LoRA.
 
-A client of rank r_i trains ``W + s B_i A_i``, s being the adapter's scaling. What clients have learnt on average is the mean of
-B_i A_i, which is not ``mean(B_i) mean(A_i)``. Each merge here wraps the algorithm's own, a `Mean` or `Deltas`, which folds in all
-that is no adapter and says what an update weighs; then it puts the adapters right, layer by layer::
+A client of rank r_i trains ``W + s B_i A_i``, where s is the adapter's scaling. The clients' average change is the mean of
+B_i A_i, which is not ``mean(B_i) mean(A_i)``. Each merge here wraps the algorithm's own, a `Mean` or `Deltas`, which merges
+everything that is no adapter and weighs updates; then it sets the adapters, layer by layer::
 
     M' = M + sum_i c_i (B_i A_i - M_i),    c_i = w_i a_i / sum_n w_n,    M = B A of the global model.
 
-M_i is what update i stands against:
+M_i is the value that update i is compared with:
 
-- in a `Mean` (FedAvg, FedAsync), M: ranks that a client has not count as zeros, as the papers have it, and a round with
-  a_i = 1 ends at the mean of B_i A_i, exactly; FedAsync's ``M' = (1 - a) M + a B_i A_i``.
-- in `Deltas` (FedBuff), what the client was sent, of the version that it started from and of its ranks alone.
-- where the merge changes the base W (FedEx-LoRA, FLoRA) and the update is stale, what the client was sent as well: part of
-  it lies in W by now, and would count twice. Ranks that it has not are zeros in a `Mean` all the same. So FedAsync mixes in the
-  change against the version that the client started from, and what was merged since is not taken back.
+- in a `Mean` (FedAvg, FedAsync), M: ranks that a client lacks count as zeros, as in the papers, and a round with a_i = 1
+  ends exactly at the mean of B_i A_i; FedAsync's ``M' = (1 - a) M + a B_i A_i``.
+- in `Deltas` (FedBuff), what the client received, of its starting version and its ranks only.
+- where the merge changes the base W (FedEx-LoRA, FLoRA) and the update is stale, also what the client received: part of it
+  is in W by now, and would count twice. Ranks that it lacks are zeros in a `Mean` nevertheless. So FedAsync mixes in the change
+  against the client's starting version, and what was merged since is not undone.
 
-For this the server keeps A and B of each version that somebody still works on. Memory, beside: A and B of all updates of a merge.
+For this the server keeps A and B of each version that a client still works on. Additional memory: A and B of all updates of a
+merge.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ Term = tuple[Tensor, list[int], Tensor, Tensor]
 
 
 def pairs(submodels: Submodels) -> tuple[Pair, ...]:
-    """Look up the adapters of the model's linear layers."""
+    """Return the adapters of the model's linear layers."""
     return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
 
 
 @dataclass(frozen=True)
 class LowRank(Wrapped):
-    """A merge around a mean, of which it replaces what that makes of adapters.
+    """Base of these merges: wraps a mean and replaces its result for adapters.
 
     Attributes:
-        inner: the algorithm's own.
-        by_rank: whether weights are shared out rank by rank, over those who have it.
-        moves_base: whether the weights beside adapters change, so that clients must be sent them.
+        inner: the algorithm's own merge.
+        by_rank: whether weights are normalised per rank, over the clients that have it.
+        moves_base: whether the weights under the adapters change, so that clients must receive them.
     """
 
     inner: Mean | Deltas
@@ -65,11 +66,11 @@ class LowRank(Wrapped):
 
     @property
     def is_relative(self) -> bool:
-        """Whether a stale update stands against what its client was sent."""
+        """Whether a stale update is compared with what its client received."""
         return self.moves_base or self.sends == "delta"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Keep the client's adapters, and pass the update on."""
+        """Copy the client's adapters, and pass the update on."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.get("at_work", {}).pop(update.client, None)
         weight, factor = self.inner.weigh(update, staleness)
@@ -90,7 +91,7 @@ class LowRank(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Fold in what was received, and then the adapters anew."""
+        """Merge with the inner mean, then set the adapters."""
         memory = state.memory[MEMORY]
         updates, found = memory.pop("updates"), pairs(state.submodels)
         old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in found}
@@ -107,7 +108,7 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(mine, len(old[pair.a][1])))
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Weigh an adapter, whose update weighs ``weight``."""
+        """Return the weight of an adapter, given its update's ``weight``."""
         return weight
 
     def _terms(self, updates: Sequence[tuple[dict[str, Any], Any]], rank: int) -> tuple[Tensor, list[Term]]:
@@ -131,18 +132,23 @@ class LowRank(Wrapped):
 
     @abstractmethod
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
-        """Set A and B of a layer, and its base, in place.
+        """Set A and B of one layer, and its base, in place.
 
-        ``old`` is B and A before, ``keep`` the share of each of the old ranks that stays, ``terms`` what is added.
+        Args:
+            state: the global model.
+            pair: names of the layer's tensors.
+            old: B and A before the merge.
+            keep: fraction of each old rank that remains.
+            terms: products to add.
         """
 
 
 class HetLoRA(LowRank):
-    """HetLoRA (Cho et al. 2024, arXiv:2401.06432): A and B apart, padded with zeros, weighed by ``||B_i A_i||_F``.
+    """HetLoRA (Cho et al. 2024, arXiv:2401.06432): means of A and B, padded with zeros, weighted by ``||B_i A_i||_F``.
 
-    Not exact: a mean of factors. The norm is taken layer by layer, and multiplies the algorithm's own weight; where all are 0, that
-    alone counts. The paper's pruning of ranks on clients is not done. Staleness acts on A and B as on any value; an update that
-    is merged alone has nothing to be weighed against.
+    Not exact, since it averages factors. The norm is per layer and multiplies the algorithm's own weight, which alone counts where
+    all norms are 0. The paper's pruning of ranks on clients is not implemented. Staleness acts on A and B as on any value; an
+    update merged alone is not weighted.
     """
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
@@ -152,7 +158,7 @@ class HetLoRA(LowRank):
         return weight * (math.sqrt(max(squared, 0.0)) + 1e-30)
 
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
-        """Set both to their means."""
+        """Set A and B to their weighted means."""
         for (name, dim), was in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
             new = was.movedim(dim, 0) * keep.to(was)[:, None]
             for share, ranks, *factors in terms:
@@ -161,11 +167,11 @@ class HetLoRA(LowRank):
 
 
 class FedEx(LowRank):
-    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): means of A and B, and what they lack of M' goes into the base.
+    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): means of A and B, with the difference to M' added to the base.
 
     ``W' = W + s (M' - B' A')`` with the inner merge's B' and A', so that ``W' + s B' A'`` is exact. The paper sends clients the
-    residual of a round as factors; here a client keeps nothing and may have missed any number of rounds, so it is sent
-    W of its adapted layers whole. A stale update's change is against the W, B and A that its client started from.
+    residual of a round as factors; here clients store nothing and may have missed any number of rounds, so a client receives W of
+    its adapted layers whole. A stale update's change is relative to the W, B and A from which its client started.
     """
 
     moves_base = True
@@ -177,17 +183,17 @@ class FedEx(LowRank):
 
 
 class FLoRA(LowRank):
-    """FLoRA (Wang et al. 2024, arXiv:2409.05976): the stack ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]`` goes into the base.
+    """FLoRA (Wang et al. 2024, arXiv:2409.05976): the stack ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]`` is added to the base.
 
-    Clients then begin with new adapters: B = 0 and a new A, drawn as PyTorch draws linear layers, by version and layer. So
-    an update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the stack
-    to clients that keep W; here a client is sent W of its adapted layers whole.
+    Clients then start with new adapters: B = 0 and a new A, initialised like PyTorch's linear layers, by version and layer. So an
+    update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the stack to
+    clients that store W; here a client receives W of its adapted layers whole.
     """
 
     moves_base = True
 
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
-        """Add the stack to the base, and begin with a new adapter."""
+        """Add the stack to the base, and reset the adapter."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right)
         spectra = state.memory[MEMORY].setdefault("spectra", {})
@@ -207,7 +213,7 @@ class FlexLoRA(LowRank):
     """
 
     def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
-        """Set both to the truncated decomposition."""
+        """Set A and B to the truncated singular value decomposition."""
         u, s, v = _svd(*_stacked(old, keep, terms))
         a, b = state.values[pair.a], state.values[pair.b]
         num = min(len(a), len(s))
@@ -227,12 +233,12 @@ class RaFLoRA(FlexLoRA):
 
 
 def rank_energy(state: GlobalState) -> dict[str, float]:
-    """Measure how much of the squared singular values of ``s B A`` lies in which ranks, over all adapters of the global model.
+    """Return the distribution of squared singular values of ``s B A`` over ranks, for all adapters of the global model.
 
     Returns:
-        share by slice of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B A is
-        0, and empty for a model without adapters. After FLoRA's merge, whose adapters begin anew, of what was merged last; it may
-        be of a higher rank, and shares then sum to less than 1.
+        fraction by range of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B A is
+        0, and empty for a model without adapters. After FLoRA's merge, whose adapters restart, of what was merged last, which may
+        have a higher rank; the fractions then sum to less than 1.
     """
     found, spectra = pairs(state.submodels), state.memory.get(MEMORY, {}).get("spectra", {})
     if not found:

@@ -1,9 +1,8 @@
-"""How are waiting updates folded in? Every merge works on submodels: it changes only what an update covers.
+"""Average updates: the coverage-aware mean of FedAvg and FedAsync, FedBuff's deltas, FedOpt's server optimisers.
 
-Memory: `Mean` and `Deltas` take each update in as it arrives (its buffer is free at once) and keep one accumulator of
-the model's size, plus one count of the same size when the submodels of one merge differ (two when, on top of that, the
-updates are mixed in with different factors). Storage is kept from one merge to the next: to allocate it anew costs more
-than to fill it.
+Memory: `Mean` and `Deltas` add each update as it arrives (its buffer is free at once) and keep one accumulator of the model's
+size, plus one count of the same size when submodels of one merge differ (two when, additionally, updates have different mixing
+factors). Storage is reused by later merges, since allocating costs more than filling.
 """
 
 from __future__ import annotations
@@ -36,25 +35,24 @@ def zeros_like(values: FlatTensors) -> FlatTensors:
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of tensors of one size, as flat views; on an accelerator there is one piece, the whole."""
+    """Yield matching pieces of tensors of one size, as flat views; on an accelerator one piece, the whole."""
     flat = [tensor.view(-1) for tensor in tensors]
     size = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 
 class Accumulator:
-    """A sum of updates, and how much weight lies on each element of it."""
+    """Weighted sum of updates, and the total weight on each element."""
 
     def __init__(self, state: GlobalState, memory: dict[str, Any]) -> None:
         self.state, self.memory = state, memory
         self.updates: list[tuple[Spec, float]] = memory.setdefault("updates", [])
 
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
-        """Add ``weight * factor * tensors`` where ``spec`` lies, with ``weight`` on it.
+        """Add ``weight * factor * tensors`` at the elements of ``spec``, with ``weight`` on each.
 
-        Integer tensors never travel up, and complex ones come as pairs of reals (`raafl.parts.merge.wide`). A first update
-        of the whole model overwrites what an earlier merge has left in the storage, which saves a pass; anything else is
-        added to zeros.
+        Integer tensors never travel up, and complex ones arrive as pairs of reals (`raafl.parts.merge.wide`). A first update of
+        the whole model overwrites what an earlier merge left in the storage, which saves a pass; anything else is added to zeros.
         """
         plan, scale = self.state.submodels.plan(spec), weight * factor
         if not self.updates and spec.is_full:
@@ -83,7 +81,7 @@ class Accumulator:
 
     @property
     def common(self) -> Spec | None:
-        """The spec of all updates; None when they differ (else `weight` is on every element that it covers)."""
+        """The spec that all updates share; None when they differ. With it, `weight` lies on every element that the spec covers."""
         first = self.updates[0][0]
         return first if all(spec == first for spec, _ in self.updates) else None
 
@@ -93,7 +91,7 @@ class Accumulator:
         return math.fsum(weight for _, weight in self.updates)
 
     def cover(self, factors: Sequence[float] | None = None, name: str = "count") -> FlatTensors:
-        """Return the weight on each element, times each update's factor, in the scratch storage ``name``."""
+        """Return the weight on each element times each update's factor, in the scratch storage ``name``."""
         on_spec: dict[Spec, float] = {}
         for (spec, weight), factor in zip(self.updates, factors or [1.0] * len(self.updates), strict=True):
             on_spec[spec] = on_spec.get(spec, 0.0) + weight * factor
@@ -103,30 +101,30 @@ class Accumulator:
         return count
 
     def clear(self) -> None:
-        """Forget everything but the storage."""
+        """Reset; the storage is kept."""
         self.updates.clear()
         self.state.scratch["sum"] = self.memory.pop("sum")
 
 
 def trained_values(state: GlobalState) -> FlatTensors:
-    """Return the part of the global values that any update can change; frozen parameters keep every bit."""
+    """Return the part of the global values that updates can change; frozen parameters keep every bit."""
     return state.values.prefix(state.submodels.layout(part="trained"))
 
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    """Mix with the weighted mean of the updates that cover each element.
+    """Mix the global model with the weighted mean of the updates that cover each element.
 
-    For one update this is FedAsync's and Fed-RAA's ``theta <- (1 - a) theta + a theta_new`` with
-    ``a = alpha * s(t - tau)`` (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). For several, with weights
-    ``w_n`` = samples: ``theta <- theta + sum_n w_n a_n (theta_n - theta) / sum_n w_n`` over the n that cover the
-    element; with alpha 1 and no staleness that is FedAvg's weighted mean. What no update covers, or only those that weigh
-    nothing, is left as it is, bit for bit.
+    For one update this is ``theta <- (1 - a) theta + a theta_new`` of FedAsync and Fed-RAA with ``a = alpha * s(t - tau)``
+    (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). For several, with weights ``w_n`` = samples:
+    ``theta <- theta + sum_n w_n a_n (theta_n - theta) / sum_n w_n`` over the n that cover the element; with alpha 1 and no
+    staleness that is FedAvg's weighted mean. Elements that no update covers, or only updates of weight 0, stay unchanged, bit
+    for bit.
 
     Attributes:
         alpha: mixing weight in (0, 1].
         staleness: s.
-        by_samples: weigh by |D_n|; False = every client alike.
+        by_samples: weigh by |D_n|; False = all clients equally.
     """
 
     alpha: float = 1.0
@@ -142,7 +140,7 @@ class Mean(Merge):
         return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Note the update: a lone one is mixed in by `apply` from its own tensors, several are summed first."""
+        """Accept an update: a single one is mixed in by `apply` from its own tensors, several are summed first."""
         memory = state.memory.setdefault("mean", {})
         weight, factor = self.weigh(update, staleness)
         memory.setdefault("received", []).append((weight, factor))
@@ -153,7 +151,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def detach(self, state: GlobalState) -> None:
-        """Take a lone update's values into the sum, before its tensors go away."""
+        """Add a single update's values to the sum before its tensors are overwritten."""
         memory = state.memory.get("mean", {})
         if memory.get("lone") is None:
             return
@@ -162,7 +160,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
-        """Fold in what was received."""
+        """Merge everything received."""
         memory = state.memory["mean"]
         received: list[tuple[float, float]] = memory.pop("received")
         lone = memory.pop("lone", None)
@@ -206,11 +204,11 @@ class Mean(Merge):
                 old.copy_(torch.where(on > 0, new, old))
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return that hardly any of the clients' work is kept, where that is so; docs/fed-raa.md derives the rule.
+        """Return a warning where hardly any of the clients' work is kept; docs/fed-raa.md derives the rule.
 
-        A share a of an update that comes s merges late takes back a of what these s merges did. So of its own progress
-        Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): nearly Delta / s, whatever a is, once a s is large,
-        and the model is then little but the last few clients'.
+        A fraction a of an update that arrives s merges late undoes a fraction a of what these s merges did. So of its own progress
+        Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): about Delta / s for any a, once a s is large, and
+        the model is then little more than the last few clients'.
         """
         share = self.alpha * self.staleness(staleness)
         if share * staleness <= MOST_UNDONE:
@@ -244,10 +242,9 @@ def _mix(target: Tensor, source: Tensor, keep: float, scale: float) -> None:
 class Deltas(Merge):
     """FedBuff: ``theta <- theta + eta_g * (1/K) sum_i s(staleness_i) Delta_i`` (Nguyen et al. 2022, Algorithm 1).
 
-    Each Delta_i is the client's trained values minus the values *it* received, so it is against the version that
-    client started from, whatever the server has merged since. K is the number of deltas that cover an element; for
-    whole models, the buffer's size (what is left when the run ends is divided by what is there). Floating-point buffers
-    (running statistics) take the mean without eta_g.
+    Delta_i is the client's trained values minus the values *it* received, so it refers to the version that client started from,
+    whatever was merged since. K is the number of deltas that cover an element; for whole models, the buffer's size (a remainder at
+    the end of the run is divided by its own size). Floating-point buffers (running statistics) take the mean without eta_g.
 
     Attributes:
         server_lr: eta_g.
@@ -271,7 +268,7 @@ class Deltas(Merge):
         Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
-        """Take one server step with the mean of the buffer."""
+        """Take one server step with the buffer's mean."""
         sums = Accumulator(state, state.memory["deltas"])
         if sums.common is not None:  # what it does not cover is zero in the sum
             for _, rate, theta, mine in self._pieces(state, sums.total):

@@ -1,4 +1,4 @@
-"""What the server remembers of each client: what it is at, and the scores of its mask; around any select and merge."""
+"""Record on the server what each client works on, and the scores of its mask; wraps any select and merge."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MAX_SCORE = 1e4
 
 
 def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
-    """Look up the scores that a client has sent last, of each axis that it has trained."""
+    """Return the scores that a client sent last, for each axis that it has trained."""
     known = state.clients.find(SCORES, client)
     return {} if known is None else {a: s.tolist() for a, s in known.items() if not bool(s.isnan().any())}
 
 
 def note_work(state: GlobalState, client: int, work: Work) -> None:
-    """Note that ``client`` starts from the values as they are now."""
+    """Record that ``client`` starts from the current values."""
     noted = {"spec": work.spec, "masks": list(work.extra.get("masks", ())), "start": None}
     state.memory.setdefault(AT_WORK, {})[client] = noted
 
 
 def forget_work(state: GlobalState, client: int) -> None:
-    """Note that ``client`` is at work no more."""
+    """Delete the record of what ``client`` works on."""
     state.memory.get(AT_WORK, {}).pop(client, None)
 
 
 @dataclass(frozen=True)
 class Noted(WrappedSelect):
-    """A select whose clients' starts are noted, for `ImportanceMerge` and `WithScores`; passes everything on."""
+    """Select that records each client's start, for `ImportanceMerge` and `WithScores`."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work."""
@@ -50,33 +50,33 @@ class Noted(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget what the client was at, and pass it on."""
+        """Delete the record of the client's work."""
         forget_work(fleet.state, client.id)
         self.inner.on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
 class WithScores(Wrapped):
-    """A merge that keeps each client's scores of masks as well; what trained no values does not reach the inner merge."""
+    """Merge that stores each client's mask scores; updates that trained scores only do not reach the inner merge."""
 
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Fill in the client's own scores, where it is to train some."""
+        """Send the client its own scores, in tasks that train some."""
         known = state.clients.find(SCORES, client)
         for axis, scores in bundles[SCORES].items():
             scores.fill_(math.nan) if known is None else scores.copy_(known[axis])
         super().personalize(state, client, spec, values, bundles)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Check scores, where they were asked for, or pass on the objection of the inner merge."""
+        """Check the scores where they were requested; otherwise ask the inner merge."""
         if spec.trained != ():
             return super().reject_reason(state, update, spec, staleness)
         sound = all(bool((buffer.abs() <= MAX_SCORE).all()) for buffer in update.bundles[SCORES].buffers.values())
         return None if sound else "wrong-scores"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Keep scores, or pass the update on; its client is at work no more."""
+        """Store scores, or pass the update on; the client no longer works."""
         if spec.trained == ():
             sent = update.bundles[SCORES]
             known = state.clients.of(SCORES, update.client, sent.layout, fill=math.nan)
@@ -88,11 +88,11 @@ class WithScores(Wrapped):
         forget_work(state, update.client)
 
     def detach(self, state: GlobalState) -> None:
-        """Let the inner merge keep what it received, if it has received anything."""
+        """Detach the inner merge, if it received anything."""
         if state.memory.get("received"):
             super().detach(state)
 
     def apply(self, state: GlobalState) -> None:
-        """Let the inner merge fold in what it received, if it has received anything."""
+        """Apply the inner merge, if it received anything."""
         if state.memory.pop("received", False):
             super().apply(state)

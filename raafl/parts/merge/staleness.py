@@ -1,4 +1,4 @@
-"""Staleness functions s(t - tau): how much less a late update counts (Xie et al. 2019, section 5.2)."""
+"""Compute staleness factors s(t - tau), by which a late update counts less (Xie et al. 2019, section 5.2)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Staleness:
     """s(x) of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b else 1/(a(x-b)+1).
 
     Attributes:
-        kind: which of the three.
+        kind: constant, polynomial or hinge.
         a: exponent (polynomial) or slope (hinge).
-        b: staleness up to which hinge leaves an update whole.
+        b: largest staleness that hinge does not discount.
     """
 
     kind: Kind = "constant"

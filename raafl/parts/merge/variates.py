@@ -1,4 +1,4 @@
-"""A variate of each client, and their mean: what SCAFFOLD corrects steps by, and FedDyn its objectives."""
+"""Store a control variate for each client and their mean, for SCAFFOLD's corrections and FedDyn's objectives."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass(frozen=True)
 class Variates:
-    """A flat tensor for each client, over all that trains, 0 at first; and the sum over clients, as of the last merge.
+    """One flat tensor per client over all trained parameters, initially 0, and their sum as of the last merge.
 
-    The mean is over all N clients of the run, those that were not heard of at 0, as papers have it; of an element of submodels
-    without those that have sent others and not this one. With them, elements that few hold would have a mean that is too
-    small for the variates to cancel out, and would be pulled from their optimum for good.
+    The mean is over all N clients of the run, with 0 for those never heard of, as in the papers. Per element of submodels it leaves
+    out clients that have sent others and not this one: otherwise elements held by few would have a mean too small to cancel the
+    variates, and would be pulled from their optimum permanently.
 
     Attributes:
-        name: in `GlobalState.clients`, and of the bundle with it.
-        mean: of the bundle with the mean; None = none is sent.
+        name: of the entry in `GlobalState.clients` and of its bundle.
+        mean: name of the bundle with the mean; None = it is not sent.
     """
 
     name: str
     mean: str | None = None
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
-        """Fill ``out`` with the client's own, of a submodel."""
+        """Write the client's variate, cut to ``spec``, into ``out``."""
         own = state.clients.find(self.name, client)
         if own is None:
             out.zero_()
@@ -38,7 +38,7 @@ class Variates:
             plan_of(state, spec).gather(own, out)
 
     def mean_(self, state: GlobalState, spec: Spec, out: FlatTensors) -> None:
-        """Fill ``out`` with the mean, of a submodel."""
+        """Write the mean, cut to ``spec``, into ``out``."""
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory["sum"], out)
         count, unheard = plan.gather(memory["count"]), state.num_clients - len(memory["seen"])
@@ -46,7 +46,7 @@ class Variates:
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
     def add_(self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * change`` to the client's own; it is part of the mean once `settle` is called."""
+        """Add ``alpha * change`` to the client's variate; `settle` adds it to the mean."""
         memory, plan = self._memory(state), plan_of(state, spec)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat in (own, memory["new"]):
@@ -54,7 +54,7 @@ class Variates:
         memory["received"].append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
-        """Take into the mean what was added: at a merge, so that it stands still in a round."""
+        """Add pending changes to the mean. Called once per merge, so that the mean is constant within a round."""
         memory = self._memory(state)
         for dtype, total in memory["sum"].buffers.items():
             total.add_(memory["new"].buffers[dtype])
@@ -85,7 +85,7 @@ class Variates:
         return memory
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Say what is kept for clients."""
+        """Return how much memory is used per client."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             f"the server keeps {self.name} for each client: {num_clients} clients x {each:,} bytes = {num_clients * each:,} bytes, "
@@ -95,30 +95,30 @@ class Variates:
 
 @dataclass(frozen=True)
 class WithVariates(Wrapped):
-    """A merge whose clients have variates, which they send the change of; the mean moves when the model does."""
+    """Merge whose clients have variates: clients send changes of them, and the mean moves with the model."""
 
     variates: Variates
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Fill in the client's own, and the mean."""
+        """Send the client its variate and the mean."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])
         if self.variates.mean is not None:
             self.variates.mean_(state, spec, bundles[self.variates.mean])
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Keep the client's new variate, and pass its values on."""
+        """Store the client's new variate, and pass its values on."""
         self.variates.add_(state, update.client, spec, update.bundles[self.variates.name])
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model, and the mean."""
+        """Merge the model, then update the mean."""
         super().apply(state)
         self.variates.settle(state)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what is kept."""
+        """Return the inner merge's notes, and the memory used per client."""
         return super().notes(state, num_clients) + self.variates.notes(state, num_clients)
 
     def __str__(self) -> str:
@@ -126,5 +126,5 @@ class WithVariates(Wrapped):
 
 
 def plan_of(state: GlobalState, spec: Spec) -> CopyPlan:
-    """Return the plan between all that trains and what a submodel trains."""
+    """Return the copy plan from all trained parameters to those of ``spec``."""
     return state.submodels.plan(spec, "trained", "trained")

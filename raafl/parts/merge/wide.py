@@ -1,8 +1,8 @@
-"""Merging in real numbers of at least single precision: half-precision models, and complex parameters.
+"""Merge half-precision models and complex parameters in real numbers of at least single precision.
 
-Every merge, guard and privacy mechanism below computes on float32 or float64. Sums in bfloat16 would lose what is
-smaller than 1/256 of the total; order, sign, maximum and square are not defined for complex numbers, whose norm, noise
-and moments are those of their two parts.
+Every merge, guard and privacy mechanism computes on float32 or float64. Sums in bfloat16 would lose terms below 1/256 of the
+total; order, sign, maximum and square are undefined for complex numbers, whose norm, noise and moments are those of their two
+parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALUES = "wide values"
 
 
 def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with its merge in wide numbers; as it is where the model trains no others."""
+    """Return ``algorithm`` with its merge in wide numbers; unchanged if all trained parameters are wide already."""
     trained = submodels.layout(part="trained")
     if trained.wide is trained:
         return algorithm
@@ -35,11 +35,11 @@ def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
 
 @dataclass(frozen=True)
 class WideMerge(Wrapped):
-    """Shows a merge the state and updates as wide tensors (`WideSubmodels`), and rounds its result once.
+    """Presents the state and updates to a merge as wide tensors (`WideSubmodels`), and rounds its result once.
 
-    What the merge keeps between updates and for clients (sums, moments, variates) stays wide, in checkpoints as well. The
-    model itself stays in its own precision: a change below half a unit in its last place is lost at each merge. Goes
-    around all other wrappers. Memory: a wide copy of the values that are no frozen base, and of one update.
+    What the merge stores between updates and for clients (sums, moments, variates) stays wide, also in checkpoints. The model
+    itself keeps its precision: a change below half a unit in the last place is lost at each merge. Wraps all other wrappers.
+    Memory: a wide copy of all values but the frozen base, and of one update.
     """
 
     submodels: WideSubmodels = field(repr=False)
@@ -64,11 +64,11 @@ class WideMerge(Wrapped):
 
     @property
     def personalizes(self) -> bool:
-        """Whether the inner merge gives each client something of its own."""
+        """Whether the inner merge sends each client values of its own."""
         return self.inner.personalizes
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Let the inner merge fill in what it gives, and round it."""
+        """Let the inner merge write the client's values, and round them."""
         wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
         self.inner.personalize(self._wide(state), client, spec, wide, wide_bundles)
         for own, given in ((values, wide), *((bundles[name], given) for name, given in wide_bundles.items())):
@@ -76,29 +76,29 @@ class WideMerge(Wrapped):
                 own.round_(given)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Pass on the objection of the inner merge."""
+        """Ask the inner merge."""
         return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass a wide copy of the update on."""
+        """Pass on a wide copy of the update."""
         self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
-        """Let the inner merge keep what it received."""
+        """Detach the inner merge."""
         self.inner.detach(self._wide(state))
 
     def apply(self, state: GlobalState) -> None:
-        """Let the inner merge fold in what it received, and round the values that come of it."""
+        """Apply the inner merge and round its result."""
         wide = self._wide(state)
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Let the inner merge know."""
+        """Forward to the inner merge."""
         self.inner.on_rollback(self._wide(state), merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Pass on the report of the inner merge."""
+        """Return the inner merge's report."""
         return self.inner.report(self._wide(state))
 
 

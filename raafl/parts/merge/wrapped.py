@@ -1,4 +1,4 @@
-"""What merges around other merges share, and selects around other selects."""
+"""Provide base classes for merges that wrap a merge, and selects that wrap a select."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raafl.submodel import FlatTensors, Spec
 
 @dataclass(frozen=True)
 class Wrapped(Merge):
-    """A merge around another; passes everything on, so that a subclass says only what it does otherwise.
+    """A merge around another one. It forwards every call; a subclass overrides what differs.
 
-    One that holds updates back until `apply` overrides `keep`, too: the inner merge has received nothing yet.
+    A subclass that holds updates back until `apply` overrides `detach`, too, since the inner merge has received nothing yet.
 
     Attributes:
-        inner: the algorithm's own merge, or another around it.
+        inner: the algorithm's own merge, or another wrapper.
         sends: what the inner merge wants.
     """
 
@@ -41,23 +41,23 @@ class Wrapped(Merge):
 
     @property
     def personalizes(self) -> bool:
-        """Whether this merge or the inner one gives each client something of its own."""
+        """Whether this merge or the inner one sends each client values of its own."""
         return type(self).personalize is not Wrapped.personalize or self.inner.personalizes
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Let the inner merge fill in what it gives."""
+        """Forward to the inner merge."""
         self.inner.personalize(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
-        """Pass on the notes of the inner merge."""
+        """Ask the inner merge."""
         return self.inner.too_stale(staleness)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Pass on the objection of the inner merge."""
+        """Ask the inner merge."""
         return self.inner.reject_reason(state, update, spec, staleness)
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Pass on the numbers of the inner merge."""
+        """Return the inner merge's numbers."""
         return self.inner.numbers(update)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
@@ -65,23 +65,23 @@ class Wrapped(Merge):
         return self.inner.overflows(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the update on."""
+        """Forward the update."""
         self.inner.receive(state, update, spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
-        """Let the inner merge keep what it received."""
+        """Detach the inner merge."""
         self.inner.detach(state)
 
     def apply(self, state: GlobalState) -> None:
-        """Let the inner merge fold in what it received."""
+        """Apply the inner merge."""
         self.inner.apply(state)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Let the inner merge know."""
+        """Forward to the inner merge."""
         self.inner.on_rollback(state, merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Pass on the report of the inner merge."""
+        """Return the inner merge's report."""
         return self.inner.report(state)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """A select around another; passes everything on, so that a subclass says only what it does otherwise."""
+    """A select around another one. It forwards every call; a subclass overrides what differs."""
 
     inner: Select
 
@@ -99,19 +99,19 @@ class WrappedSelect(Select):
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Pass it on."""
+        """Forward to the inner select."""
         self.inner.on_join(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Pass it on."""
+        """Forward to the inner select."""
         self.inner.on_loss(client, fleet)
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Pass it on."""
+        """Forward to the inner select."""
         self.inner.on_round_start(out, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Pass it on."""
+        """Forward to the inner select."""
         self.inner.on_update(client, assignment, seconds, fleet)
 
     def check(self, fleet: SelectContext) -> list[str]:

@@ -1,1 +1,1 @@
-"""Options of any merge: guards against bad updates, and differential privacy."""
+"""Protect any merge: guards against bad updates, and differential privacy."""

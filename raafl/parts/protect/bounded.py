@@ -1,8 +1,8 @@
-"""Refuse updates that are finite and ruin the model all the same: huge norms, and merges that overflow. Around every merge.
+"""Refuse updates that are finite yet would ruin the model: huge norms, and merges that overflow. Wraps every merge.
 
-Sums, squares and products of a merge overflow far below the largest number that an update may hold, so that one client could
-leave a global model of NaN. Which merges overflow depends on the method, so it is not predicted: an update that is large
-enough for it is tried, and the state restored. No honest update of a sane model is so large.
+Sums, squares and products of a merge overflow far below the largest number that an update may hold, so that one client could turn
+the global model into NaN. Which merges overflow depends on the method, so it is tried rather than predicted: an update that is
+large enough is merged, the result checked, and the state restored. No honest update of a sane model is that large.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
 
 @dataclass(frozen=True)
 class Bounded(Wrapped):
-    """Refuses an update that is far too large, or whose merge would overflow; goes around all other wrappers.
+    """Refuses an update that is far too large, or whose merge would overflow; the outermost wrapper.
 
-    Norms: those of an update's parameters and of its running statistics (of the difference that they make, as in
-    `raafl.parts.protect.robust`), of each bundle, and of the numbers that stand for tensors, each compared with updates of one
-    layout. "Far too large" is above ``max_norm_ratio`` times the largest median that the last `WINDOW` accepted ones have had
-    so far: as training converges norms shrink, and a client that comes late with other data is not to be refused for it.
-    Until `WARM_UP` are accepted, parameters and numbers are compared with the norm of the model (at least 1, unless it is 0).
+    Norms: of an update's parameters and of its running statistics (as differences, see `raafl.parts.protect.robust`), of each
+    bundle, and of the numbers that stand for tensors, each compared with updates of the same layout. "Far too large" means above
+    ``max_norm_ratio`` times the largest median that the last `WINDOW` accepted ones have ever had: norms shrink as training
+    converges, and a late client with other data must not be refused for that. Until `WARM_UP` are accepted, parameters and numbers
+    are compared with the model's norm (at least 1, unless it is 0).
 
-    Overflow: an update above `SAFE` is merged with all that waits, `HEADROOM` times as large, what is left is checked, and the
-    merge is undone. So is that of each update which comes while such a one waits, as it is: the merge that follows computes the
-    same, and is finite.
+    Overflow: an update above `SAFE` is merged with all that waits, at `HEADROOM` times its size, the result is checked, and the
+    merge is undone. The same is done, at its own size, with each update that arrives while such a one waits: the merge that
+    follows then computes the same, and is finite.
 
     Attributes:
-        max_norm_ratio: multiple of the median, or None.
+        max_norm_ratio: multiple of the median; None = norms are not bounded.
     """
 
     max_norm_ratio: float | None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the inner merge's objection, or `HUGE_NORM`."""
+        """Return the inner merge's reason, or `HUGE_NORM`."""
         found = super().reject_reason(state, update, spec, staleness)
         if found is not None:
             return found
@@ -91,14 +91,14 @@ class Bounded(Wrapped):
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Try the merge of a large update, or of one beside it, with all that waits: at once, and after `keep`."""
+        """Try to merge a large update, or one that arrives beside it, with all that waits: at once, and after `detach`."""
         _, is_large = self._measured(state, update, spec)
         if not is_large and not self._memory(state).get("large"):
             return False
         return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Remember the norms, and pass the update on."""
+        """Record the norms, and pass the update on."""
         memory = self._memory(state)
         norms, is_large = self._measured(state, update, spec)
         del memory["measured"]
@@ -109,7 +109,7 @@ class Bounded(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Fold in what was received, which is known to be finite."""
+        """Apply the inner merge, whose result is known to be finite."""
         self._memory(state).pop("large", None)
         super().apply(state)
 

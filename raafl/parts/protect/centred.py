@@ -1,4 +1,4 @@
-"""Centred clipping: a mean of updates, each of which is pulled to where the last mean was (Karimireddy et al. 2021)."""
+"""Combine updates by centred clipping: each is pulled towards the last merge's mean (Karimireddy et al. 2021)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ Stored = tuple[Spec, int, FlatTensors]
 class Centred(Wrapped):
     """Centred clipping: ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)``, starting from the last merge's v.
 
-    Karimireddy et al. 2021, equation 3, with one iteration. d_i is an update's difference as in `raafl.parts.protect.robust`,
-    K the number of updates that cover an element. At the first merge v is the coordinate-wise median. Without a radius tau is
-    the median distance of the merge; distances are over parameters, and those of submodels are compared by their root mean
-    square, so that a small one is not always near. Unweighted. v takes the place of every update in the inner merge
-    (`feed`); of elements that no update covers it stays for the next merge. Deterministic. Memory: K updates, and three of the
-    model's size.
+    Karimireddy et al. 2021, equation 3, with one iteration. d_i is an update's difference as in `raafl.parts.protect.robust`, K the
+    number of updates that cover an element. At the first merge v is the coordinate-wise median. Without a radius, tau is the median
+    distance of the merge; distances are over parameters, and those of submodels are compared by their root mean square, so that a
+    small one is not always near. Unweighted. v replaces every update in the inner merge (`feed`); on elements that no update covers
+    it stays for the next merge. Deterministic. Memory: K updates, and three of the model's size.
 
-    The paper's clients send momentum, which makes honest updates alike over time. Here they send what a task changes:
-    clients whose data differ much are as far from each other as from an attacker, and no distance tells them apart.
+    The paper's clients send momentum, which makes honest updates alike over time. Here they send a task's change: clients with very
+    different data are as far from each other as from an attacker, and no distance tells them apart.
 
     Attributes:
         radius: tau, an L2 norm; None = the median distance.
@@ -43,7 +42,7 @@ class Centred(Wrapped):
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what the joint update leaves out."""
+        """Return the inner merge's notes, and what a joint update leaves out."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -52,10 +51,10 @@ class Centred(Wrapped):
         memory.setdefault("stored", []).append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing: copies are stored."""
+        """Do nothing, since copies are stored."""
 
     def apply(self, state: GlobalState) -> None:
-        """Move the centre, and let the inner merge fold it in."""
+        """Move the centre, and pass it to the inner merge."""
         memory = state.memory[MEMORY]
         stored: list[Stored] = memory.pop("stored")
         if "centre" not in memory:
@@ -106,7 +105,7 @@ class Centred(Wrapped):
         return found
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "guard" how updates were combined."""
+        """Return how updates were combined, under "guard"."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

@@ -1,4 +1,4 @@
-"""Protect an algorithm's merge as the guard's options say."""
+"""Wrap an algorithm's merge in the guard's options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
     """Return ``algorithm`` with its merge protected as ``guard`` says.
 
     Raises:
-        BadInput: a median or trimmed mean is asked for where every update is merged alone, or kept apart from others'.
+        BadInput: a median or trimmed mean is asked for where updates are merged one by one, or separately for each client.
     """
     merge = algorithm.merge
     if guard.combine != "mean":

@@ -1,4 +1,4 @@
-"""Options that any algorithm takes: rounds, the guard, differential privacy. Importing them costs no torch."""
+"""Define the options that any algorithm takes: rounds, the guard, differential privacy. Importing them does not import torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Guard:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is asked of the merge beyond what is on by default."""
+        """Whether the merge is changed beyond what is on by default."""
         return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 
@@ -92,15 +92,15 @@ class Privacy:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any."""
+        """Whether differential privacy is on."""
         return self.clip_norm is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Conditions that close a round without its last clients, of a method that works in rounds; by default it waits for all.
+    """When a round closes without its last clients, for methods that work in rounds; by default it waits for all.
 
-    What comes after its round was closed is refused (refused:late) and counts for its client as every refusal does.
+    An update that arrives after its round closed is refused (refused:late), which counts for its client like any refusal.
 
     Attributes:
         close_at: share of the round's tasks whose updates close it, rounded up; 1 = all.
@@ -112,5 +112,5 @@ class Rounds:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is asked of rounds."""
+        """Whether rounds may close early."""
         return self != Rounds()

@@ -1,12 +1,12 @@
-"""Client-level differential privacy: clip each client's update, add Gaussian noise once per merge, account for it.
+"""Client-level differential privacy: clip each client's update, add Gaussian noise once per merge, account for the loss.
 
-DP-FedAvg (McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018, Algorithm 1) in
-rounds; the same at every full buffer or every arrival for asynchronous algorithms. `private` wraps an algorithm's own merge:
-all that the merge does (mixing, staleness, a server optimiser) is post-processing of what is released here.
+DP-FedAvg (McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018, Algorithm 1) in rounds; the same
+at every full buffer or every arrival of asynchronous algorithms. `private` wraps an algorithm's own merge: everything that the
+merge does (mixing, staleness, a server optimiser) is post-processing of what is released here.
 
-Accounting: a client's updates are composed one after the other as Gaussian mechanisms, without amplification by sampling,
-which raafl's sampling would have to earn (docs/privacy.md). Neighbouring runs differ in one client's updates, all of
-them replaced by zero (zero-out: Kairouz et al. 2021, definition 1.1); who took part, when, and on which submodel is public.
+Accounting: a client's updates compose one after the other as Gaussian mechanisms, without amplification by sampling, whose
+conditions raafl's sampling does not meet (docs/privacy.md). Neighbouring runs differ in one client's updates, all of them replaced
+by zero (zero-out: Kairouz et al. 2021, definition 1.1); who took part, when, and on which submodel is public.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; compose
 
 
 def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:
-    """Return ``algorithm`` with its merge made private; ``key`` is the seed of the noise.
+    """Return ``algorithm`` with its merge made private.
+
+    Args:
+        algorithm: whose merge is wrapped.
+        privacy: the options.
+        num_clients: N.
+        key: seed of the noise.
 
     Raises:
-        BadInput: there is no accountant installed, delta is too large for so few clients, or the algorithm needs each
-            client's own update.
+        BadInput: no accountant is installed, delta is too large for so few clients, or the algorithm needs each client's own
+            update.
     """
     if privacy.clip_norm is None:
         return algorithm
@@ -67,7 +73,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
 
 def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
-    """Count the updates that a merge has if all goes well: a cohort (or everyone), a full buffer, or one."""
+    """Return how many updates a merge normally has: a cohort (or everyone), a full buffer, or one."""
     trigger: Any = algorithm.trigger
     if trigger.restart == "merge":
         return float(getattr(algorithm.sample, "cohort", None) or num_clients)
@@ -75,12 +81,12 @@ def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
 
 
 def noise_key(privacy: Privacy, seed: int) -> bytes:
-    """Return the 32 bytes that all noise derives from: those of `Privacy.seed_file`, else derived from the run's ``seed``.
+    """Return the 32 bytes from which all noise derives: those of `Privacy.seed_file`, else derived from the run's ``seed``.
 
-    The file is made from the operating system's randomness where there is none, readable by its owner alone.
+    A missing file is created from the operating system's randomness, readable by its owner alone.
 
     Raises:
-        BadInput: the file cannot be read or made, or holds something else.
+        BadInput: the file cannot be read or created, or contains something else.
     """
     if privacy.seed_file is None:
         return hashlib.blake2b(f"raafl noise/{seed}".encode(), digest_size=32).digest()
@@ -98,10 +104,10 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
 
 
 def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float | None:
-    """Return the epsilon of so many Gaussian mechanisms of sensitivity 1, by dp-accounting; None when it is infinite.
+    """Return the epsilon of ``compositions`` Gaussian mechanisms of sensitivity 1, by dp-accounting; None when it is infinite.
 
-    Their composition is one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary
-    3.3), whose epsilon is exact (Balle and Wang 2018, theorem 8).
+    Their composition is one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary 3.3),
+    whose epsilon is exact (Balle and Wang 2018, theorem 8).
     """
     if compositions == 0:
         return 0.0
@@ -114,10 +120,10 @@ def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float |
 
 
 def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
-    """Yield ``num`` standard normal numbers in pieces of `CHUNK`, float64: a function of ``key`` and nothing else.
+    """Yield ``num`` standard normal numbers in pieces of `CHUNK`, float64, as a function of ``key`` alone.
 
-    Box and Muller's transform of SHAKE-256's output. torch's generator on the CPU has no more than 2^32 seeds, which can
-    be tried one after the other until the noise of a published model is found.
+    Box and Muller's transform of SHAKE-256's output. torch's CPU generator has only 2^32 seeds, which an attacker could try one
+    by one until the noise of a published model is found.
     """
     for number, start in enumerate(range(0, num, CHUNK)):
         pairs = -(-min(CHUNK, num - start) // 2)
@@ -132,20 +138,21 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Private(Wrapped):
-    """Releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` and lets the inner merge fold that in.
+    """Releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` and passes it to the inner merge.
 
-    d_n is an update's difference as in `raafl.parts.protect.robust`, its norm taken over all that it trains; the noise lies on
-    whatever an update of the merge covers. m never depends on data: it is fixed before the run, also for elements that few
-    submodels cover. Weights are 1, never a client's own count of samples. Staleness acts on the release, by its mean factor.
-    Memory: one sum for each different submodel in a merge.
+    d_n is an update's difference as in `raafl.parts.protect.robust`, its norm taken over everything it trains; noise is added to
+    every element that an update of the merge covers. m does not depend on data: it is fixed before the run, also for elements
+    that few submodels cover. Weights are 1, never a client's claimed number of samples. Staleness acts on the release, by its
+    mean factor.
+    Memory: one sum per distinct submodel in a merge.
 
-    The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay
-    and resume bit for bit, and a merge that was lost in a crash shares no noise with the one that follows in its place.
+    The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay and
+    resume bit for bit, and a merge lost in a crash shares no noise with the one that replaces it.
 
     Attributes:
         clip_norm: C.
         noise_multiplier: sigma.
-        delta: what epsilon is reported at.
+        delta: at which epsilon is reported.
         divisor: m.
         key: seed of the noise.
     """
@@ -157,7 +164,7 @@ class Private(Wrapped):
     key: bytes = field(repr=False)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and running statistics, which no noise can be put on."""
+        """Return the inner merge's problems, and running statistics, to which no noise can be added."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -170,7 +177,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what the joint update leaves out."""
+        """Return the inner merge's notes, and what a joint update leaves out."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -187,7 +194,7 @@ class Private(Wrapped):
         memory.setdefault("received", []).append((spec, staleness, update.client, update.assignment))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing: sums are stored."""
+        """Do nothing, since sums are stored."""
 
     def apply(self, state: GlobalState) -> None:
         """Release the noisy mean."""
@@ -207,7 +214,7 @@ class Private(Wrapped):
             memory["squares"][client] = memory["squares"].get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Count releases that a crash has undone: clients have seen them all the same."""
+        """Count releases that a crash has undone, since clients saw them."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)
@@ -240,7 +247,7 @@ class Private(Wrapped):
         return sums
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "privacy" what was spent: the epsilon of the client that took part most."""
+        """Return the budget spent, under "privacy": the epsilon of the client that took part most often."""
         memory = state.memory.get("privacy", {"updates": {}, "squares": {}})
         compositions = max(memory["squares"].values(), default=0)
         spent = {

@@ -1,9 +1,9 @@
-"""Merging when some updates are bad: clipped norms, refused outliers, trimmed means and medians. Options of any merge.
+"""Merge although some updates are bad: clip norms, refuse outliers, trim means, take medians.
 
-`raafl.parts.protect.guard` wraps an algorithm's own merge, which knows nothing of it. An update counts as the *difference*
-it would make: what a client sends where the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global
-values of that submodel as they are when it arrives. The second is what bounds a merge's effect on the model, is defined for
-every submodel, and needs no old versions; in a synchronous round, where the global values stand still, the two are the same.
+`raafl.parts.protect.guard` wraps an algorithm's own merge in these. An update is judged by the *difference* it would make: what a
+client sends where the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global values of that submodel at
+arrival. The latter bounds a merge's effect on the model, is defined for every submodel, and needs no old versions; in a
+synchronous round, where the global values do not change, both are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WINDOW = 101
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Subtract the model from ``update``: its own tensors where those are deltas (only to be read), else new storage."""
+    """Return ``update`` minus the model: its own tensors where those are deltas (read only), otherwise new storage."""
     if sends == "delta":
         return update.tensors
     change = state.submodels.plan(spec).gather(state.values)
@@ -75,12 +75,12 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 @dataclass(frozen=True)
 class NormFilter(Wrapped):
-    """Clips and refuses by norm before the inner merge sees an update (norm bounding: Sun et al. 2019, section 4).
+    """Clips and refuses updates by norm before the inner merge sees them (norm bounding: Sun et al. 2019, section 4).
 
-    Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along but bounded
-    by nothing. Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) of the same size
-    class: trained parameters counted in octaves, so that small submodels are judged among their like. What
-    is accepted during the warm-up is judged by nobody. Memory: `WINDOW` numbers for each size class.
+    Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along, but not bounded.
+    Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) in the same size class: number of
+    trained parameters in octaves, so that small submodels are compared with small ones. Updates of the warm-up are not judged.
+    Memory: `WINDOW` numbers per size class.
 
     Attributes:
         clip_norm: C, or None.
@@ -103,7 +103,7 @@ class NormFilter(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Clip the update and pass it on; one that is within bounds is passed on as it is, bit for bit."""
+        """Clip the update and pass it on; within bounds it is passed on unchanged, bit for bit."""
         memory = self._memory(state)
         number, norm = memory.pop("measured", None) or (None, 0.0)
         if number != update.assignment:
@@ -119,7 +119,7 @@ class NormFilter(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "guard" how many updates were clipped; refusals are counted with all others."""
+        """Return how many updates were clipped, under "guard"; refusals are counted with all others."""
         memory = self._memory(state)
         mine = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
         return _reported(super().report(state), mine)
@@ -149,7 +149,7 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Count the values of ``num`` that are dropped at each end: floor(trim * num), or all but the middle one or two."""
+    """Return how many of ``num`` values are dropped at each end: floor(trim * num), or all but the middle one or two."""
     if combine == "median":
         return max(num - 1, 0) // 2
     return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0  # 0.29 * 100 is a little less than 29
@@ -157,7 +157,7 @@ def num_dropped(combine: Combine, trim: float, num: int) -> int:
 
 @functools.cache
 def comparators(num: int) -> tuple[tuple[int, int], ...]:
-    """Return the exchanges that sort ``num`` values: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
+    """Return the compare-exchanges that sort ``num`` values: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
     pairs = []
     top = 1 << max((num - 1).bit_length() - 1, 0)
     step = top
@@ -173,17 +173,16 @@ def comparators(num: int) -> tuple[tuple[int, int], ...]:
 
 
 def trimmed(values: Tensor, drop: Tensor) -> Tensor:
-    """Return the mean of each column's numbers without the smallest and largest; inf stands for one that is not there.
+    """Return the mean of each column without its smallest and largest values; inf marks a missing value.
 
-    A network of elementwise minima and maxima sorts all columns at once, several times faster than `torch.sort` does for
-    few values each.
+    A network of elementwise minima and maxima sorts all columns at once, several times faster than `torch.sort` on few values each.
 
     Args:
         values: shape (K, n); overwritten.
-        drop: shape (K + 1,), how many to drop at each end of a column with so many numbers.
+        drop: shape (K + 1,), values to drop at each end of a column that has so many.
 
     Returns:
-        shape (n,); NaN for a column without any number.
+        shape (n,); NaN for a column without values.
     """
     absent = values.isinf()
     for low, high in comparators(len(values)):
@@ -204,10 +203,10 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
 def locate(
     state: GlobalState, stored: Sequence[tuple[Spec, FlatTensors]], combine: Combine, trim: float
 ) -> dict[Spec, FlatTensors]:
-    """Return the trimmed mean or median of each coordinate over the updates that cover it, cut out for each spec.
+    """Return the trimmed mean or median of each coordinate over the updates that cover it, cut to each spec.
 
-    Memory beside ``stored``: one result of the size of the submodel where all are of one spec; else the K updates and the
-    result at the size of the whole model.
+    Memory beside ``stored``: one result of the submodel's size where all updates share a spec; else the K updates and the result at
+    the size of the whole model.
     """
     drop = torch.tensor([num_dropped(combine, trim, num) for num in range(len(stored) + 1)])
     specs = dict.fromkeys(spec for spec, _ in stored)
@@ -236,11 +235,11 @@ def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors
 def feed(
     merge: Merge, state: GlobalState, received: Sequence[tuple[Spec, int]], values: Mapping[Spec, FlatTensors]
 ) -> None:
-    """Let ``merge`` fold in one joint result in the place of the updates it stands for.
+    """Pass one joint result to ``merge`` in place of the updates it stands for.
 
-    Each update of ``received`` (spec, staleness) is replaced by the joint result on its submodel, all with weight 1. Any
-    coverage mean of those is the joint result again, at the mean of their staleness factors; what no update
-    covers is left alone. Where all are equally stale, one of each spec will do.
+    Each update of ``received`` (spec, staleness) is replaced by the joint result on its submodel, with weight 1. Any coverage
+    mean of those is the joint result again, at the mean of their staleness factors; elements that no update covers stay
+    unchanged. Where all are equally stale, one of each spec suffices.
     """
     if len({staleness for _, staleness in received}) == 1:
         received = list(dict.fromkeys(received))
@@ -255,10 +254,10 @@ def feed(
 class CoordinateWise(Wrapped):
     """Coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018, definitions 1 and 2).
 
-    Of the k updates that cover an element, floor(beta * k) are dropped at each end, so a trimmed mean of too few to
-    trim (k < 1/beta) is their mean; a median is the mean of the middle one or two. Unweighted: a client's own count of samples
-    gives it no more weight. The result takes the place of every update in the inner merge (`feed`). Deterministic.
-    Memory: every update is stored until the merge, K times an update's bytes, and see `locate`.
+    Of the k updates that cover an element, floor(beta * k) are dropped at each end, so a trimmed mean of too few to trim (k <
+    1/beta) is their mean; a median is the mean of the middle one or two. Unweighted: a client's claimed number of samples gives
+    it no more weight. The result replaces every update in the inner merge (`feed`). Deterministic. Memory: every update is
+    stored until the merge, K times an update's bytes, and see `locate`.
 
     Attributes:
         combine: trimmed_mean or median.
@@ -269,7 +268,7 @@ class CoordinateWise(Wrapped):
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what the joint update leaves out."""
+        """Return the inner merge's notes, and what a joint update leaves out."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -277,16 +276,16 @@ class CoordinateWise(Wrapped):
         state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing: copies are stored."""
+        """Do nothing, since copies are stored."""
 
     def apply(self, state: GlobalState) -> None:
-        """Combine what was stored, and let the inner merge fold in the result."""
+        """Combine the stored updates, and pass the result to the inner merge."""
         stored: list[tuple[Spec, int, FlatTensors]] = state.memory.pop("located")
         values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "guard" how updates were combined."""
+        """Return how updates were combined, under "guard"."""
         mine = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
         return _reported(super().report(state), mine)
 

@@ -1,4 +1,4 @@
-"""What of a model shrinks, how much that leaves of it, and what stays whole and why: plain data for all who say so."""
+"""Report which axes of a model shrink, how much that leaves, and what stays whole and why, as plain data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Shares = dict[str, dict[str, float]]
 
 
 def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict[str, Any]:
-    """Collect the axes of a model, what is left of it with these shares of all of them, and what stays whole.
+    """Return the axes of a model, what is left of it at these rates, and what stays whole.
 
-    Axes across which norms take statistics, the residual width, stay whole at every rate.
+    Axes over which norms compute statistics (the residual width) stay whole at every rate.
 
-    ``submodels`` are proven, ``rates`` shares of each axis in (0, 1], ``batch_size`` that of the step whose FLOPs
-    count.
+    Args:
+        submodels: proven.
+        rates: shares of each axis, in (0, 1].
+        batch_size: of the step whose FLOPs are counted.
     """
     spanned = frozenset() if not submodels.axes or submodels.found is None else submodels.found.spanned
     cut = {name: axis for name, axis in submodels.axes.items() if name not in spanned}
@@ -35,7 +37,7 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
 
 
 def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
-    """List the axes in the model's order, each with the parameters and buffers that lie on it."""
+    """Return the axes in the model's order, each with the parameters and buffers that lie on it."""
     return [
         {"name": axis.name, "size": axis.size, "parameters": list(dict.fromkeys(m.name for m in axis.members))}
         for axis in submodels.axes.values()
@@ -43,9 +45,12 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 
 
 def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Measure the part of the whole model that is left with a share of each of ``axes``.
+    """Return the share of the whole model's parameters and FLOPs that is left at each rate.
 
-    What of the model has none of ``axes`` is left as it is; ``rates`` are shares by name.
+    Args:
+        axes: that shrink; everything else stays.
+        rates: by name.
+        cost: predicts the cost of a spec.
     """
     whole = cost(FULL)
     costs = {name: cost(leading(axes, rate)) for name, rate in rates.items()}
@@ -59,12 +64,12 @@ def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[
 
 
 def share(value: float) -> str:
-    """Return a share with two significant digits, as in 0.50 and 0.0041."""
+    """Format a share with two significant digits, such as 0.50 and 0.0041."""
     return f"{value:#.2g}"
 
 
 def sentence_of(shares: Shares) -> str:
-    """Say in words what `leaves` found."""
+    """Describe what `leaves` returned in a sentence."""
     kept = {rate: (percent(one["parameters"]), percent(one["flops"])) for rate, one in shares.items()}
     (first, (parameters, flops)), *others = kept.items()
     words = [f"rate {first} keeps {parameters} of the parameters and {flops} of the FLOPs"]

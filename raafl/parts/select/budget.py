@@ -1,4 +1,4 @@
-"""The largest submodel within a budget, found by the cost model."""
+"""Find the largest submodel within a budget, by predicted cost."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _INF = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a task may cost; all that is given must be kept.
+    """Limits on the cost of a task; all that are given must be met.
 
     Attributes:
-        memory_bytes: what the tensors of the client's task may take: see `Cost.peak_bytes`.
+        memory_bytes: of the client's tensors, see `Cost.peak_bytes`.
         flops: training FLOPs of a task.
         wire_bytes: bytes of a task, down and up.
         seconds: predicted time of a task on ``profile``: download, compute, upload.
         params: parameters present.
         profile: of the client, for ``seconds``.
-        samples: that a task trains on, for ``flops`` and ``seconds``.
-        tested: on which the client then measures what it has trained, for ``seconds``.
+        samples: on which a task trains, for ``flops`` and ``seconds``.
+        tested: on which the client then evaluates, for ``seconds``.
     """
 
     memory_bytes: float = _INF
@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Name a task's needs, by the name of each limit."""
+        """Return what a task of this cost needs, by the name of each limit."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,12 +54,12 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Name the needs beyond each limit that is not kept; none where the task fits."""
+        """Return what a task needs beyond each limit that it breaks; empty if it fits."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 
 def steps(axes: Axes) -> list[float]:
-    """Return, in increasing order, every rate at which another unit of some axis is kept; the last is 1."""
+    """Return, ascending, every rate at which one more unit of some axis is kept; the last is 1."""
     return sorted({number / size for size in set(map(size_of, axes.values())) for number in range(1, size + 1)} | {1.0})
 
 
@@ -71,13 +71,17 @@ def largest_rate(
     rates: Sequence[float],
     who: str = "the client",
 ) -> float:
-    """Return the largest of ``rates`` whose spec keeps the budget, by bisection; what is returned has been checked.
+    """Return the largest of ``rates`` whose spec meets the budget, by bisection; the result has been checked.
 
-    A larger rate gives a submodel that costs no less, ``rates`` are increasing, such as `steps` of the axes; ``who`` is
-    named where nothing fits.
+    Args:
+        spec_of_rate: returns the spec of a rate.
+        cost_of: predicts the cost of a spec; a larger rate must not cost less.
+        budget: the limits.
+        rates: ascending, such as `steps` of the axes.
+        who: named in the error.
 
     Raises:
-        BadInput: not even the smallest keeps the budget; names who, each limit that it breaks, and what it needs.
+        BadInput: not even the smallest rate meets the budget; names who, each broken limit, and what is needed.
     """
     if not budget.over(cost_of(spec_of_rate(rates[-1]))):
         return rates[-1]

@@ -1,9 +1,9 @@
-"""Arbitrary regions under control: who trains which regions in which round (RA-Fed, Wang et al., sections 4 and 6).
+"""Schedule which clients train which regions in which round (RA-Fed, Wang et al., sections 4 and 6).
 
-The neurons are split into K regions; in round q client n trains ``m_n`` of them. Three numbers decide convergence, and are
-kept here in every round: ``S* = min_q |S_q|``, how many regions are trained at all; ``Gamma* = min |N_q^i|`` over the
-regions trained, by how many clients (eq. 3); and ``tau_q = max tau_{q,n}^i``, for how many rounds in a row a client has
-left a region alone (Assumption 6).
+The neurons are split into K regions; in round q client n trains ``m_n`` of them. Three numbers determine convergence, and hold in
+every round: ``S* = min_q |S_q|``, how many regions are trained at all; ``Gamma* = min |N_q^i|`` over the trained regions, by how
+many clients (eq. 3); and ``tau_q = max tau_{q,n}^i``, for how many rounds in a row a client has not trained a region
+(Assumption 6).
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ Taken = tuple[tuple[int, ...], ...]
 
 
 def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]:
-    """Return m_n for each client, of 4 regions (section 6.2): L-Arb 2, S-Arb 1, MIX-Arb 2 for half of them and else 1.
+    """Return m_n of each client, of 4 regions (section 6.2): L-Arb 2, S-Arb 1, MIX-Arb 2 for half of them and 1 for the others.
 
-    ``seed`` decides which half.
+    Args:
+        level: L-Arb, S-Arb or MIX-Arb.
+        num_clients: N.
+        seed: decides which half.
 
     Raises:
-        BadInput: an unknown level, or no client.
+        BadInput: unknown level, or no client.
     """
     one_of("mask level", level, LEVELS)
     at_least("num_clients", num_clients, 1)
@@ -43,18 +46,18 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RegionCoverage:
-    """A schedule: a pure function of seed and round.
+    """Schedule of regions, a pure function of seed and round.
 
-    Without ``rest`` each round is drawn by itself. With it, the S regions of a round and a client's regions among them go
-    round, so that each client has trained all regions after ``period`` rounds; what slack ``rest`` leaves goes into the
-    order of the rounds.
+    Without ``rest`` each round is drawn independently. With it, the S regions of a round and a client's regions among them
+    rotate, so that each client has trained all regions after ``period`` rounds; slack within ``rest`` is used to vary the order
+    of rounds.
 
     Attributes:
         takes: m_n, regions that client n trains in a round.
         regions: K.
         trained: S*, regions trained in each round; None = all K.
-        coverage: Gamma*, clients that train a trained region, at least.
-        rest: tau, rounds in a row for which a client may leave a region alone; None = any number.
+        coverage: Gamma*, least number of clients that train a trained region.
+        rest: tau, rounds in a row for which a client may not train a region; None = no bound.
     """
 
     takes: tuple[int, ...]
@@ -102,7 +105,7 @@ class RegionCoverage:
         return -(-self.num_trained // min(self.takes))
 
     def taken(self, round: int, seed: int = 0) -> Taken:
-        """Return the regions that each client trains in ``round``, in increasing order."""
+        """Return the regions that each client trains in ``round``, ascending."""
         taken = self._drawn(round, seed) if self.rest is None else self._in_turn(round, seed, self.rest)
         return tuple(tuple(sorted(mine)) for mine in taken)
 
@@ -142,9 +145,9 @@ class RegionCoverage:
 
 
 def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
-    """Return a round in which each client trains ``takes`` regions: those in ``taken``, and others that somebody trains.
+    """Return a round in which each client trains ``takes`` regions: those in ``taken``, plus regions that somebody trains already.
 
-    Regions of the round, clients that cover one and rounds for which one rests stay as they are or become better.
+    The regions of the round, their coverage and the clients' rests stay the same or improve.
     """
     open_now = sorted({i for mine in taken for i in mine})
     more = []
@@ -155,9 +158,9 @@ def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
 
 
 def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
-    """Return the submodel of some of ``regions`` regions, equal ranges of every axis.
+    """Return the submodel of the regions ``taken`` out of ``regions`` equal ranges of every axis.
 
-    Of an axis with fewer units than there are regions, neighbouring regions have the same unit.
+    On an axis with fewer units than regions, neighbouring regions share a unit.
     """
     parts = shared_fragments(axes, [1.0] * regions)
     chosen = [parts[i] for i in taken]

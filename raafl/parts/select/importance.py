@@ -1,4 +1,4 @@
-"""Which units matter most: by the size of their weights."""
+"""Rank units by the size of their weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ State = Mapping[str, Tensor]
 
 
 def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the units with the largest L2 norm over all slices that are coupled in a unit (of a head: q, k, v and o).
+    """Return the units with the largest L2 norm over all coupled slices of a unit (for a head: q, k, v and o).
 
-    ``state`` has the model's parameters; seed and round are not looked at.
+    ``state`` holds the model's parameters; seed and round are ignored.
 
     Raises:
-        BadInput: no state, or nothing in it of an axis.
+        BadInput: no state, or no parameter of an axis in it.
     """
     if state is None:
         raise BadInput("state is None: units are chosen by importance, give the model's parameters")
@@ -36,10 +36,10 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
 
 @torch.no_grad()
 def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Tensor:
-    """Return for each unit the sum over its elements, or over their squares; shape (size,), float64, on the CPU.
+    """Return for each unit the sum over its elements, or of their squares; shape (size,), float64, on the CPU.
 
     Raises:
-        BadInput: nothing of the axis is in ``state``.
+        BadInput: ``state`` has no parameter of the axis.
     """
     scores = torch.zeros(size_of(axis), dtype=torch.float64)
     found = False

@@ -1,4 +1,4 @@
-"""The offline assignment of Fed-RAA, kept up to date while clients come and go."""
+"""Maintain the offline assignment of Fed-RAA while clients come and go."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _KEY, _CLIENT, _COSTS = 0, 1, 2  # rows of the table: minus the capability, the 
 
 
 class Ranking:
-    """The clients present by capability, best first, and the cost of each fragment for each of them.
+    """Clients ordered by capability, best first, with the cost of each fragment for each of them.
 
-    A client that comes or goes moves the numbers behind it by one place (about 0.1 ms among 100,000 clients); nothing
-    is predicted or sorted again. Of clients alike in capability the one that came first is first.
+    Adding or removing a client shifts those behind it (about 0.1 ms among 100,000 clients); nothing is predicted or sorted again.
+    Among equally capable clients the earliest comes first.
     """
 
     def __init__(self, sizes: Sequence[float], clients: Iterable[tuple[int, float, Sequence[float]]]) -> None:
-        """Rank ``clients``, given as id, capability (higher is faster) and cost of each fragment, all at once."""
+        """Rank ``clients``, given as id, capability (higher is faster) and cost of each fragment."""
         self._fragments = sorted(range(len(sizes)), key=lambda j: -sizes[j])
         rows = sorted(clients, key=lambda row: -row[1])
         self._num = len(rows)
@@ -29,7 +29,7 @@ class Ranking:
         return self._num
 
     def add(self, client: int, capability: float, costs: Sequence[float]) -> None:
-        """Add a client behind those that are as capable."""
+        """Add a client behind those of equal capability."""
         table, num = self._table, self._num
         if num == table.shape[1]:
             self._table = table = np.concatenate([table, np.empty_like(table)], axis=1)
@@ -49,10 +49,10 @@ class Ranking:
     def bound(self) -> float:
         """Return K, the largest cost in the offline assignment (Fed-RAA, appendix B).
 
-        Clients by capability and fragments by size, both descending; fragment j goes to clients
-        ``(j-1) floor(N/M) + 1 .. j floor(N/M)``; clients left over take the smallest fragment. With fewer clients than
-        fragments the same rule deals fragments to clients, each client cycling through its own set; fragments left over
-        go to the weakest client.
+        Clients by capability and fragments by size, both descending: fragment j goes to clients
+        ``(j-1) floor(N/M) + 1 .. j floor(N/M)``; remaining clients take the smallest fragment. With fewer clients than fragments
+        the same rule assigns fragments to clients, each client cycling through its own set; remaining fragments go to the
+        weakest client.
         """
         num, num_fragments, costs = self._num, len(self._fragments), self._table[_COSTS:]
         if num < num_fragments:

@@ -1,4 +1,4 @@
-"""Submodels by rate: each client gets its share of the model, or as much as its memory and a task's limits allow."""
+"""Select submodels by rate: each client gets its share of the model, reduced to what its memory and a task's limits allow."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Rated(Select):
         return list(self.rates) if isinstance(self.rates, Sequence) else [self.rates]
 
     def rate(self, client: ClientInfo) -> float:
-        """Return the most that ``client`` may get, as the config says it; raises `BadInput` for a device without a rate."""
+        """Return the largest rate that ``client`` may get by the config; raises `BadInput` for a device without a rate."""
         if not isinstance(self.rates, dict):
             rates = self._all_rates()
             return rates[(client.id - 1) % len(rates)]
@@ -96,15 +96,15 @@ class Rated(Select):
         return Work(spec, region=client.id, num_steps=self._steps(client, spec, fleet))
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client that has no rate, or that nothing fits."""
+        """Return each client that has no rate, or that no submodel fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget what was known of the client; what others get does not depend on it."""
+        """Delete what was computed for the client; other clients do not depend on it."""
         fleet.cache.pop(client.id, None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say where rates come to nothing."""
+        """Return a note where rates have no effect."""
         submodels = fleet.state.submodels
         cuts = min(self._all_rates()) < 1 and not submodels.axes
         return uncut(submodels, "cut by rates") if cuts else []
@@ -165,7 +165,7 @@ def by_rate(
     levels: Sequence[float],
     rounds: Rounds = "client",
 ) -> Select:
-    """Return ``submodel``, or else each client's share of the width: ``rates``, or where that is None ``levels`` in turn.
+    """Return ``submodel``, or a `Rated` with each client's share of the width: ``rates``, or ``levels`` in turn where that is None.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.

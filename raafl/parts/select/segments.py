@@ -1,6 +1,6 @@
-"""Segments of axes, which a mask keeps or drops whole (Co-S2P, section IV-A), and gates that do so without cutting.
+"""Split axes into segments that a mask keeps or drops whole, and emulate masks by gates without cutting (Co-S2P, section IV-A).
 
-A head of an attention is a segment; any other axis, such as the hidden units of a feed-forward part, is cut into ranges.
+A head of an attention is a segment; any other axis, such as the hidden units of a feed-forward part, is split into ranges.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from raafl.submodel.axes import Member
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of one axis: segment i is the units from ``bounds[i]`` to ``bounds[i + 1] - 1``.
+    """Segments of one axis: segment i holds the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
 
     Attributes:
-        bounds: increasing, from 0 to the size of the axis.
+        bounds: ascending, from 0 to the size of the axis.
         is_heads: whether the units are heads of an attention.
-        block: which block of the model's one stack the axis lies in; None = it reaches outside, or there is no such stack.
+        block: index of the block, in the model's only stack, that contains the axis; None = it reaches outside, or there is no
+            such stack.
         can_train: whether a mask of it can be trained, see `readers`.
     """
 
@@ -39,12 +40,12 @@ class Segments:
         return len(self.bounds) - 1
 
     def units(self, chosen: Iterable[int]) -> list[int]:
-        """Return the units of the segments chosen, in order."""
+        """Return the units of the chosen segments, in order."""
         return [unit for i in sorted(chosen) for unit in range(self.bounds[i], self.bounds[i + 1])]
 
 
 def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
-    """Return the segments of each axis: one for each head; else ``number`` ranges as equal as can be, or one for each unit."""
+    """Return the segments of each axis: one per head; otherwise ``number`` ranges as equal as possible, or one per unit."""
     return submodels.cached(
         "segments", number, lambda: {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
     )
@@ -60,14 +61,14 @@ def _cut(submodels: Submodels, axis: Axis, number: int) -> Segments:
 
 
 def stack_of(submodels: Submodels) -> Stack | None:
-    """Return the one stack of blocks; None where there is none, or several."""
+    """Return the only stack of blocks; None if there is none, or several."""
     return next(iter(submodels.stacks.values())) if len(submodels.stacks) == 1 else None
 
 
 def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
     """Return the weights that read the axis's units: without these columns the units have no effect, as if they were cut.
 
-    Empty where that is not so, such as for the state of a recurrent layer or a width that a layer norm spans.
+    Empty where that does not hold, as for the state of a recurrent layer or a width that a layer norm spans.
     """
     found = []
     for member in axis.members:
@@ -91,10 +92,10 @@ def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
 
 
 class Gates:
-    """Multiplies what reads the units of a segment by a number, in a module where these axes are whole.
+    """Multiplies what reads the units of a segment by a number, in a module whose axes are whole.
 
-    This is the Hadamard product of the weight matrices with a mask: with 0 and 1 the loss, and the gradients of what is kept,
-    are those of the small module that is cut by the mask.
+    This is the Hadamard product of weight matrices and a mask: with 0 and 1, the loss and the gradients of kept parameters are
+    those of the small module that the mask cuts.
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
@@ -110,7 +111,7 @@ class Gates:
 
     @contextmanager
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within this context the module runs with the gates, one number for each segment, given by axis."""
+        """Return a context in which the module runs with these gates, one number per segment, by axis."""
         own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
         try:
             for (layer, axis, spread), weight in zip(self._places, own, strict=True):

@@ -1,4 +1,4 @@
-"""Which submodel, and how much work, does this client get?"""
+"""Select the whole model, or one of a fixed set of submodels: Fed-RAA's fragments with Gre-RAA."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Choice = Literal["gre_raa", "random", "fewest_updates"]
 
 @dataclass(frozen=True, slots=True)
 class Full(Select):
-    """Everyone trains the whole model."""
+    """Select the whole model for every client."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the full model."""
         return Work()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client whose memory the whole model exceeds."""
+        """Return each client whose memory the whole model exceeds."""
         spec = Work().spec
         return [
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, the full model needs "
@@ -50,17 +50,17 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return the warning that there is nothing to ``what``, so that everyone trains the whole model; empty where there is."""
+    """Return a warning that there is nothing to ``what``, so that everyone trains the whole model; empty if there is."""
     if submodels.axes:
         return []
     return [Warn(f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}")]
 
 
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each fragment: a row of Table 4 for a number, else the ratios given, scaled to sum to 1.
+    """Return the share of each fragment: a row of Table 4 for a number, otherwise the given ratios scaled to sum to 1.
 
     Raises:
-        BadInput: a number that Table 4 does not have, no ratios, or a ratio that is not above 0.
+        BadInput: a number that Table 4 lacks, no ratios, or a ratio that is not above 0.
     """
     if isinstance(fragments, int):
         if fragments not in TABLE_4:
@@ -77,27 +77,26 @@ def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
 
 
 def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec, ...]:
-    """Cut every axis into consecutive disjoint ranges by ``ratios`` and return one spec for each fragment.
+    """Cut every axis into consecutive disjoint ranges by ``ratios``; return one spec per fragment.
 
-    Parameters on no axis (the output bias, norms over a kept width) belong to every fragment. So do, in part, the units of
-    an axis that has fewer of them than there are fragments: each fragment has one, and several have the same one (see
-    `shared_fragments`). A model without axes is one fragment, whatever the ratios.
+    Parameters on no axis (the output bias, norms over a kept width) belong to every fragment. On an axis with fewer units than
+    fragments each fragment has one unit, and several share it (`shared_fragments`). A model without axes is one fragment.
     """
     return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
 
 
 class OneOf(Select):
-    """One of a fixed set of submodels for each task (Fed-RAA, Algorithm 2), which its subclasses name.
+    """Select one of a fixed set of submodels for each task (Fed-RAA, Algorithm 2); subclasses define the set.
 
-    For an idle client n, ``S = {j : c(n, j) <= K}``; of S the submodel with the smallest q(j), ties at random
-    (gre_raa); any of S (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds
-    the client's memory is never chosen. c(n, j) is the predicted time of the task: the paper's
-    ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over the client's data and epochs, divided by
-    the client's FLOP/s, plus download and upload, and what it measures itself: `SelectContext.task_time`.
+    For an idle client n, ``S = {j : c(n, j) <= K}``; of S the submodel with the smallest q(j), ties at random (gre_raa); any of S
+    (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds the client's memory is never chosen.
+    c(n, j) is the predicted time of the task: the paper's ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over
+    the client's data and epochs, divided by the client's FLOP/s, plus download, upload and the client's own evaluation:
+    `SelectContext.task_time`.
 
     Attributes:
         how: gre_raa, random or fewest_updates.
-        bound_s: K in seconds; None = the offline bound of the clients present.
+        bound_s: K in seconds; None = the offline bound of the present clients.
     """
 
     how: Choice
@@ -105,11 +104,11 @@ class OneOf(Select):
 
     @abstractmethod
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return the submodels to choose from, in the order of j = 1, 2, ..."""
+        """Return the submodels of the set, for j = 1, 2, ..."""
 
     @abstractmethod
     def what(self) -> str:
-        """Return in words what is chosen from."""
+        """Describe the set in words."""
 
     def __post_init__(self) -> None:
         one_of("select", self.how, Choice)
@@ -132,7 +131,7 @@ class OneOf(Select):
         return Work(self.specs(fleet)[j - 1], region=j)
 
     def specs(self, fleet: SelectContext) -> tuple[Spec, ...]:
-        """Return the spec of each submodel to choose from, smallest index first."""
+        """Return the spec of each submodel, smallest index first."""
         if "specs" not in fleet.cache:
             fleet.cache["specs"] = self.pieces(fleet.state.submodels)
         specs: tuple[Spec, ...] = fleet.cache["specs"]
@@ -159,19 +158,19 @@ class OneOf(Select):
         return ranking
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Rank the client among the others; what is known of them stays."""
+        """Rank the client among the others."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Take the client out of the ranking."""
+        """Remove the client from the ranking."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].remove(client.id, client.profile.flops_per_s)
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget K, and what the client may get."""
+        """Delete K, and what was computed for the client."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 
@@ -189,7 +188,7 @@ class OneOf(Select):
         return known[client.id]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client that no fragment suits."""
+        """Return each client that no fragment suits."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
     def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:
@@ -223,7 +222,7 @@ class OneOf(Select):
 
 @dataclass(frozen=True, slots=True)
 class Fragments(OneOf):
-    """Disjoint fragments of the width (Fed-RAA)."""
+    """Select among disjoint fragments of the width (Fed-RAA)."""
 
     ratios: tuple[float, ...]
     how: Choice = "gre_raa"
@@ -234,9 +233,9 @@ class Fragments(OneOf):
         return fragment_specs(submodels, self.ratios)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say where there are no fragments."""
+        """Return a warning where the model has no fragments."""
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
-        """Return the ratios in words."""
+        """Describe the ratios in words."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -1,7 +1,7 @@
-"""Which units of each axis: leading, rolling, at random, by ratio. Pure functions.
+"""Choose units of each axis: leading, rolling, at random, by ratio. Pure functions.
 
-A rate is the share of an axis that is kept: ``ceil(rate * size)`` of its units, at least one, whatever a unit is (a
-neuron, a channel, a head, a key-value group, a block).
+A rate is the kept share of an axis: ``ceil(rate * size)`` of its units, at least one. A unit is a neuron, a channel, a head, a
+key-value group or a block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rate = float | Mapping[str, float]
 
 
 def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
-    """Return all that may be cut of a model: its axes and its stacks of blocks.
+    """Return everything that can be cut: axes and stacks of blocks.
 
     Raises:
         BadInput: a stack has the name of an axis.
@@ -44,10 +44,10 @@ def size_of(axis: Axis | Stack) -> int:
 
 
 def count(size: int, rate: float) -> int:
-    """Count the units of ``size`` that a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
+    """Return how many of ``size`` units a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
 
     Raises:
-        BadInput: a rate that is not in (0, 1].
+        BadInput: the rate is not in (0, 1].
     """
     fraction("rate", rate)
     # 0.1 * 30 is a little more than 3
@@ -55,10 +55,10 @@ def count(size: int, rate: float) -> int:
 
 
 def counts(axes: Axes, rate: Rate) -> dict[str, int]:
-    """Count the units that are kept of each axis that shrinks.
+    """Return how many units are kept of each axis that shrinks.
 
     Raises:
-        BadInput: a rate out of (0, 1], or for an axis that is not there.
+        BadInput: a rate is not in (0, 1], or names a missing axis.
     """
     if isinstance(rate, Mapping):
         for name in rate:
@@ -72,10 +72,10 @@ def counts(axes: Axes, rate: Rate) -> dict[str, int]:
 
 
 def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
-    """Return the spec that keeps these units; an axis that is not named is kept whole.
+    """Return the spec that keeps these units; axes that are not named are kept whole.
 
     Raises:
-        SpecError: an axis that is not there, no unit of one, or a unit that it does not have.
+        SpecError: a missing axis, no unit of an axis, or a unit that the axis does not have.
     """
     width: dict[str, list[int] | range] = {}
     depth: dict[str, list[int] | range] = {}
@@ -95,15 +95,15 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
 
 
 def leading(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the first units of every axis: submodels are nested (HeteroFL, Diao et al. 2021, section 3.1)."""
+    """Return the first units of every axis, so that submodels are nested (HeteroFL, Diao et al. 2021, section 3.1)."""
     return spec_of(axes, {name: range(number) for name, number in counts(axes, rate).items()})
 
 
 def rolling(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return a window that moves on by one unit a round (FedRolex, Alam et al. 2022, section 3.2).
+    """Return a window of units that moves on by one each round (FedRolex, Alam et al. 2022, section 3.2).
 
-    Of an axis with K units, ``j = round mod K`` and the units after it, from K on at the beginning again. Within K rounds
-    each unit is trained as often as any other. (The paper rounds the window down; this rounds up, as for every selector.)
+    On an axis with K units it starts at ``j = round mod K`` and wraps around. Within K rounds each unit is trained equally
+    often. (The paper rounds the window down; this rounds up, as every selector does.)
     """
     kept = {}
     for name, number in counts(axes, rate).items():
@@ -113,7 +113,7 @@ def rolling(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: 
 
 
 def at_random(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return units drawn without replacement, anew in each round (Federated Dropout, Caldas et al. 2018)."""
+    """Return units drawn without replacement, independently in each round (Federated Dropout, Caldas et al. 2018)."""
     kept = {}
     for name, number in counts(axes, rate).items():
         kept[name] = random.Random(derive_seed(seed, round, name)).sample(range(size_of(axes[name])), number)
@@ -124,14 +124,14 @@ def at_random(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round
 
 
 def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
-    """Cut every axis into consecutive ranges by ``ratios``, one spec for each; each has a unit, however few there are.
+    """Cut every axis into consecutive ranges by ``ratios``, one spec per ratio; each has at least one unit of every axis.
 
-    The ranges of an axis with as many units as fragments, or more, are disjoint: one that would be empty takes a unit from
-    its neighbour. Of an axis with fewer (two heads, three fragments), each fragment has one unit, and neighbours have the
-    same one. In both cases every unit is in a fragment, and a fragment is after the one before it.
+    On an axis with at least as many units as fragments the ranges are disjoint: an empty one takes a unit from its neighbour. On an
+    axis with fewer (two heads, three fragments) each fragment has one unit, and neighbours share it. Either way every unit is in a
+    fragment, and fragments are in order.
 
     Raises:
-        BadInput: a ratio that is not above 0.
+        BadInput: a ratio is not above 0.
     """
     bounds = _bounds(ratios)
     parts: list[dict[str, range]] = [{} for _ in ratios]

@@ -1,4 +1,4 @@
-"""Pieces of a model in width and depth, as Co-S2P's clients train them, to be handed out by Gre-RAA as Fed-RAA's fragments are."""
+"""Select pieces of width and depth, cut like Co-S2P's submodels and assigned by Gre-RAA like Fed-RAA's fragments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raafl.submodel import Spec, Submodels
 # No slots: dataclass would make the class twice, and a config could not name it without its path.
 @dataclass(frozen=True)
 class WindowPieces(OneOf):
-    """Windows of consecutive blocks (`RollingWindows`), each cut in disjoint slices of its width, for every rate.
+    """Windows of consecutive blocks (`RollingWindows`), each cut into disjoint slices of its width, for every rate.
 
-    A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments of each,
-    which together hold all of them. Each is a region j with its own count q(j) of merges. Gre-RAA then gives a client, of
-    all that it manages within K, what has been trained least.
+    A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments each, which
+    together cover all of them. Each piece is a region j with its own count q(j) of merges. Gre-RAA then gives a client, of all
+    that it finishes within K, what has been trained least.
 
     Attributes:
         rates: shares r of the model.
@@ -69,7 +69,7 @@ class WindowPieces(OneOf):
         return tuple(found)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say what of Co-S2P this is not, and what the model has no place for."""
+        """Return what differs from Co-S2P, and what the model has no place for."""
         return [
             "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
             "own and nothing is distilled",
@@ -77,7 +77,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Return the rates in words."""
+        """Describe the rates in words."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

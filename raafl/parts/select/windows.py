@@ -1,4 +1,4 @@
-"""Which submodel a client of Co-S2P gets: a window of blocks that moves up, cut in width by the client's own mask."""
+"""Select Co-S2P's submodels: a window of blocks that moves up each round, cut in width by the client's own mask."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
 
 def window_notes(submodels: Submodels) -> list[str]:
-    """Return in words which cuts of depth and width this model has no place for."""
+    """Return which cuts of depth and width this model does not allow."""
     found: list[str] = []
     if stack_of(submodels) is None:
         what = "several stacks" if submodels.stacks else "no stack"
@@ -53,18 +53,18 @@ def window_notes(submodels: Submodels) -> list[str]:
 def window_starts(num_blocks: int, rate: float) -> list[int]:
     """Return where windows of ``ceil(rate * num_blocks)`` blocks may begin.
 
-    They follow each other, and the last ends with the last block: of all rolling windows these train the blocks most
-    evenly, as Co-S2P asks for.
+    They follow each other, and the last ends with the last block: of all rolling windows these train the blocks most evenly, as
+    Co-S2P asks for.
     """
     length = count(num_blocks, rate)
     return [min(start, num_blocks - length) for start in range(0, num_blocks, length)]
 
 
 def first_window(client: int, num: int) -> int:
-    """Choose the one of ``num`` windows that a client begins with; clients are spread over all of them from the start.
+    """Return which of ``num`` windows a client begins with, so that clients are spread over all of them from the start.
 
-    The sum of the digits of ``client - 1`` to base ``num``: client 1 begins with the lowest; any ``num`` neighbours have all, and
-    clients of one kind that come at equal distances are spread as well.
+    The sum of the digits of ``client - 1`` to base ``num``: client 1 begins with the lowest; any ``num`` neighbours cover all
+    windows, and so do clients of one kind at equal distances.
     """
     left, total = client - 1, 0
     while left and num > 1:
@@ -212,7 +212,7 @@ class RollingWindows(Select):
     def window(
         self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]], *, distils: bool
     ) -> Spec:
-        """Return the submodel that trains a window with the exit at its top and, to distil, those inside."""
+        """Return the submodel that trains a window with the exit at its top and, for distillation, those inside."""
         stack, exits = stack_of(submodels), exit_depths(submodels)
         none = () if exits else None
         if stack is None or (start, stop) == (0, len(stack)):
@@ -233,7 +233,7 @@ class RollingWindows(Select):
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return where windows may begin, so that an exit, or the model's own end, is at the top of each."""
+        """Return where windows may begin, so that each ends at an exit or at the model's own end."""
         stack = stack_of(submodels)
         if stack is None:
             return (0,)
@@ -293,15 +293,15 @@ class RollingWindows(Select):
     # ---- the fleet ----
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client that has no rate, or that nothing fits."""
+        """Return each client that has no rate, or that no submodel fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget what was known of the client; what others get does not depend on it."""
+        """Delete what was computed for the client; other clients do not depend on it."""
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say what this model or a client has no place for."""
+        """Return what this model or a client does not allow."""
         submodels, found = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]

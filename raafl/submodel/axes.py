@@ -33,9 +33,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``size`` indices that are kept or dropped, each in all ``members`` at once.
+    """``size`` units, each kept or dropped in all ``members`` at once.
 
-    Several members may touch the same dimension (q, k and v in one tensor); what no member covers is always kept.
+    Several members may lie on one dimension (q, k and v in one tensor); elements that no member covers are always kept.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Axis:
 
 
 class AxisTable:
-    """All axes of a model, checked against its tensors, and looked up by tensor."""
+    """All axes of a model, validated against its tensors and indexed by tensor."""
 
     def __init__(self, axes: Iterable[Axis], shapes: Shapes) -> None:
-        """Check each axis; raise `SpecError` for a member outside its tensor or on elements another axis has."""
+        """Validate each axis; raise `SpecError` for a member outside its tensor, or on elements of another axis."""
         self.axes = {axis.name: axis for axis in axes}
         self.shapes = shapes
         self._places: dict[tuple[str, int], list[tuple[int, int, Axis]]] = {}
@@ -66,7 +66,7 @@ class AxisTable:
                     )
 
     def check(self, spec: Spec) -> None:
-        """Raise `SpecError` unless every axis the spec names is here and long enough."""
+        """Raise `SpecError` unless the model has every axis that the spec names, with enough units."""
         for name, kept in spec.kept:
             axis = self.axes.get(name)
             if axis is None:
@@ -80,11 +80,11 @@ class AxisTable:
                 )
 
     def is_whole(self, name: str, kept: Kept) -> bool:
-        """Check whether all indices of axis ``name`` are kept."""
+        """Check whether all units of axis ``name`` are kept."""
         return len(kept) == self.axes[name].size
 
     def lengths(self, spec: Spec) -> dict[str, dict[int, int]]:
-        """Return for each tensor that shrinks, for each of its dimensions that shrink, how many elements are kept."""
+        """Return, per shrinking tensor and per shrinking dimension of it, how many elements are kept."""
         result: dict[str, dict[int, int]] = {}
         for axis, indices in spec.kept:
             gone = self.axes[axis].size - len(indices)
@@ -94,7 +94,7 @@ class AxisTable:
         return result
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Return for each tensor that shrinks, for each of its dimensions that shrink, the runs of elements kept."""
+        """Return, per shrinking tensor and per shrinking dimension of it, the runs of kept elements."""
         kept = {name: runs(indices) for name, indices in spec.kept if not self.is_whole(name, indices)}
         touched = dict.fromkeys((m.name, m.dim) for name in kept for m in self.axes[name].members)
         result: dict[str, dict[int, Runs]] = {}

@@ -1,4 +1,4 @@
-"""The forms in which a frozen base can be held, such as 32, 16 or 4 bits a weight: each client has one that fits it."""
+"""Hold a model's frozen base in several precisions, such as 32, 16 or 4 bits a weight, so that each client has one that fits it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raafl.submodel.spec import SpecError
 
 
 class Bases:
-    """A model's frozen base in each of its forms. The module makes the others of its own, so that they need not travel either.
+    """A model's frozen base in each of its precisions. The module derives the others from its own, so none has to travel.
 
     Attributes:
-        names: of the forms, the most precise first, which is the module's own; none where there is no other.
+        names: of the precisions, the highest first, which is the module's own; empty where there is no other.
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
-        """Read what ``module``, which has no values, says of its base; ``frozen`` are its frozen parameters."""
+        """Read the precisions of a module without values; ``frozen`` are the names of its frozen parameters."""
         self.names: tuple[str, ...] = tuple(getattr(module, "submodel_bases", ()))
         self._module, self._frozen = module, frozen
         self._own: FrozenBase | None = None
@@ -30,23 +30,25 @@ class Bases:
         self._again: Callable[[], nn.Module] | None = None
 
     def normal(self, name: str | None) -> str | None:
-        """Return ``name``, or None for the module's own form; raises `SpecError` for one that it has not."""
+        """Return ``name``, or None for the module's own precision; raises `SpecError` for one that the module does not have."""
         if name is not None and name not in self.names:
             known = nearest(name, self.names, "this model has one form of it: name none")
             raise SpecError(f"spec holds the frozen base as '{name}'; {known}")
         return None if self.names and name == self.names[0] else name
 
     def module(self, name: str, values: Mapping[str, Tensor] | None = None) -> Any:
-        """Return a copy of the module whose base is held as ``name``, made of ``values``; without them it has none."""
+        """Return a copy of the module with its base in precision ``name``, converted from ``values``; None = without values."""
         memo = {id(self._frozen[n]): nn.Parameter(value, requires_grad=False) for n, value in (values or {}).items()}
         module: Any = copy_structure(self._module, memo)
         module.submodel_hold(name)
         return module
 
     def take(self, own: FrozenBase, again: Callable[[], nn.Module] | None = None) -> None:
-        """Take the base in the module's own form, of which others are made and kept, for all who train here.
+        """Take the base in the module's own precision, from which the others are converted and kept.
 
-        With ``again``, which makes the model anew, one form at a time is held: that of the last task, before the first none.
+        Args:
+            own: the values.
+            again: builds the model anew; then only the precision of the last task is kept, initially none. None = keep all.
         """
         self._own, self._again = own, again if self.names else None
         self._made, self._digests = {}, {}
@@ -54,7 +56,7 @@ class Bases:
             own.let_go()
 
     def held(self, name: str | None) -> FrozenBase | None:
-        """Return the values in a form; None where the model has no frozen base, or nobody holds it."""
+        """Return the values in a precision; None where the model has no frozen base, or its values are not loaded."""
         name = self.normal(name)
         if self._own is None or (name is None and self._again is None):
             return self._own
@@ -67,7 +69,7 @@ class Bases:
         return self._made[name]
 
     def digest(self, name: str | None) -> str | None:
-        """Return the digest of the values in a form, which are made for it where they are not held, and let go."""
+        """Return the digest of the values in a precision, converting them temporarily if needed."""
         name = self.normal(name)
         if self._own is None or name is None or self._again is not None:
             base = self.held(name)

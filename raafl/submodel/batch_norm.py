@@ -1,7 +1,7 @@
-"""Running statistics of batch norm: merged exactly, or static and collected at the end (HeteroFL's sBN).
+"""Handle running statistics of batch norm: merge them exactly, or keep them static and collect them at the end (HeteroFL's sBN).
 
-Diao et al. 2021, section 3.2: clients train with the statistics of their own batches and send none; the server's are
-collected once the model is trained.
+Diao et al. 2021, section 3.2: clients train with the statistics of their own batches and send none; the server collects them once
+the model is trained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def keep_static(module: nn.Module) -> None:
-    """Make batch norms train on the statistics of the batch and leave their running ones as they are, in place."""
+    """Make batch norms normalise by batch statistics and leave their running statistics unchanged, in place."""
     for _, norm in _norms(module):
         norm.momentum = 0.0
 
@@ -42,7 +42,7 @@ def keep_static(module: nn.Module) -> None:
 def still_buffers(
     module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
 ) -> set[str]:
-    """Return the buffers that do not come back: statistics that are static, and those of layers that a spec has frozen."""
+    """Return the buffers that clients do not send back: static statistics, and those of layers that a spec freezes."""
     still = {name for pair in statistics_of(module) for name in pair} if static else set()
     if frozen:
         own: dict[str, bool] = {}
@@ -55,11 +55,11 @@ def still_buffers(
 
 @torch.no_grad()
 def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[[nn.Module, Any], object]) -> None:
-    """Set each batch norm's running statistics, in place, to their mean over ``batches``; all else is left as it is.
+    """Set each batch norm's running statistics to their mean over ``batches``, in place; everything else stays unchanged.
 
     Args:
         module: the trained model.
-        batches: of any data that clients may use; the more the better.
+        batches: of any data that may be used; more is better.
         run: calls the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
     """
     norms = [norm for _, norm in _norms(module)]
@@ -106,13 +106,13 @@ class _Mean:
 
 
 class Pooling:
-    """Exact merging of running variances, around any merge that is a weighted mean.
+    """Exact merging of running variances, for any merge that is a weighted mean.
 
-    A mean of variances forgets that the means differ. Second moments, ``E[x^2] = var + mean^2``, do add up (the law of
-    total variance): clients send them in the place of variances, and the state has them while it is merged.
+    A mean of variances ignores differences between means. Second moments, ``E[x^2] = var + mean^2``, can be averaged (law of total
+    variance): clients send them in place of variances, and the state has them while it is merged.
 
-    In half precision ``var + mean^2`` keeps too little of a small variance, so clients send those variances as they are, and
-    the merge, which computes in single precision, turns them into moments.
+    In half precision ``var + mean^2`` loses a small variance, so clients send such variances unchanged, and the merge, which
+    computes in single precision, converts them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -122,14 +122,16 @@ class Pooling:
 
     @classmethod
     def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
-        """Return the pooling for a model; None where no running statistics are merged."""
+        """Return the pooling of a model; None where it merges no running statistics."""
         pooling = cls(module) if batch_norm == "merged" else None
         return pooling if pooling is not None and pooling.pairs else None
 
     def to_moments_(self, tensors: FlatTensors, half: bool | None = None) -> FlatTensors:
-        """Turn the variances in ``tensors`` into second moments, in place; those of a part may be absent.
+        """Convert the variances in ``tensors`` to second moments, in place; variances of absent parts are skipped.
 
-        ``half`` selects those that the model has in half precision, or the others; None = all.
+        Args:
+            tensors: of a submodel or of the whole model.
+            half: only those that the model has in half precision (True), only the others (False), or all (None).
         """
         pairs = [pair for pair in self.pairs if half is None or (pair[1] in self._half) is half]
         means, variances = _of(pairs, tensors)
@@ -138,14 +140,14 @@ class Pooling:
         return tensors
 
     def as_sent(self, tensors: FlatTensors) -> AbstractContextManager[None]:
-        """Turn ``tensors`` into what a client sends; on exit their running statistics are the previous ones."""
+        """Return a context in which ``tensors`` are in the form that a client sends; on exit their statistics are restored."""
         return self.untouched(self.to_moments_(tensors, half=False))
 
     @contextmanager
     def merging(self, values: FlatTensors) -> Iterator[FlatTensors]:
-        """Within this context ``values`` has second moments; what is not changed has the same variances after it.
+        """Return a context in which ``values`` has second moments; variances that are not changed come back equal.
 
-        Rounding can leave a variance a little below 0; it becomes 0.
+        Rounding can leave a variance slightly below 0; it becomes 0.
         """
         means, variances = self.statistics_in(values)
         old_means, old = [mean.clone() for mean in means], [variance.clone() for variance in variances]
@@ -159,7 +161,7 @@ class Pooling:
 
     @contextmanager
     def untouched(self, tensors: FlatTensors) -> Iterator[None]:
-        """Whatever happens to ``tensors`` within this context, their running statistics are the same after it."""
+        """Return a context that restores the running statistics of ``tensors`` on exit."""
         statistics = [tensor for group in self.statistics_in(tensors) for tensor in group]
         before = [tensor.clone() for tensor in statistics]
         yield

@@ -1,4 +1,4 @@
-"""What is worked out of a model once and looked up from then on."""
+"""Cache what is computed once per model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING: Any = object()
 
 
 class Caches:
-    """Results by kind and key. Threads may share it: two may make the same result at once, which does no harm."""
+    """Results by kind and key. Threads may share it: two may compute the same result at once, which is harmless."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -24,7 +24,7 @@ class Caches:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Look up the answer for this kind and key; where there is none, ``make`` makes it."""
+        """Return the cached result; where there is none, compute it with ``make``."""
         cache = self._kept.setdefault(kind, OrderedDict())
         found: T = cache.get(key, _MISSING)
         if found is _MISSING:
@@ -36,5 +36,5 @@ class Caches:
         return found
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all results."""
         self._kept.clear()

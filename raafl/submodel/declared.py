@@ -1,7 +1,7 @@
-"""What a model, or any part of it, says of its own structure: axes, stacks of blocks, exits.
+"""Read what a model, or any part of it, declares about its structure: axes, stacks of blocks, exits.
 
-A part says it as plain data, in an attribute or a method of the same name, with paths relative to itself. Stacks of
-equal blocks are found without.
+A part declares it as plain data, in an attribute or a method of the same name, with paths relative to itself. Stacks of equal
+blocks are found without a declaration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raafl.submodel.spec import Spec, SpecError
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Blocks of which any may be absent: path of the container, and the names of the blocks in it, in order."""
+    """Blocks any of which may be left out: path of the container, and names of its blocks in order."""
 
     path: str
     names: tuple[str, ...]
@@ -38,8 +38,8 @@ class Exit:
 
     Attributes:
         paths: of its modules.
-        instead_of: for each module, in order, the path whose place it takes when the exit is kept, as the last norm and
-            the head of a shorter model; empty for an exit that the model's own forward asks for.
+        instead_of: for each module, the path whose place it takes when the exit is kept, such as the last norm and the head of a
+            shorter model; empty for an exit that the model's own forward calls.
     """
 
     paths: tuple[str, ...]
@@ -47,23 +47,23 @@ class Exit:
 
 
 def join(*parts: str) -> str:
-    """Return the path made of these parts, of which some may be empty."""
+    """Join path components, of which some may be empty."""
     return ".".join(part for part in parts if part)
 
 
 def within(name: str, paths: Iterable[str]) -> bool:
-    """Check whether a tensor or module of this name is one of ``paths``, or lies in one; all lies in the root, ''."""
+    """Check whether a tensor or module is one of ``paths`` or lies inside one; the root '' contains all."""
     return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def above(name: str) -> list[str]:
-    """Return the paths of all modules that a tensor or module of this name lies in, outermost first, the root's included."""
+    """Return the paths of all modules that contain a tensor or module of this name, outermost first, including the root."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
 def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the path of each part that has ``attribute``, outermost first, and what it says."""
+    """Yield each part that declares ``attribute``, outermost first, as its path and its declaration."""
     for path, part in module.named_modules():
         value = getattr(part, attribute, None)
         if value is not None:
@@ -71,13 +71,13 @@ def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, 
 
 
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
-    """Return the stacks by name: those declared (`submodel_blocks`), then lists of equal blocks, by path.
+    """Return the stacks by name: declared ones (`submodel_blocks`), then lists of equal blocks, by path.
 
-    Blocks have parts, and those of a list the same type and shapes. Where a list mixes blocks of other shapes, as that of a
-    stage of a ResNet does, its type makes no stacks at all; nor do lists within blocks, as those of experts.
+    Blocks of a list have parts, one type and equal shapes. Where a list mixes blocks of other shapes, as a stage of a ResNet
+    does, its type forms no stacks at all; neither do lists within blocks, such as lists of experts.
 
     Raises:
-        SpecError: a declared path is not that of a `ModuleList` or `Sequential`.
+        SpecError: a declared path is not a `ModuleList` or `Sequential`.
     """
     stacks = {}
     for prefix, declared in said(module, "submodel_blocks"):
@@ -112,13 +112,13 @@ def _stack(module: nn.Module, path: str, name: str) -> Stack:
 
 
 def find_exits(module: nn.Module) -> dict[str, Exit]:
-    """Return the exits by name, as declared (`submodel_exits`): a list of paths, or a mapping.
+    """Return the exits by name, as declared in `submodel_exits`: a list of paths, or a mapping.
 
-    In a list are the modules of the exit, which are None where it is left out. A mapping goes from the path of a module
-    to the path of the one that takes its place where the exit is kept.
+    A list names the modules of the exit, which are None where it is left out. A mapping goes from the path of a module to the
+    path of the module that replaces it where the exit is kept.
 
     Raises:
-        SpecError: a path in a mapping is not that of a module.
+        SpecError: a path in a mapping is not a module.
     """
     exits = {}
     for prefix, declared in said(module, "submodel_exits"):
@@ -141,10 +141,14 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
 def check_names(
     spec: Spec, names: Sequence[str], aliases: Mapping[str, str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]
 ) -> None:
-    """Raise `SpecError` unless the stacks, blocks, parameters (of ``names``) and exits that ``spec`` names are there.
+    """Raise `SpecError` unless all stacks, blocks, parameters and exits that ``spec`` names exist.
 
-    Nor may it leave out the first of several places that share a tensor, which has its name from there; ``aliases`` are the
-    other names.
+    Args:
+        spec: to check. It must not leave out the first of several places that share a tensor, which is named after that place.
+        names: of the parameters.
+        aliases: other names of shared tensors.
+        stacks: by name.
+        exits: by name.
     """
     for name, indices in spec.blocks:
         if name not in stacks:
@@ -174,7 +178,7 @@ def check_names(
 
 
 def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
-    """Return the places that modules of kept exits take -> their paths; of several exits, the last has the place."""
+    """Return a map from each place that a kept exit's module takes to that module's path; of several exits, the last wins."""
     kept = [one for name, one in exits.items() if name in (spec.exits or ())]
     return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 

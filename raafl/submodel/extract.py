@@ -1,4 +1,4 @@
-"""Plans: where the elements of a submodel lie in the full model, and every way of moving them between the two."""
+"""Move elements between a submodel and the full model: gather, scatter, add, mix."""
 
 from __future__ import annotations
 
@@ -85,21 +85,21 @@ class _Indexed:
 
 
 class CopyPlan:
-    """Moves one part of one submodel between full storage and small storage. Immutable but for its caches.
+    """Moves one part of one submodel between full storage and small storage. Immutable except for its caches.
 
-    Ranges are strided views, nothing is copied that is not written; a whole model is one operation per dtype. Index
+    Ranges are strided views, so that nothing is copied that is not written; a whole model is one operation per dtype. Index
     lists are gathered, changed and written back.
 
     Attributes:
         spec: the submodel.
         full_layout: of the whole model.
-        layout: of the part of the submodel.
+        layout: of the submodel's part.
     """
 
     def __init__(
         self, spec: Spec, full_layout: Layout, layout: Layout, selections: Mapping[str, Mapping[int, Runs]]
     ) -> None:
-        """Work out the pieces; ``selections`` are the runs kept, by tensor and dimension."""
+        """Compute the pieces; ``selections`` are the kept runs by tensor and dimension."""
         self.spec, self.full_layout, self.layout = spec, full_layout, layout
         self._views: list[_Views] = []
         self._indexed: list[_Indexed] = []
@@ -163,7 +163,7 @@ class CopyPlan:
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
-        """Call ``fn(target, source)`` on matching pieces; it changes ``target``, a piece of ``full``, in place."""
+        """Call ``fn(target, source)`` on matching pieces; ``target``, a piece of ``full``, is changed in place."""
         for target, source in self._pairs(full, small):
             fn(target, source)
         for piece in self._indexed:
@@ -173,7 +173,7 @@ class CopyPlan:
             piece.put(region, target)
 
     def gather(self, full: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Copy the submodel out of ``full`` into ``out`` (new storage on the same device by default) and return it."""
+        """Copy the submodel from ``full`` to ``out`` (default: new storage on the same device) and return it."""
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
         for source, target in self._pairs(full, out):
@@ -183,7 +183,7 @@ class CopyPlan:
         return out
 
     def scatter_(self, full: FlatTensors, small: FlatTensors) -> None:
-        """Write the submodel's values into ``full``, which is changed there and nowhere else."""
+        """Write the submodel's values into ``full``; everything else in it stays unchanged."""
         for target, source in self._pairs(full, small):
             target.copy_(source)
         for piece in self._indexed:
@@ -194,11 +194,11 @@ class CopyPlan:
         self.apply_(full, small, lambda target, source: target.add_(source, alpha=alpha))
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
-        """Move ``full`` in place by ``weight`` of the way to ``small``."""
+        """Move ``full`` by ``weight`` of the distance towards ``small``, in place."""
         self.apply_(full, small, lambda target, source: target.lerp_(source, weight))
 
     def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:
-        """Add ``weight`` to ``count``, in the full layout, wherever the submodel lies."""
+        """Add ``weight`` to ``count``, in the full layout, at every element of the submodel."""
         self._check(count)
         for target in self._cached(count, self._full_side):
             target.add_(weight)

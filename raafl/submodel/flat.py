@@ -1,6 +1,6 @@
-"""Flat storage: every tensor of a model in one contiguous buffer per dtype, and the layout that names the parts.
+"""Store all tensors of a model in one contiguous buffer per dtype, with a layout that names them.
 
-A merge, a checksum or a send then touches one buffer, not hundreds of tensors.
+A merge, a checksum or a send then works on one buffer instead of hundreds of tensors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_merged(dtype: torch.dtype) -> bool:
-    """Check whether tensors of ``dtype`` can train and are merged: real and complex floating-point numbers."""
+    """Check whether tensors of ``dtype`` can train and be merged: real and complex floating-point numbers."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over tensors of ``dtype`` are taken: real, of at least 32 bits; integers stay."""
+    """Return the real dtype of at least 32 bits in which tensors of ``dtype`` are summed; integers keep theirs."""
     return torch.promote_types(dtype.to_real(), torch.float32) if is_merged(dtype) else dtype
 
 
@@ -74,7 +74,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tensors lie where. Entries of one dtype are packed in order; equal layouts have equal fingerprints."""
+    """Return the real dtype of at least 32 bits in which tensors of ``dtype`` are summed; integers keep their dtype."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def wide(self) -> Layout:
-        """The layout in which sums are taken (`wide_dtype`), complex tensors of shape ``(*shape, 2)``; self where equal."""
+        """Layout in which sums are computed (`wide_dtype`), complex tensors as ``(*shape, 2)``; self where nothing changes."""
         if all(wide_dtype(dtype) == dtype for dtype in self.dtypes):
             return self
         return Layout.pack(
@@ -130,7 +130,7 @@ class Layout:
 
     @cached_property
     def single_copy_bytes(self) -> int:
-        """Bytes of a single-precision copy of all that is in half precision; 0 for a model that has none."""
+        """Bytes of a single-precision copy of all half-precision tensors; 0 if there are none."""
         return sum(4 * numel for dtype, numel in self.numel.items() if is_merged(dtype) and dtype.itemsize == 2)
 
     @property
@@ -172,7 +172,7 @@ class Layout:
         return Layout.pack((e.name, e.shape, e.dtype) for e in self.entries if e.name in names)
 
     def is_prefix_of(self, other: Layout) -> bool:
-        """Check whether each buffer of this layout is the beginning of ``other``'s."""
+        """Check whether each buffer of this layout is the beginning of that of ``other``."""
         return all(other.by_name.get(entry.name) == entry for entry in self.entries)
 
 
@@ -192,16 +192,17 @@ class FlatTensors:
     """Named tensors as views into one buffer per dtype.
 
     Attributes:
-        layout: which tensor lies where.
-        buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write to
-            them; never put others in their place, since views of them are remembered.
-        views: notes of those who work on the buffers again and again (strided views by plan); dies with the object.
+        layout: positions of the tensors.
+        buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write into them;
+            never
+            replace them, since views of them are cached.
+        views: cache of strided views by plan; lives as long as the object.
     """
 
     __slots__ = ("__weakref__", "buffers", "layout", "views")
 
     def __init__(self, layout: Layout, buffers: dict[torch.dtype, Tensor]) -> None:
-        """Join a layout and buffers that fit it.
+        """Combine a layout with buffers that fit it.
 
         Raises:
             BadInput: a buffer is missing, has another length or dtype, or is not contiguous.
@@ -276,14 +277,14 @@ class FlatTensors:
         return next((buffer.device for buffer in self.buffers.values()), torch.device("cpu"))
 
     def copy_(self, other: FlatTensors) -> FlatTensors:
-        """Take over the values of ``other``, which has the same layout, in place; one copy per dtype."""
+        """Copy the values of ``other``, which has the same layout, in place; one copy per dtype."""
         _same_layout(self.layout, other.layout)
         for dtype, buffer in self.buffers.items():
             buffer.copy_(other.buffers[dtype])
         return self
 
     def take_(self, other: FlatTensors) -> FlatTensors:
-        """Copy from ``other``, in place, the tensors that both have."""
+        """Copy from ``other``, in place, the tensors that both contain."""
         for name, tensor in self.items():
             if name in other:
                 tensor.copy_(other[name])
@@ -318,7 +319,7 @@ class FlatTensors:
         return out
 
     def round_(self, wide: FlatTensors) -> FlatTensors:
-        """Take over, in place, the values of ``wide``, of ``layout.wide``, each rounded once."""
+        """Copy the values of ``wide``, which has the layout ``layout.wide``, in place, each rounded once."""
         for own, other in self._as_reals(wide):
             own.copy_(other)
         return self
@@ -365,7 +366,7 @@ class FlatTensors:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the wrap-around sum of all elements' bits, taken as integers, as an int64 scalar on the tensor's device."""
+    """Return the wrap-around sum of all elements' bits as integers: an int64 scalar on the tensor's device."""
     return tensor.detach().contiguous().flatten().view(_WORDS[min(tensor.element_size(), 8)]).sum(dtype=torch.int64)
 
 
@@ -379,7 +380,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Check whether no element is NaN or infinite; a sum is enough unless it overflows."""
+    """Check that no element is NaN or infinite; a sum suffices unless it overflows."""
     if not is_merged(piece.dtype):
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN

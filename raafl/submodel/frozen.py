@@ -1,4 +1,4 @@
-"""The frozen base: parameters that train in no submodel. Config and seed determine them, so they do not travel."""
+"""Hold the frozen base: parameters that train in no submodel. Config and seed determine them, so they do not travel."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Selections = Mapping[str, Mapping[int, Runs]]
 
 
 class FrozenBase:
-    """Values of a model's frozen parameters, which every small module on this machine shares and none may change.
+    """Values of a model's frozen parameters, shared by every small module on this machine; none may change them.
 
     Attributes:
         tensors: by name; whole, as in the full model.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold on to ``tensors``; nothing is copied."""
+        """Share ``tensors``; nothing is copied."""
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._on: dict[torch.device, dict[str, Tensor]] = {}
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Bytes of all tensors that a submodel does not use as they are: it has none of them, or a copy of a part."""
+        """Return the bytes of tensors that a submodel does not use directly: it has none of them, or a copy of a part."""
         return sum(t.nbytes for n, t in self.tensors.items() if n not in layout.by_name or n in selections)
 
     def note(self) -> None:
-        """Remember the values as they are now, if nobody has asked for them before."""
+        """Compute the digest of the current values, unless it was computed before."""
         if not self._digests:
             self._digests = {name: _digest(tensor) for name, tensor in self.tensors.items()}
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of names, dtypes, shapes and values; equal on two machines that have the same base."""
+        """Hex digest of names, dtypes, shapes and values; equal on two machines with the same base."""
         self.note()
         rows = [
             [name, str(self.tensors[name].dtype), list(self.tensors[name].shape), digest]
@@ -52,13 +52,13 @@ class FrozenBase:
         return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
 
     def let_go(self) -> None:
-        """Keep the digest of the values, and no values: tensors are on the meta device from now on."""
+        """Keep the digest and release the values; tensors are on the meta device afterwards."""
         self.note()
         self.tensors = {name: on_meta(tensor) for name, tensor in self.tensors.items()}
         self._on.clear()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
-        """Return the part of ``layout`` that a submodel keeps on ``device``: what is whole is shared, what is cut copied."""
+        """Return the part of ``layout`` that a submodel uses on ``device``: whole tensors are shared, cut ones copied."""
         self.note()
         here, part = self._on.setdefault(device, {}), {}
         for name in (entry.name for entry in layout.entries if entry.name in self.tensors):
@@ -69,7 +69,7 @@ class FrozenBase:
         return part
 
     def changed(self, device: torch.device) -> str | None:
-        """Return the name of a tensor on ``device`` that somebody has written to, or None. It reads all of them."""
+        """Return the name of a tensor on ``device`` that was written to, or None. Reads all of them."""
         return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a copy of the model, aside from any run: no trainer, no trace in random states, what the parts give is noted."""
+"""Run steps on an isolated copy of the model: no Trainer, RNG state restored, submodule outputs recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Note = Callable[[str, list[Tensor]], None]
 
 @contextmanager
 def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Leave all random states as they are, those of ``gpus`` by their index, too."""
+    """Return a context that restores all RNG states on exit, those of ``gpus`` (indices) included."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(list(gpus)):
@@ -40,7 +40,7 @@ def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
 
 
 def seeded(seed: int) -> None:
-    """Seed the generators of torch, numpy and Python on the CPU; `torch.manual_seed` walks the stack for each absent GPU."""
+    """Seed the CPU generators of torch, numpy and Python; `torch.manual_seed` would walk the stack for each absent GPU."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -48,10 +48,9 @@ def seeded(seed: int) -> None:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Let functions with a cache (`functools.lru_cache`) forget what they work out meanwhile.
+    """Return a context in which caches (`functools.lru_cache`) of the user's functions do not keep results.
 
-    Steps that are followed have tensors without values, and numbers that remember where they come from: a function of the
-    user's code that kept one would hand it to the steps that train.
+    Traced steps have tensors without values, and numbers that remember their origin: a cached one would reach the steps that train.
     """
     before = {function: function.cache_info().misses for function in _functions_with_a_cache()}
     try:
@@ -76,7 +75,7 @@ def _functions_with_a_cache() -> list[Any]:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Have recurrent layers run step by step: torch's fused ones are one operation."""
+    """Return a context in which recurrent layers run step by step, since torch's fused ones are a single operation."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -86,7 +85,7 @@ def unfused() -> Iterator[None]:
 
 
 def settle(module: nn.Module) -> None:
-    """Make a copy run in training mode without a trainer, with dense gradients: sparse ones have no values to compare or count."""
+    """Prepare a copy for training mode without a Trainer, with dense gradients: sparse ones have no values to compare or count."""
     module.train()
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -101,7 +100,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
-    """Note what each module gives that nothing but the training step itself calls; return the hooks' handles."""
+    """Call ``note`` with outputs of modules that only the training step itself calls; return the hooks' handles."""
     depth = [0]
 
     def begin(layer: nn.Module, args: Any) -> None:
@@ -131,7 +130,7 @@ def _tensors_given(answer: Any) -> Iterator[Tensor]:
 
 
 def loss_of(module: Any, batch: Any) -> Any:
-    """Run a training step, with the hooks of Lightning before it; return its loss, None where it skips the batch."""
+    """Run a training step with the Lightning hooks before it; return its loss, or None where it skips the batch."""
     device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
     batch = transferred(module, batch, device, lambda batch, device: batch)
     begin(module, batch)
@@ -141,14 +140,14 @@ def loss_of(module: Any, batch: Any) -> Any:
 
 
 def call(module: Any, batch: Any) -> Any:
-    """Run a forward pass; of a batch that is a list the first tensor is the input."""
+    """Run a forward pass; of a batch that is a list, the first tensor is the input."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(batch[0] if isinstance(batch, list | tuple) else batch)
 
 
 def draw_(name: str, value: Tensor, noise: Tensor) -> None:
-    """Give a parameter values like those that layers begin with, made of standard normal ``noise``."""
+    """Set a parameter to values like those of initialised layers, made from standard normal ``noise``."""
     if value.dim() > 1:
         value.copy_(noise / math.sqrt(max(value.numel() // max(len(value), 1), 1)))
     else:
@@ -156,13 +155,13 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
 
 
 def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw standard normal numbers of the shape of ``value``: for complex values, both parts of each."""
+    """Return standard normal numbers of the shape of ``value``; for complex values, both parts."""
     noise = torch.randn(reals(value).shape, generator=generator)
     return torch.view_as_complex(noise) if value.is_complex() else noise
 
 
 def draw(module: nn.Module, seed: int) -> None:
-    """Give all parameters such values, no two alike; numbers that are no floats become 0."""
+    """Set all parameters to such values, no two alike; integers become 0."""
     generator = torch.Generator().manual_seed(7 + seed)
     for name, parameter in module.named_parameters():
         value = parameter.detach()
@@ -173,7 +172,7 @@ def draw(module: nn.Module, seed: int) -> None:
 
 
 def place_of(error: Exception) -> str:
-    """Return the last line outside torch and this package that an error went through, as ``file.py:line``."""
+    """Return the last line outside torch and this package that an error passed, as ``file.py:line``."""
     place, frame = "", error.__traceback__
     while frame is not None:
         if is_theirs(frame.tb_frame.f_code.co_filename):
@@ -183,7 +182,7 @@ def place_of(error: Exception) -> str:
 
 
 def is_theirs(file: str) -> bool:
-    """Check whether a file has code of the user's: neither torch's nor this package's."""
+    """Check whether a file contains the user's code: neither torch's nor this package's."""
     return "/torch/" not in file and "/raafl/submodel/" not in file and not file.startswith("<")
 
 

@@ -1,8 +1,8 @@
-"""LoRA layers of peft: the rank of each is an axis.
+"""Find the adapters of peft's LoRA layers; the rank of each is an axis.
 
-Hu et al. 2021 (arXiv:2106.09685): ``y = W x + scaling * B A x``, W frozen, A (rank, in) and B (out, rank). Rows of A and
-columns of B go together; a client with a lower rank keeps some of them. ``scaling`` stays that of the full model, so that a
-submodel is the full model with the dropped ranks zeroed, and a coverage mean is, of each rank, that over those who have it.
+Hu et al. 2021 (arXiv:2106.09685): ``y = W x + scaling * B A x`` with W frozen, A (rank, in) and B (out, rank). Rows of A and
+columns of B belong together; a client with a lower rank keeps some. ``scaling`` stays that of the full model, so that a submodel
+is the full model with the dropped ranks zeroed, and a coverage mean is, for each rank, over the clients that have it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ranks(module: nn.Module) -> list[Axis]:
 
 
 def unscaled(module: nn.Module) -> frozenset[str]:
-    """Return the paths of the layers that make ranks: those that are left keep their scaling."""
+    """Return the paths of the layers that produce ranks; the remaining ranks keep their scaling."""
     return frozenset(
         f"{path}.lora_A.{adapter}" if path else f"lora_A.{adapter}"
         for path, layer in module.named_modules()
@@ -79,7 +79,7 @@ class Pair:
 
 
 def pairs_of(module: nn.Module) -> tuple[tuple[Pair, ...], tuple[str, ...]]:
-    """Return the adapters of linear layers in ``module``, and the paths of LoRA layers that are adapted otherwise."""
+    """Return the adapters of linear layers in ``module``, and the paths of LoRA layers on other layers."""
     pairs, others = [], []
     for path, layer in module.named_modules():
         if not is_lora(layer):

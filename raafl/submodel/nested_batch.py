@@ -1,4 +1,4 @@
-"""Walk through the tensors of a batch: nested lists, tuples, mappings, dataclasses, packed sequences, objects of the user's."""
+"""Traverse the tensors of a batch: nested lists, tuples, mappings, dataclasses, packed sequences, the user's objects."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def mapped(
     packed: Callable[[PackedSequence], Any] | None = None,
     movable: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return a batch of the same kind with what ``change`` makes of each tensor; ``batch`` stays as it is.
+    """Return a batch of the same structure with the result of ``change`` for each tensor; ``batch`` stays unchanged.
 
     Args:
-        batch: tensors, nested in lists, tuples, mappings and dataclasses, or in an object that has them as attributes.
-        change: called with each tensor; of a packed sequence not with `batch_sizes`, which torch wants on the CPU.
-        packed: called with each packed sequence in place of that; None = ``change`` is, with its parts.
-        movable: called with each other object that has a method ``to``, such as a graph; None = ``change`` is, with its tensors.
+        batch: tensors, nested in lists, tuples, mappings and dataclasses, or attributes of an object.
+        change: called with each tensor; for a packed sequence not with `batch_sizes`, which torch needs on the CPU.
+        packed: called with each packed sequence instead; None = ``change`` is called with its parts.
+        movable: called with each other object that has a method ``to``, such as a graph; None = ``change`` is called with its
+            tensors.
     """
 
     def walk(item: Any, is_inside: bool) -> Any:
@@ -65,7 +66,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; those without values stay on the meta device."""
+    """Return ``batch`` with its tensors on ``device``; tensors without values stay on the meta device."""
     if device.type == "cpu":
         return batch
     return mapped(
@@ -91,7 +92,7 @@ def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
 
 
 def num_samples(batch: Any) -> int:
-    """Count the samples of a batch: of its first packed sequence or tensor, dimension 0."""
+    """Return the number of samples of a batch: dimension 0 of its first packed sequence or tensor."""
     found: list[int] = []
 
     def packed(x: PackedSequence) -> Any:
@@ -107,7 +108,7 @@ def num_samples(batch: Any) -> int:
 
 
 def repeated(batch: Any, batch_size: int) -> Any:
-    """Return a copy of a batch with so many samples: its own in their order, each as often as need be."""
+    """Return a batch with ``batch_size`` samples: its own in order, repeated as often as needed."""
     num = num_samples(batch)
     rows = torch.arange(batch_size) * num // batch_size
 

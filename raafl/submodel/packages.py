@@ -1,4 +1,4 @@
-"""Types of other packages, named in text by module and name, so that the package need not be there."""
+"""Name types of other packages as text, by module and name, so that the package need not be installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TORCHVISION = "torchvision.models.vision_transformer.VisionTransformer"
 
 
 def hugging_face(names: str) -> list[str]:
-    """Return the dotted names of types of transformers, each given as family and type."""
+    """Return the dotted names of types of transformers, given as pairs of family and type."""
     split = [name.split(".") for name in names.split()]
     return [f"transformers.models.{family}.modeling_{family}.{kind}" for family, kind in split]
 
@@ -20,5 +20,5 @@ def type_names(module: nn.Module) -> list[str]:
 
 
 def is_packaged(module: nn.Module) -> bool:
-    """Check whether the module is a whole transformer of a package."""
+    """Check whether the module is a whole transformer of another package."""
     return not {PRETRAINED, TORCHVISION}.isdisjoint(type_names(module))

@@ -1,7 +1,7 @@
-"""Run operations on the meta device, each form of one once.
+"""Run operations on the meta device, computing each distinct form of an operation once.
 
-There torch works out most results in Python, which takes ten times as long as to make them, and the blocks of a model are
-alike: a result whose operation and arguments are as before is made anew in the form that it had then.
+On the meta device torch computes most results in Python, which takes ten times as long as creating them, and the blocks of a model
+are alike: a result whose operation and arguments occurred before is created in the form it had then.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 @dataclass(slots=True)
 class Form:
-    """An operation with arguments of one form, and what is known of it.
+    """An operation with arguments of one form, and its known results.
 
     Attributes:
-        key: operation, default type and form of the arguments.
-        made: the form of its result; None = not known, or more of it matters.
-        cost: what the ledger enters for it; None = not known.
+        key: operation, default dtype and form of the arguments.
+        made: form of its result; None = unknown, or more than the form matters.
+        cost: entry of the ledger; None = unknown.
     """
 
     key: Any
@@ -42,7 +42,7 @@ class Form:
     cost: Any = None
 
     def remember(self) -> None:
-        """Keep what is known for the next operation of this form."""
+        """Store what is known for later operations of this form."""
         if len(_known) >= _MOST:
             _known.clear()
         _known[self.key] = self
@@ -57,12 +57,12 @@ class _OfItsOwn(Exception):
 
 
 def result_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an ATen operation, or make its result where an equal one has run and nothing of it but its form matters."""
+    """Run an ATen operation, or create its result where an equal one has run and only its form matters."""
     return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
 
 
 def form_of(func: Any, args: Any, kwargs: Any) -> Form | None:
-    """Look up the form of an operation on tensors without values; None where more of an argument matters."""
+    """Return the form of an operation on tensors without values; None where more than the form of an argument matters."""
     tensors: list[Tensor] = []
     try:
         with torch._C.DisableTorchFunction():  # or each attribute that is read goes through all modes
@@ -78,7 +78,7 @@ def form_of(func: Any, args: Any, kwargs: Any) -> Form | None:
 
 
 def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
-    """Run an operation, or make its result where that of its ``form`` is known."""
+    """Run an operation, or create its result where that of its ``form`` is known."""
     if form is not None and form.made is not None:
         return _made(form.made)
     own = _made_here(func._overloadpacket, args)

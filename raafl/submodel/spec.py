@@ -1,4 +1,4 @@
-"""What a client gets: which indices of each axis, which blocks, which parameters train, which exits, on which base."""
+"""Specify a submodel: which units of each axis, which blocks, which parameters train, which exits, which precision of the base."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Kept = range | tuple[int, ...]
 
 
 class SpecError(BadInput):
-    """A submodel that does not exist for this model; names the axis, the value and the remedy."""
+    """A submodel that this model does not have; names the axis, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One submodel. Small, hashable, and the same however it was written down; `FULL` is the whole model.
+    """One submodel. Small, hashable and in canonical form; `FULL` is the whole model.
 
-    Build one with `Spec.select`. The fields are normalised: sorted by name, contiguous indices as a range.
+    Build one with `Spec.select`. Fields are sorted by name, contiguous indices are a range.
 
     Attributes:
         kept: ``(axis, indices)``; an axis not named is kept whole.
-        blocks: ``(stack, indices)`` of the blocks present; a stack not named is kept whole.
-        trained: names of parameters, or of the modules they are in, that train; None = all that the model trains.
-        exits: names of the exit heads present; None = all.
-        base: the form in which the frozen base is held (`raafl.submodel.bases`); None = the model's own, or not said yet.
+        blocks: ``(stack, indices)`` of the present blocks; a stack not named is kept whole.
+        trained: names of parameters, or of modules that contain them, that train; None = all that the model trains.
+        exits: names of the present exit heads; None = all.
+        base: precision of the frozen base (`raafl.submodel.bases`); None = the model's own, or not decided yet.
     """
 
     kept: tuple[tuple[str, Kept], ...] = ()
@@ -71,18 +71,18 @@ class Spec:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the whole model, all of it trained as the model itself says."""
+        """Whether this is the whole model, training everything that the model itself trains."""
         return self == FULL
 
     @property
     def leading(self) -> Spec:
-        """The spec that keeps as many of the first indices of each axis: it costs the same."""
+        """The spec that keeps equally many leading indices of each axis; it has the same cost."""
         kept = tuple((name, range(len(indices))) for name, indices in self.kept)
         return Spec(kept, self.blocks, self.trained, self.exits, self.base)
 
     @property
     def cut(self) -> Spec:
-        """The spec without a word on how the frozen base is held: what trains is the same, and so is what is merged."""
+        """The spec without the precision of the base: it trains and merges the same."""
         return self if self.base is None else replace(self, base=None)
 
     def indices(self, axis: str) -> Kept | None:

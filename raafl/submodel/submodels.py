@@ -1,4 +1,4 @@
-"""Everything about the submodels of one model: which there are, where they lie, how to make them, what they cost."""
+"""Provide everything about the submodels of one model: which exist, where they lie, how to build them, what they cost."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ class Submodels:
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
         Args:
-            module: the full model. It is neither changed nor held on to.
-            example_batch: any batch of the training data, for axes and costs; values are read only where a step needs it.
-            residual_width: whether widths that norms take statistics across may shrink, too; None = as the module's
-                attribute ``submodel_residual_width`` says, or else not.
-            batch_norm: "merged" sends running statistics up with the rest; "static" leaves them as they are on client and
-                server, to be collected at the end (see `collect_statistics`); None = as the module's attribute
-                ``submodel_batch_norm`` says, or else merged.
-            only_ranks: where there are LoRA layers, whether their ranks are the only axes; False = a frozen base has its own.
+            module: the full model; neither changed nor kept.
+            example_batch: any batch of the training data, for axes and costs; values are read only where a step needs them.
+            residual_width: whether widths over which norms compute statistics may shrink, too; None = as the module's attribute
+                ``submodel_residual_width`` says, else False.
+            batch_norm: "merged" sends running statistics up with the rest; "static" leaves them unchanged on client and server,
+                to be
+                collected at the end (see `collect_statistics`); None = as the module's attribute ``submodel_batch_norm`` says, else
+                merged.
+            only_ranks: where there are LoRA layers, whether their ranks are the only axes; False = a frozen base has axes, too.
         """
         asked = getattr(module, "submodel_residual_width", False) if residual_width is None else residual_width
         self.residual_width, self.only_ranks = bool(asked), only_ranks
@@ -103,28 +104,28 @@ class Submodels:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """The axes by name, in the model's order. When there are none, `problem` or `kept_whole` says why."""
+        """Axes by name, in the model's order. If there are none, `problem` or `kept_whole` says why."""
         return self._table.axes
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Layers whose width cannot shrink -> the reason, as found by tracing."""
+        """Layers whose width cannot shrink, with the reason that tracing found."""
         found = self.found if self._table else None
         return {**({} if found is None else found.kept_whole), **self.refuted}
 
     @property
     def problem(self) -> str | None:
-        """Why axes were not found, or only those of layers with axes of their own; None when nothing was in the way."""
+        """Why axes were not found, or only those of layers that declare them; None where nothing prevented it."""
         found = self.found if self._table else None
         return None if found is None else found.problem
 
     @property
     def reasons(self) -> dict[str, str]:
-        """All that cannot shrink -> the reason: layers (`kept_whole`), and ``forward`` where it was not followed."""
+        """Everything that cannot shrink, with the reason: layers (`kept_whole`), and ``forward`` where it was not followed."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
     def keep_whole(self, reasons: Mapping[str, str]) -> None:
-        """Take axes out, each with its reason, which `kept_whole` then gives; before any spec is used.
+        """Remove axes, each with its reason, which `kept_whole` then reports; before any spec is used.
 
         Raises:
             SpecError: there is no such axis.
@@ -141,7 +142,7 @@ class Submodels:
         self._caches.clear()
 
     def why_whole(self) -> str:
-        """Return in words why there are no axes, with the layer in the way and the remedy."""
+        """Explain why there are no axes, with the layer that prevents them and the remedy."""
         if self.problem is not None:
             return self.problem
         whole = [f"'{name}' ({reason})" for name, reason in list(self.kept_whole.items())[:3]]
@@ -151,7 +152,7 @@ class Submodels:
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:
-        """The stacks of blocks of which any may be absent."""
+        """Stacks of blocks any of which may be left out."""
         return find_stacks(self.module)
 
     @cached_property
@@ -161,7 +162,7 @@ class Submodels:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Number of elements of each parameter, in the order of registration; tied ones once."""
+        """Number of elements of each parameter, in order of registration; tied ones once."""
         return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     # ---- which submodels there are ----
@@ -171,7 +172,7 @@ class Submodels:
         self.normal(spec)
 
     def normal(self, spec: Spec) -> Spec:
-        """Return the one form of ``spec``: axes, stacks and exits that are kept whole are not named.
+        """Return the canonical form of ``spec``, which does not name axes, stacks and exits that are kept whole.
 
         Raises:
             SpecError: it is not a submodel of this model.
@@ -209,9 +210,10 @@ class Submodels:
 
         Args:
             spec: the submodel.
-            part: "present" is all that a client needs; "sent" what it is sent: all but the frozen base, once that is held
-                (see `hold`); "trained" what comes back: the parameters that train and the floating-point buffers. The
-                trained layout is the beginning of the sent one, that of the present one.
+            part: "present" is everything that a client needs; "sent" is what it receives: all but the frozen base, once that is
+                attached
+                (see `hold`); "trained" is what it sends back: the parameters that train and the floating-point buffers. The
+                trained layout is the beginning of the sent one, which is the beginning of the present one.
         """
         spec = self.normal(spec)
         return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
@@ -245,7 +247,7 @@ class Submodels:
         return frozenset(chosen & self._requires_grad)
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Select the runs of each dimension that a submodel keeps, by tensor; spec is `normal`."""
+        """Return the runs of each dimension that a submodel keeps, by tensor; ``spec`` must be `normal`."""
         return self._table.selections(spec) if spec.kept else {}
 
     def _absent(self, spec: Spec) -> tuple[str, ...]:
@@ -254,9 +256,13 @@ class Submodels:
     def plan(
         self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present", only: frozenset[str] | None = None
     ) -> CopyPlan:
-        """Return the plan that moves one part of a submodel between ``whole``, a part of the model, and small storage; cached.
+        """Return the copy plan between the whole model and a submodel; cached.
 
-        With ``only`` both storages have the tensors of these names alone.
+        Args:
+            spec: the submodel.
+            part: of the submodel to move.
+            whole: part of the whole model on the other side.
+            only: names of the tensors in both storages; None = all.
         """
         spec = self.normal(spec)
         return self.cached("plan", (spec, part, whole, only), lambda: self._plan(spec, part, whole, only))
@@ -268,18 +274,19 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Call ``make`` once, and remember its answer under ``what`` and ``key`` for as long as it holds of this model."""
+        """Return the cached result under ``what`` and ``key``, computing it with ``make`` once."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
 
     def hold(self, values: nn.Module | FlatTensors, again: Callable[[], nn.Module] | None = None) -> None:
-        """Take the values of the frozen parameters, which then are not sent: server and client each have them.
+        """Attach the values of the frozen parameters, which are then not sent: server and client each have them.
 
         Args:
-            values: a real instance of this model, or the global state. What is frozen in it is held, not copied: it must
-                stay as it is.
-            again: makes that instance anew, where only the form of the base that a task needs is to be held; see `Bases`.
+            values: a real instance of this model, or the global state. Its frozen values are shared, not copied: they must not
+                change.
+            again: builds that instance anew; then only the precision that the last task needed is kept, see `Bases`. None = keep
+                all.
         """
         if not self.frozen:
             return
@@ -289,7 +296,7 @@ class Submodels:
         self._caches.clear()
 
     def form(self, spec: Spec) -> Submodels:
-        """Return these submodels, or where ``spec`` holds the frozen base in another form those of a copy that has it so."""
+        """Return these submodels, or those of a copy with the frozen base in the precision of ``spec``."""
         base = self.normal(spec).base
         return self if base is None else self.cached("form", base, lambda: self._form(base))
 
@@ -303,11 +310,11 @@ class Submodels:
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:
-        """Return the values of the frozen base as ``spec`` holds it, to share; None where nobody holds it."""
+        """Return the shared values of the frozen base in the precision of ``spec``; None where they are not loaded."""
         return self.bases.held(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
-        """Bytes of the frozen base that a client of ``spec`` holds for other submodels: what is absent, or kept in part."""
+        """Return the bytes of the frozen base that a client of ``spec`` does not use: what is absent, or kept in part."""
         if self.base is None:
             return 0
         return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
@@ -374,7 +381,7 @@ class Submodels:
     def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
         """Predict the cost of training ``spec``; see `raafl.submodel.cost.predicted.predict`. Cached.
 
-        Only how many indices are kept matters, not which.
+        Only the number of kept indices matters, not which ones.
         """
         return self.cached("cost of", (spec, batch_size), lambda: self._typical_cost(spec, batch_size))
 

@@ -1,6 +1,6 @@
-"""Tensors in files, for what a server remembers of many clients and its memory is too small for.
+"""Store tensors in files, for per-client state that does not fit the server's memory.
 
-The files have no names: nothing is left of them when the run has ended, however it did.
+The files have no names: nothing is left of them when the run has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _IN_RAM: Final = ("tmpfs", "ramfs")
 
 
 class InFile(Tensor):
-    """A 1-D tensor in a mapped file without a name; a clone lies in another, what is worked out from it does not."""
+    """A 1-D tensor in a mapped file without a name; a clone lies in another file, results of operations lie in memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     folder: str
 
     def clone(self, *_: Any, **__: Any) -> Tensor:
-        """Return a copy in a file of its own, so that a checkpoint takes no memory; in memory where there is no room."""
+        """Return a copy in a file of its own, so that a checkpoint takes no memory; in memory where the disk is full."""
         try:
             copy = _mapped(self.folder, self.numel(), self.dtype)
         except OSError:
@@ -43,10 +43,10 @@ class InFile(Tensor):
 
 
 def zeros_in(folder: str, layout: Layout) -> FlatTensors:
-    """Return storage for ``layout`` in files in ``folder``, all zero; their clones are there too.
+    """Return zeroed storage for ``layout`` in files in ``folder``; clones are placed there, too.
 
     Raises:
-        RunFailed: there is no room.
+        RunFailed: the disk is full.
     """
     buffers: dict[torch.dtype, Tensor] = {}
     for dtype, numel in layout.numel.items():
@@ -68,7 +68,7 @@ def is_in_files(flat: FlatTensors) -> bool:
 
 
 def release(flat: FlatTensors) -> None:
-    """Give back the memory that working on ``flat`` took, where it lies in files; they keep what is in it."""
+    """Return the memory that working on ``flat`` took, if it lies in files, which keep their contents."""
     for buffer in flat.buffers.values():
         if isinstance(buffer, InFile):
             _release(buffer)
@@ -86,7 +86,7 @@ def check_folder(folder: str) -> None:
 
 
 def check_room(folder: str, num_bytes: int, what: str) -> None:
-    """Raise `BadInput` unless ``num_bytes``, which are ``what``, are free in ``folder``."""
+    """Raise `BadInput` unless ``num_bytes`` (described by ``what``) are free in ``folder``."""
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         raise BadInput(
             f"memory_folder is '{folder}', where {free:,} bytes are free, but {num_bytes:,} are needed: {what}; make room, "

@@ -1,4 +1,4 @@
-"""A model's submodels as merges see them: real numbers of at least single precision, whatever the model computes in."""
+"""Present a model's submodels to merges in real numbers of at least single precision, whatever the model computes in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raafl.submodel.submodels import Part, Submodels
 class WideSubmodels(Submodels):
     """Layouts and plans of the same submodels over wide tensors (`Layout.wide`), without the frozen base.
 
-    Half precision lies in float32. A complex tensor has a last dimension of 2, which no axis cuts. Everything else
-    (axes, specs, names, costs) is the model's own.
+    Half precision becomes float32. A complex tensor gets a last dimension of 2, which no axis cuts. Everything else (axes,
+    specs, names, costs) is the model's own.
     """
 
     def __init__(self, own: Submodels) -> None:
-        """Share all that is known of ``own``, whose axes are found by now and do not change any more."""
+        """Share everything known of ``own``, whose axes are final by now."""
         _ = own.axes  # found on the model's own shapes
         self.__dict__.update(own.__dict__)
         self.own, self._caches = own, Caches()
@@ -28,22 +28,22 @@ class WideSubmodels(Submodels):
         return self.narrow_layout(spec, part).wide
 
     def narrow_layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
-        """Return the layout of the same tensors in the model's own dtypes; a beginning of the model's own layout."""
+        """Return the layout of the same tensors in the model's own dtypes; a prefix of the model's own layout."""
         layout = self.own.layout(spec, part)
         return layout.only([e.name for e in layout.entries if e.name not in self.frozen])
 
     def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
-        """Return the cost of training ``spec``, of the model as it is."""
+        """Return the cost of training ``spec`` in the model's own precision."""
         return self.own.cost(spec, batch_size)
 
     def shrink(self, *args: Any, **options: Any) -> Any:
-        """Make the small module, of the model as it is."""
+        """Build the small module in the model's own precision."""
         return self.own.shrink(*args, **options)
 
     def widen(self, values: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Copy the model's values, in its own layout, into ``out`` (new storage by default), in this one's."""
+        """Copy values in the model's own layout to ``out`` (default: new storage) in the wide layout."""
         return values.prefix(self.cached("narrow", "", self.narrow_layout)).widen(out)
 
     def round_(self, values: FlatTensors, wide: FlatTensors) -> None:
-        """Put ``wide`` into the model's values, in place, each number rounded once."""
+        """Write ``wide`` into the model's values, in place, each number rounded once."""
         values.prefix(self.cached("narrow", "", self.narrow_layout)).round_(wide)

@@ -1,4 +1,4 @@
-"""What a submodel costs the client that trains it: operations, bytes moved, memory, bytes on the wire."""
+"""Predict what a submodel costs the client that trains it: operations, bytes moved, memory, bytes on the wire."""
 
 from raafl.submodel.cost.predicted import Cost, predict
 

@@ -1,4 +1,4 @@
-"""Count the FLOPs of one operation: multiplications and additions of products, and apart from them those of arithmetic.
+"""Count the FLOPs of one operation, separately for products (multiply-adds) and for elementwise arithmetic.
 
 Shapes: n samples, c channels in, o channels out, g groups, t positions, h hidden units.
 """
@@ -25,9 +25,9 @@ _REDUCTIONS = frozenset(
 
 
 def product_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Count the FLOPs of a matrix product, a convolution, attention, a recurrent layer or a transform; 0 for all others.
+    """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or transform; 0 for other operations.
 
-    A multiplication and its addition count 2; of complex numbers 8, four times as many.
+    A multiplication with its addition counts 2; of complex numbers 8.
     """
     formula = _formulas().get(packet)
     if formula is None:
@@ -38,7 +38,7 @@ def product_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def arithmetic_flops(func: Any, args: Any, made: Sequence[Tensor]) -> float:
-    """Count one FLOP for each value that a pointwise operation gives or that a reduction takes in; 0 for all others."""
+    """Return one FLOP per value that a pointwise operation produces or a reduction reads; 0 for other operations."""
     if func._overloadpacket in _REDUCTIONS:
         return float(args[0].numel())
     if torch.Tag.pointwise in func.tags and made and (made[0].is_floating_point() or made[0].is_complex()):
@@ -47,13 +47,13 @@ def arithmetic_flops(func: Any, args: Any, made: Sequence[Tensor]) -> float:
 
 
 def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
-    """Count the FLOPs of a convolution, or of either of its gradients: all three multiply the same pairs.
+    """Return the FLOPs of a convolution, or of either of its gradients, which multiply the same pairs.
 
     Args:
         x: input, (n, c, positions...).
-        weight: (o, c / g, kernel...), of a transposed convolution (c, o / g, kernel...).
+        weight: (o, c / g, kernel...); of a transposed convolution (c, o / g, kernel...).
         y: output, (n, o, positions...).
-        transposed: whether each position of the input, not of the output, meets the whole kernel.
+        transposed: each position of the input, instead of the output, meets the whole kernel.
     """
     return 2 * x.shape[0] * math.prod((x if transposed else y).shape[2:]) * weight.numel()
 

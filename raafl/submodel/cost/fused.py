@@ -1,4 +1,4 @@
-"""Run layers on the meta device by the operations that a CPU takes for them; by itself the meta device takes others."""
+"""Run layers on the meta device by the operations that a CPU uses for them, instead of the meta device's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LSTM = 2
 
 
 class FusedKernels(TorchFunctionMode):
-    """Attention that saves no scores, an LSTM of one operation a layer, other recurrent nets with all inputs' products at once."""
+    """Context in which attention stores no scores, and recurrent nets take few operations, as on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace a function where there is a kernel for its arguments."""

@@ -1,8 +1,8 @@
-"""What kernels of a CPU do beside what their operands and results say: copies, padding, slow elements.
+"""Model what CPU kernels do beyond their operands and results: copies, padding, slow elements.
 
-oneDNN computes convolutions in blocks of channels: where the channels of a value are not a multiple of a block it takes a
-padded copy of it, otherwise a reordered one, and frees it at the end. Where oneDNN is not used, every window is unfolded into
-a column. Found with torch 2 on processors with AVX2 and with AVX-512, by what the allocator notes.
+oneDNN computes convolutions in blocks of channels: where the number of channels is no multiple of a block it takes a padded copy,
+otherwise a reordered one, and frees it at the end. Without oneDNN, every window is unfolded into a column. Measured with torch 2 on
+processors with AVX2 and with AVX-512, from the allocator's records.
 """
 
 from __future__ import annotations
@@ -47,10 +47,16 @@ the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memor
 
 
 def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> tuple[int, float]:
-    """Return as how many bytes the ``moved_bytes`` of an operation count, and the FLOPs that it does on padding.
+    """Return the effective bytes of an operation, and its FLOPs on padding.
 
-    Bytes count by the time that it takes to move them: more for an operation that makes copies, as convolutions do, or draws or
-    compares elements one by one; less for one that is faster than most. Convolutions alone have padding: whole channels.
+    Effective bytes are proportional to the time of moving them: more for an operation that copies, as convolutions do, or that
+    draws or compares elements one by one; fewer for one that is faster than most. Only convolutions have padding: whole channels.
+
+    Args:
+        packet: the operation.
+        args: its arguments.
+        made: its results.
+        moved_bytes: bytes of operands and results.
     """
     shape = _convolution(packet, args, made)
     if shape is None:
@@ -65,7 +71,7 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
 
 
 def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes that an operation needs at its peak beside its operands and results: a convolution, or oneDNN's LSTM."""
+    """Return the bytes that a convolution or oneDNN's LSTM needs at its peak beyond operands and results; 0 for others."""
     if packet in _RECURRENT:
         return _recurrent_workspace(*args)
     shape = _convolution(packet, args, made)

@@ -1,4 +1,4 @@
-"""What a step does, followed on the meta device: FLOPs, bytes read and written, and what is alive at once."""
+"""Record what a step does on the meta device: FLOPs, bytes read and written, and peak memory."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten
 
 
 class Ledger(TorchDispatchMode):
-    """Counts all operations while it is entered; a condition on a tensor without values is false.
+    """Counts all operations while entered; a condition on a tensor without values is false.
 
     Attributes:
-        flops: multiplications and additions of matrix products, convolutions, attention and recurrent layers.
-        arithmetic: operations on single values, of all others.
-        padding_flops: those that convolutions do beside, on channels that are padding.
-        moved_bytes: bytes of operands and results of every operation that is not a mere view, of a table from which rows
-            are looked up the rows; each operation's by the time that it takes to move them (`traffic`).
-        kernels: how many operations that are not mere views there were of each kind.
-        live_bytes: bytes of all storages made under the ledger that are still there; each storage once.
-        peak_bytes: the most that was alive at once, with what convolutions take for themselves (`workspace_bytes`).
-        asked: whether a condition asked if any of a tensor is so (but for what is not finite), as for the samples of an expert.
-        some: what such a condition is told.
+        flops: multiply-adds of matrix products, convolutions, attention and recurrent layers.
+        arithmetic: operations on single values, of all other operations.
+        padding_flops: additional FLOPs of convolutions on padded channels.
+        moved_bytes: effective bytes of operands and results of every operation that is no view (`traffic`); of a table look-up, the
+            rows read.
+        kernels: number of operations of each kind that are no views.
+        live_bytes: bytes of storages created under the ledger and still alive; each storage once.
+        peak_bytes: largest number of bytes alive at once, with workspaces of convolutions (`workspace_bytes`).
+        asked: whether a condition asked if any element is true (except for finiteness), as for the samples of an expert.
+        some: the answer that such a condition gets.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        """Start with nothing; the storages of ``held`` are never counted as alive."""
+        """Start empty; storages of ``held`` never count as alive."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.arithmetic, self.padding_flops = 0.0, 0.0, 0.0
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
@@ -59,7 +59,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def task_flops(self) -> float:
-        """FLOPs by which a step is timed: those of its products, or of its arithmetic where it has none."""
+        """FLOPs by which a step is timed: of its products, or of its arithmetic where it has no products."""
         return self.flops or self.arithmetic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,13 +123,13 @@ def _finds_nothing(packet: Any, args: Any) -> bool:
 
 
 class OperationCost(NamedTuple):
-    """The work and traffic of one operation, as a `Ledger` counts them.
+    """Work and traffic of one operation, as a `Ledger` counts them.
 
     Attributes:
         flops: of products, see `product_flops`.
-        padding_flops: that a convolution does beside, on channels that are padding.
-        num_bytes: of operands and results as they are.
-        moved_bytes: the same by the time that it takes to move them, see `traffic`.
+        padding_flops: of a convolution on padded channels.
+        num_bytes: of operands and results.
+        moved_bytes: effective bytes, see `traffic`.
         arithmetic: FLOPs of an operation that is no product, see `arithmetic_flops`.
     """
 
@@ -141,7 +141,7 @@ class OperationCost(NamedTuple):
 
 
 def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
-    """Look up the ledger entry of an operation; none where it is not one of torch's own."""
+    """Return the ledger entry of an operation; None where it is not one of torch's own."""
     if not isinstance(func, torch._ops.OpOverload):
         return OperationCost()
     packet, made = func._overloadpacket, tensors_in(result)
@@ -184,5 +184,5 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identify a storage while it is alive, on the meta device as well, unlike `data_ptr`."""
+    """Return a key of a storage that is unique while it lives, also on the meta device, unlike `data_ptr`."""
     return int(tensor.untyped_storage()._cdata)

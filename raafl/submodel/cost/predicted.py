@@ -1,4 +1,4 @@
-"""What a submodel costs the client that trains it: predicted from the small module on the meta device."""
+"""Predict the cost of training a submodel from its small module on the meta device."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class Step:
     """What a step needs beside the module and the batch.
 
     Attributes:
-        flops: of forward and backward pass; None where they could not be run.
-        moved_bytes: read and written by all operations.
-        peak_bytes: the most that is alive at once, from the second step on.
-        padding_flops: of forward and backward pass, on channels that are padding.
+        flops: of forward and backward pass; None where they could not run.
+        moved_bytes: effective bytes of all operations.
+        peak_bytes: most memory alive at once, from the second step on.
+        padding_flops: of forward and backward pass, on padded channels.
         num_kernels: operations of forward and backward pass, and kinds of operations of the update.
         guessed: as in `Cost`.
     """

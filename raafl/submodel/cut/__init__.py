@@ -1,1 +1,1 @@
-"""Making a submodel physical: the user's own module with smaller tensors, and the sizes that its code asks for."""
+"""Build small modules: the user's own module with smaller tensors, and with the sizes that its code asks for adjusted."""

@@ -1,7 +1,7 @@
-"""Carry what is set on a layer of a small module through copying and pickling.
+"""Preserve attributes set on a layer of a small module through copying and pickling.
 
-A layer whose class has `__getstate__` or `__setstate__` of its own, as einops layers do, is made anew when it is copied, and
-would lose corrected sizes. Such a layer gets a subclass of its class that adds them to its state.
+A layer whose class defines `__getstate__` or `__setstate__`, as einops layers do, is rebuilt when copied and would lose corrected
+sizes. Such a layer gets a subclass of its class that adds them to its state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of a module's structure, whose tensors are other ones."""
+"""Copy a module's structure with other tensors in place of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTACHED = ("_trainer", "_fabric")
 
 
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy everything but the tensors in ``memo`` and what a LightningModule is attached to; attach a new stand-in.
+    """Deep-copy a module except for the tensors in ``memo`` and the Trainer that a LightningModule is attached to.
 
     An attribute, or a member of a list, tuple or dictionary, that `copy.deepcopy` refuses is shared by both modules.
     """
@@ -66,26 +66,26 @@ def _uncopyable(thing: Any, own: dict[int, Any]) -> Iterator[Any]:
 def remade(
     module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]
 ) -> nn.Module:  # fmt: skip
-    """Copy the structure, with what ``parameter`` and ``buffer`` make of each tensor in its place."""
+    """Copy the structure, replacing each tensor by the result of ``parameter`` or ``buffer``."""
     memo: dict[int, Any] = {id(p): nn.Parameter(parameter(p), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): buffer(b) for b in module.buffers()}
     return copy_structure(module, memo)
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device; transient buffers are shared, what the constructor computed."""
+    """Return a copy of the module on the meta device; non-persistent buffers are shared, since the constructor computed them."""
     persistent = {id(buffer) for buffer in persistent_buffers(module).values()}
     return remade(module, on_meta, lambda x: on_meta(x) if id(x) in persistent else x)
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """Make a tensor of this shape without values."""
+    """Return a tensor of the same shape without values."""
     # empty_like would import sympy to answer on the meta device: 0.3 s of a client's start
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are part of the state, each once."""
+    """Return the buffers that are part of the state dict, each once."""
     transient = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=False)

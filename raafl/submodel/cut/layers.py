@@ -1,4 +1,4 @@
-"""What layers say of their own sizes, brought in line with smaller tensors: by type, since no call hands those numbers on."""
+"""Adjust the size attributes of layers to smaller tensors, by layer type, where no call passes those numbers on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:
 
 
 def resize(layer: nn.Module) -> None:
-    """Set the size attributes of a layer whose tensors have been replaced by smaller ones."""
+    """Adjust the size attributes of a layer to its current tensors."""
     _compute_anew(layer)
     names = (key for pair in zip(type(layer).__mro__, type_names(layer), strict=True) for key in pair)
     if (found := next((RESIZES[key] for key in names if key in RESIZES), None)) is not None:
@@ -47,7 +47,7 @@ def resize(layer: nn.Module) -> None:
 
 
 def computed_by(hook: Any) -> str | None:
-    """Return the tensor that a hook of `nn.utils.weight_norm`, `spectral_norm` or `prune` computes before each forward."""
+    """Return the tensor that a hook of `nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes before each forward."""
     name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
     return name if type(hook).__module__.startswith("torch.nn.utils.") else None
 
@@ -78,7 +78,7 @@ def _looked_at(layer: nn.Module) -> Iterator[None]:
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:
-    """Return the parameter and dimension that make the layer's output features; None for one that passes an axis on."""
+    """Return the parameter and dimension that hold the layer's output features; None for a layer that passes an axis through."""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
         return None  # each output channel has its own inputs
     found = next((base for base in type(layer).__mro__ if base in OUTPUTS), None)
@@ -132,7 +132,7 @@ def _layer_norm(layer: Any) -> None:
 
 
 def adopt(layer: nn.RNNBase) -> None:
-    """Make a recurrent layer use the tensors that it has now, where they lie."""
+    """Make a recurrent layer use its current tensors."""
     layer.__dict__["flatten_parameters"] = _stays  # cuDNN would move them into storage of its own
     layer._init_flat_weights()
 

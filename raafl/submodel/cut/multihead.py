@@ -1,6 +1,6 @@
-"""torch's own attention and transformer layers.
+"""Shrink torch's own attention and transformer layers.
 
-An `nn.MultiheadAttention` ties the number of heads to the width: one with fewer heads has to be of another class.
+An `nn.MultiheadAttention` ties the number of heads to the width, so one with fewer heads needs another class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FewerHeads(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and, where asked for, attention weights; shapes and masks are those of the base class."""
+        """Return output and, if requested, attention weights; shapes and masks as in the base class."""
         batched, is_self = query.dim() == 3, query is key and key is value
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Small dense modules: the user's own module with smaller tensors, all of them views into one flat buffer."""
+"""Build small dense modules: the user's own module with smaller tensors, all views into one flat buffer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from raafl.submodel.frozen import select
 
 @contextmanager
 def skeleton() -> Iterator[None]:
-    """Within this context, modules built by this thread have their parameters on the meta device: a shape, no memory.
+    """Return a context in which modules built by this thread have their parameters on the meta device: shapes without memory.
 
-    Buffers stay real, since what the constructor computed in them (positions, frequencies) is part of the model. Each
-    parameter is let go as it is registered, so at most one tensor's memory is held.
+    Buffers stay real, since values computed by a constructor (positions, frequencies) are part of the model. Each parameter is
+    released as it is registered, so that at most one tensor's memory is used.
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
     from torch.utils.weak import WeakIdKeyDictionary
@@ -54,10 +54,10 @@ class Shrunk:
     """A small module and its storage.
 
     Attributes:
-        module: runs like any other; its parameters and buffers are views into ``present``.
-        present: all tensors of the submodel, but for a frozen base that the module shares with others; to be filled before
-            use, training changes them in place.
-        trained: the part that goes up; a view of the beginning of ``present``.
+        module: an ordinary module whose parameters and buffers are views into ``present``.
+        present: all tensors of the submodel, except a frozen base shared with other modules. Fill it before use; training changes
+            it in place.
+        trained: the part that is sent back; a view of the beginning of ``present``.
     """
 
     module: nn.Module
@@ -67,19 +67,19 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a small module is built from.
+    """Description from which a small module is built.
 
     Attributes:
-        module: the full one; its values are never read.
-        selections: runs kept, by tensor and dimension, of the tensors that shrink.
+        module: the full module; its values are never read.
+        selections: kept runs by tensor and dimension, for tensors that shrink.
         trains: names of the parameters that train.
         absent: paths of the modules that are left out.
-        stand_ins: places of modules left out -> path of the module that is used there instead.
-        counts: number of indices kept of each axis that shrinks.
-        frozen: values of frozen parameters that are not in the small module's own storage.
-        sizes: what the module's code has to follow.
-        full: number of indices of each axis of the full module.
-        unscaled: paths of layers whose output is not multiplied when they lose features.
+        stand_ins: path of a module that is left out -> path of the module used in its place.
+        counts: number of kept units of each axis that shrinks.
+        frozen: values of frozen parameters that lie outside the small module's own storage.
+        sizes: sizes in the module's code that depend on axes.
+        full: number of units of each axis of the full module.
+        unscaled: paths of layers whose output is not rescaled when they lose features.
     """
 
     module: nn.Module
@@ -97,8 +97,11 @@ class Structure:
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
     """Return a copy of the module's structure whose tensors are views into ``present``.
 
-    With ``rescale``, each layer that makes the features of a shrunk axis multiplies its output by 1/(share kept) while
-    training: the scaler of HeteroFL (Diao et al. 2021, section 3.1).
+    Args:
+        structure: what to build.
+        present: storage of all tensors.
+        rescale: multiply the output of each layer that produces a shrunk axis by 1/(share kept) while training: HeteroFL's scaler
+            (Diao et al. 2021, section 3.1).
     """
     full = structure.module
     small = copy_structure(full, _replacements(structure, present))
@@ -187,15 +190,15 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
 
 
 class StandIn(nn.Module):
-    """Takes the place of another module, whose tensors keep the names they have where it lies itself."""
+    """Takes the place of another module; its tensors keep their names from their own place."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Stand for ``module``, which lies elsewhere in the same model."""
+        """Stand in for ``module``, which lies elsewhere in the same model."""
         super().__init__()
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's answer."""
+        """Call the other module."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -206,7 +209,7 @@ class StandIn(nn.Module):
 
 
 class Gaps(nn.ModuleList):
-    """A list from which blocks are gone: places count those that are there, whatever their names."""
+    """A list with missing blocks: indices count the present ones, whatever their names."""
 
     def _get_abs_string_index(self, idx: Any) -> str:
         return str(list(self._modules)[idx])

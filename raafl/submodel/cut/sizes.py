@@ -1,8 +1,8 @@
-"""The sizes that a model's own code asks for, brought in line with its smaller tensors.
+"""Adjust the sizes that a model's own code asks for to its smaller tensors.
 
-Code asks for sizes in two ways: it reads a number that a module holds (``self.num_heads``), which is set to what the small
-module has; or it works one out (``width // 4``, a literal), which is replaced where it is handed to torch. Only calls that
-would be wrong are replaced, so that other modules run at full speed.
+Code asks for sizes in two ways: it reads a number that a module stores (``self.num_heads``), which is set to the small module's
+value; or it computes one (``width // 4``, a literal), which is replaced where it is passed to torch. Only calls that would be
+wrong are replaced, so that other modules run at full speed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Site = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a dimension, from the number of indices kept of each axis: a sum of products.
+    """Size of a dimension as a function of the number of kept units of each axis: a sum of products.
 
     Attributes:
-        terms: a factor and the axes whose counts it is multiplied with; (64, ()) is the number 64.
+        terms: pairs of a factor and the axes whose counts it is multiplied with; (64, ()) is the number 64.
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
@@ -49,21 +49,21 @@ class Extent:
 
     @property
     def axes(self) -> set[str]:
-        """The axes on which the size depends."""
+        """Axes on which the size depends."""
         return {axis for _, axes in self.terms for axis in axes}
 
     @classmethod
     def of(cls, terms: Mapping[tuple[str, ...], int]) -> Extent:
-        """Make the one form of a sum: terms in order, none that is zero."""
+        """Return the canonical form of a sum: sorted terms, none of them zero."""
         return cls(tuple((factor, axes) for axes, factor in sorted(terms.items()) if factor))
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What has to follow when axes of a model shrink.
+    """Sizes to adjust when axes of a model shrink.
 
     Attributes:
-        attributes: path of the module and trail -> size.
+        attributes: path of the module and trail of the attribute -> size.
         calls: path of the module and its method -> calls in it -> arguments -> sizes.
     """
 
@@ -71,12 +71,12 @@ class Sizes:
     calls: Mapping[tuple[str, str], Mapping[Site, Mapping[Where, Extent]]] = field(default_factory=dict)
 
     def apply_(self, small: nn.Module, counts: Counts, full: Counts) -> None:
-        """Set the attributes of a small module, and have its calls corrected, where axes that they hang on are shrunk.
+        """Set the attributes of a small module and correct its calls, where they depend on axes that shrink.
 
         Args:
             small: a copy of the model.
-            counts: of every axis.
-            full: the same of the whole model.
+            counts: units kept of every axis.
+            full: units of every axis of the full model.
         """
         modules = dict(small.named_modules(remove_duplicate=False))
         shrunk = {axis for axis, count in counts.items() if full.get(axis, count) != count}
@@ -91,7 +91,7 @@ class Sizes:
 
 
 def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int]) -> None:
-    """Set attributes; what other modules share, such as a config, is copied for the module first."""
+    """Set attributes; objects that other modules share, such as a config, are first copied for the module."""
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
         if path not in modules or name not in modules[path].__dict__:
@@ -113,7 +113,7 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
 
 
 def shallow(held: Any) -> Any:
-    """Return a copy of a dictionary or plain object that shares what it holds."""
+    """Return a shallow copy of a dictionary or plain object."""
     if isinstance(held, dict):
         return held.copy()
     copy = object.__new__(type(held))
@@ -125,10 +125,10 @@ def shallow(held: Any) -> Any:
 
 
 class Corrected:
-    """A method of a small module, in which sizes that its code works out are replaced. Survives copying and pickling."""
+    """Method of a small module in which computed sizes are replaced. Survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
-        """Take the place of ``module``'s method."""
+        """Replace the method of ``module``."""
         self.module, self.method, self.correct = module, method, _Correct(table)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ BORDERS: set[CodeType] = {Corrected.__call__.__code__}
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return where in a module's method a frame is."""
+    """Return the call site within a module's method of a frame."""
     found = []
     while frame is not None and frame.f_code not in BORDERS:
         found.append((frame.f_code.co_qualname, frame.f_lasti))
@@ -208,13 +208,13 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a size is the size of: a dimension of a tensor, its first indices, or one factor of it.
+    """What a size measures: a dimension of a tensor, its first indices, or one factor of it.
 
     Attributes:
-        tensor: has the dimension.
-        dim: from 0.
-        stop: not the dimension, but its indices below this; None = all of it.
-        outer: not the dimension, but its slowest factor, which has so many indices; None = all of it.
+        tensor: with the dimension.
+        dim: index of the dimension, from 0.
+        stop: only the indices below this; None = the whole dimension.
+        outer: only the slowest factor, which has this many indices; None = the whole dimension.
     """
 
     tensor: Tensor

@@ -1,1 +1,1 @@
-"""Leaving blocks out: windows of a stack, and exits that end a model early."""
+"""Cut a model in depth: windows of a stack, and exits that end a model early."""

@@ -1,7 +1,7 @@
-"""Exit heads for transformers of Hugging Face and torchvision, which have none of their own.
+"""Add exit heads to transformers of Hugging Face and torchvision, which have none of their own.
 
-An exit after k blocks has its own copy of what comes after the last block. A submodel with k blocks and that exit puts the
-copy in the place of the original: the model's own forward then ends early.
+An exit after k blocks has its own copy of the layers after the last block. A submodel with k blocks and that exit puts the copy in
+place of the original, so that the model's own forward ends early.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
 
 
 def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
-    """Give the one model in ``module`` whose last layers are known its exits, in place: what ``submodels.exits`` asks for.
+    """Add exits to the one model in ``module`` whose head is known, in place, as ``submodels.exits`` asks.
 
     Args:
-        module: such a model, or one that holds it, as a LightningModule does.
-        depths: see `add_exits`; nothing happens without any.
+        module: such a model, or one that contains it, as a LightningModule does.
+        depths: see `add_exits`; empty = do nothing.
 
     Raises:
-        BadInput: it holds none or several such models, one that has exits already, or one without such a depth.
+        BadInput: it contains none or several such models, one with exits already, or one without such a depth.
     """
     if not depths:
         return
@@ -95,9 +95,9 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
 
 
 class EarlyLogits:
-    """The logits of every exit, from the same forward pass as the model's own: for self-distillation between depths.
+    """Logits of every exit from the same forward pass as the model's own, for self-distillation between depths.
 
-    >>> import torchvision
+    >>> import torch, torchvision
     >>> model = torchvision.models.VisionTransformer(8, 4, 3, 2, hidden_dim=8, mlp_dim=8, num_classes=5)
     >>> early = EarlyLogits(add_exits(model, [1, 2]))
     >>> _ = model(torch.ones(2, 3, 8, 8))
@@ -106,7 +106,7 @@ class EarlyLogits:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Watch the blocks of the model in ``module`` that `add_exits` was given, or of a submodel of it.
+        """Record the blocks of the model in ``module`` to which `add_exits` was applied, or of a submodel of it.
 
         Raises:
             BadInput: there is none.
@@ -145,13 +145,13 @@ class EarlyLogits:
         self._input_ids = kwargs.get("input_ids", args[0] if args else None)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
         self._hidden.clear()
 
     def logits(self) -> dict[str, Tensor]:
-        """Return the logits of each exit in the last forward pass, shallow ones first, and forget that pass."""
+        """Return the logits of each exit in the last forward pass, shallowest first, and release that pass."""
         tail: Any = tail_of(self.model)
         answers = {}
         for name in self.names:

@@ -1,4 +1,4 @@
-"""What comes after the last block of transformers of other packages, for exits: a table by type."""
+"""Describe the layers after the last block of transformers of other packages, by type, for exits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from raafl.submodel.packages import TORCHVISION, hugging_face, type_names
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What comes after the last block of a type of model.
+    """Layers after the last block of one type of model.
 
     Attributes:
-        names: paths of the modules of which an exit has copies; {} is the model's ``base_model_prefix``.
-        logits: ``logits(model, modules, hidden, input_ids)``: what the model makes of hidden states, shape (batch,
-            positions, width), with these modules in the place of those.
+        names: paths of the modules that an exit copies; {} is the model's ``base_model_prefix``.
+        logits: ``logits(model, modules, hidden, input_ids)`` computes logits from hidden states (batch, positions, width), with
+            these
+            modules in place of the model's.
     """
 
     names: str
@@ -68,5 +69,5 @@ TAILS = {name: tail for names, tail in _ENDS for name in names}
 
 
 def tail_of(model: nn.Module) -> Tail | None:
-    """Look up the model's last layers."""
+    """Return the description of the model's last layers, or None."""
     return next((TAILS[name] for name in type_names(model) if name in TAILS), None)

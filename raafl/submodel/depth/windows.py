@@ -1,4 +1,4 @@
-"""Submodels by depth: a window of trained blocks, and the last layers only. Layers are in the order of registration."""
+"""Select submodels by depth: a window of trained blocks, or only the last layers. Layers are in order of registration."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def depth_window(
 
 
 def last_fraction(submodels: Submodels, share: float) -> Spec:
-    """Return the submodel of which only the last layers train, those that hold at most ``share`` of the parameters.
+    """Return the submodel in which only the last layers train, with at most ``share`` of the parameters.
 
-    At least one layer trains. The others run forward only, from the first on (TimelyFL, Algorithm 3: partial training). A
-    block of a stack counts as one layer, like any other module with parameters of its own. Exit heads, which the model's own
-    forward does not come to, are left out.
+    At least one layer trains. The others run forward only (TimelyFL, Algorithm 3: partial training). A block of a stack counts
+    as one layer, like any other module with parameters of its own. Exit heads, which the model's own forward does not reach, are
+    left out.
 
     Raises:
-        BadInput: a share that is not in (0, 1].
+        BadInput: the share is not in (0, 1].
     """
     fraction("share", share)
     layers: dict[str, list[str]] = {}

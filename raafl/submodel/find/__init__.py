@@ -1,1 +1,1 @@
-"""Finding axes: a training step is followed, and what goes together in its operations is an axis."""
+"""Find axes: follow a training step through its operations, and group the dimensions that must shrink together."""

@@ -1,4 +1,4 @@
-"""From labels to axes: which units may go, in which tensors they lie, and what the axis is called."""
+"""Turn labels into axes: which units may be dropped, in which tensors they lie, and the axis's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where an atom lies in a tensor: index i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
+    """Where an atom lies in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
 
     name: str
     dim: int
@@ -42,7 +42,7 @@ class Candidate:
     Attributes:
         atom: of labels.
         spots: in the order of the model's tensors.
-        outside: atoms that vary more slowly somewhere: heads, of the features of a head.
+        outside: atoms that vary more slowly in the same dimension: heads, for the features of a head.
     """
 
     atom: Atom
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def made(self) -> list[str]:
-        """Names of the tensors that make its units; where none does, of those that have them otherwise."""
+        """Names of the tensors that produce its units; if none does, of the tensors that contain them."""
         made = [spot.name for spot in self.spots if spot.is_made]
         made = made or [spot.name for spot in self.spots if not spot.is_read]
         return made or [spot.name for spot in self.spots]
@@ -61,12 +61,12 @@ class Candidates:
     """All atoms that lie in a model's parameters, and those among them that are axes.
 
     Attributes:
-        axes: name -> the candidate, in the order of the model's tensors.
+        axes: name -> candidate, in the order of the model's tensors.
         whole: (tensor, dimension) -> why it, or a part of it, cannot shrink.
     """
 
     def __init__(self, seen: Seen, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()) -> None:
-        """Choose the axes of ``module`` from what a trace has seen of it, beside those that parts of it declare."""
+        """Choose the axes of ``module`` from a trace, beside those that parts of the module declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
         self._held = dict(self._hold())
@@ -213,7 +213,7 @@ class Candidates:
         return axes
 
     def whole(self) -> dict[tuple[str, int], Reason]:
-        """Return for each dimension of a parameter that has no axis the reason."""
+        """Return, for each dimension of a parameter without an axis, the reason."""
         found: dict[tuple[str, int], Reason] = {}
         for name, dims in self.seen.dims.items():
             for place, dim in enumerate(dims if name in self.seen.parameters else ()):
@@ -224,10 +224,10 @@ class Candidates:
         return found
 
     def unscaled(self) -> frozenset[str]:
-        """Return the layers that make units of an axis but are not to make up for those that are gone.
+        """Return the layers that produce units of an axis and are not rescaled when some are dropped.
 
-        Scores are sums over the features of a head, of which none goes with other heads. A gate multiplies what makes up
-        for them already.
+        Scores are sums over the features of a head, all of which stay with the head. A gate multiplies a value that is rescaled
+        already.
         """
         found: set[str] = set()
         for candidate in self.axes.values():
@@ -241,7 +241,7 @@ class Candidates:
         return frozenset(found)
 
     def extent(self, dim: Dim) -> Extent | None:
-        """Return the size of a dimension by the axes' counts; None where it hangs on the batch."""
+        """Return the size of a dimension as a function of the axes' counts; None where it depends on the batch."""
         terms: dict[tuple[str, ...], int] = {(): 1}
         for atom in dim.leaves():
             factor = self._terms(atom)

@@ -1,4 +1,4 @@
-"""Finds a model's axes: a step is followed, and what goes together in it is an axis where nothing is in the way."""
+"""Find a model's axes: follow a step, and take each group of coupled dimensions as an axis where nothing prevents it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What discovery has found.
+    """Result of the search for axes.
 
     Attributes:
-        axes: in the order of the tensors in which they begin.
+        axes: ordered by the tensors in which they begin.
         whole: (parameter, dimension) -> why it stays whole.
-        kept_whole: the reasons for those that make features, by layer.
-        sizes: what has to follow in a small module.
-        spanned: the axes across which norms take statistics.
-        unscaled: layers whose output is not multiplied when they lose features (see `Submodels.shrink`).
-        problem: why no step could be followed to its end.
+        kept_whole: layer that produces features -> why its width stays whole.
+        sizes: sizes in the module's code that depend on axes.
+        spanned: axes over which norms compute statistics.
+        unscaled: layers whose output is not rescaled when they lose features (see `Submodels.shrink`).
+        problem: why no step could be followed to its end; None if one was.
     """
 
     axes: list[Axis] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Found:
     problem: str | None = None
 
     def follows(self) -> dict[str, Any]:
-        """Collect the arguments of `raafl.submodel.cut.shrink.Structure` that tracing has found."""
+        """Return the arguments of `raafl.submodel.cut.shrink.Structure` that tracing determines."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 
@@ -56,17 +56,17 @@ def discover_axes(
     residual_width: bool = False,
     only_ranks: bool = True,
 ) -> Found:
-    """Find the axes of ``module`` from a step on ``batch``, or on one made for it.
+    """Find the axes of ``module`` from a step on ``batch``, or on a generated one.
 
     Outputs are never on an axis.
 
     Args:
         module: real or a skeleton.
-        batch: a real one; None = one is made of what the first layer reads.
+        batch: a real one; None = generate one from what the first layer reads.
         shapes: of each parameter and buffer.
         aliases: other names of tied tensors -> the name in ``shapes``.
-        residual_width: whether widths that norms take statistics across are axes, too.
-        only_ranks: where there are LoRA layers, their ranks are the axes, and nothing else is: the base stays whole.
+        residual_width: whether widths over which norms compute statistics are axes, too.
+        only_ranks: where there are LoRA layers, only their ranks are axes; the base stays whole.
     """
     ranks = lora.ranks(module)
     if ranks and only_ranks:

@@ -1,4 +1,4 @@
-"""A batch for a model that came without one: made of what its first layer reads, by trying."""
+"""Generate a batch for a model that came without one, from what its first layer reads, by trying."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST: tuple[Any, ...] = (nn.modules.conv._ConvNd, (nn.Embedding, nn.EmbeddingB
 
 
 def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
-    """Return arguments for the forward of ``module`` on which it ``runs``; None = none was found."""
+    """Return arguments for the forward of ``module`` for which ``runs`` succeeds; None = none was found."""
     own = getattr(module, "example_input_array", None)
     names = _required(module)
     if own is not None and names:

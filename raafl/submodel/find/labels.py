@@ -1,10 +1,9 @@
-"""Labels of dimensions: which elements of different tensors are the same unit, worked out as operations combine them.
+"""Label dimensions: determine which elements of different tensors belong to one unit, as operations combine them.
 
-A dimension is a product of atoms, the first varying slowest: after ``view(batch, heads, width)`` the features of a projection
-are ``heads * width``. An atom is one of three things: a leaf, of which nothing more is known; a product, once a view has cut
-it; a joined one, whose indices are those of several dimensions one after the other, once it was sliced or concatenated.
-Where an operation needs two dimensions to be the same, their atoms become one (union-find), factor by factor. Elements that
-cannot go are pinned, with the reason.
+A dimension is a product of atoms, the first varying slowest: after ``view(batch, heads, width)`` the features of a projection are
+``heads * width``. An atom is a leaf, of which nothing more is known; or a product, once a view has split it; or joined, with the
+indices of several dimensions one after the other, once it was sliced or concatenated. Where an operation needs two dimensions to be
+equal, their atoms are united (union-find), factor by factor. Elements that cannot be dropped are pinned, with the reason.
 
 >>> labels = Labels()
 >>> features, bias = labels.new(12), labels.new(12)
@@ -23,12 +22,12 @@ from dataclasses import dataclass
 
 
 class ShapeConflict(Exception):
-    """Two dimensions cannot be the same, or one cannot be cut as asked."""
+    """Two dimensions cannot be equal, or one cannot be split as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why units cannot go: in words, and the line of the user's code where it came to that, if it is known."""
+    """Why units cannot be dropped: in words, with the line of the user's code that causes it, if known."""
 
     text: str
     place: str = ""
@@ -38,23 +37,23 @@ class Reason:
 
 
 class Atom:
-    """``size`` indices that no operation has told apart yet, or those of which they consist by now.
+    """``size`` indices that no operation has distinguished yet, or the factors or parts into which they were split.
 
     Attributes:
         size: number of indices.
-        pin: why none of them can go; None = they can.
-        span: why the others change when some go, though they can: a norm takes its statistics across them.
-        marks: what happened to it: "read" where a product, or a sum, ran over it; "batch" where products ran over it side by side,
-            as over the heads of an attention, and "scored" where one of those summed over it; "gated" where a value of it
-            multiplied another; "given" where it is of an input, so that another batch may have another size.
-        factors: the atoms whose product this is, the slowest first; empty = it is no product.
-        parts: the dimensions whose indices follow one another in this; empty = it is not joined.
+        pin: why none can be dropped; None = they can.
+        span: why results for the others change when some are dropped, although they can be: a norm computes statistics over them.
+        marks: what happened to it: "read" where a product or a sum ran over it; "batch" where products ran side by side over it, as
+            over attention heads, and "scored" where such a product summed over it; "gated" where its value multiplied another;
+            "given" where it belongs to an input, so that another batch may have another size.
+        factors: atoms whose product this is, slowest first; empty = no product.
+        parts: dimensions whose indices follow one another in this; empty = not joined.
     """
 
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
 
     def __init__(self, size: int, like: Atom | None = None) -> None:
-        """Make a leaf, pinned as ``like`` is."""
+        """Create a leaf, pinned like ``like``."""
         self.size = size
         self.pin: Reason | None = like.pin if like is not None else None
         self.span: Reason | None = like.span if like is not None else None
@@ -64,7 +63,7 @@ class Atom:
         self._same_as: Atom | None = None
 
     def now(self) -> Atom:
-        """The atom that this one has become part of."""
+        """The atom with which this one was united last."""
         atom = self
         while atom._same_as is not None:
             atom = atom._same_as
@@ -73,23 +72,23 @@ class Atom:
         return atom
 
     def become(self, other: Atom) -> None:
-        """Be the same as ``other`` from now on."""
+        """Unite this atom with ``other``."""
         self._same_as = other
 
 
 class Dim:
-    """One dimension of a tensor. Views that leave a dimension as it is hand on this very object.
+    """One dimension of a tensor. Views that leave a dimension unchanged pass on this very object.
 
     Attributes:
         atoms: their product is the dimension.
-        is_read: whether a matrix product summed over it: of a layer's weight, the side that reads.
-        is_made: whether it is what a product or a look-up gives: of a layer's weight, the side that makes units.
+        is_read: whether a matrix product summed over it: the input side of a layer's weight.
+        is_made: whether a product or look-up produced it: the output side of a layer's weight.
     """
 
     __slots__ = ("atoms", "is_made", "is_read")
 
     def __init__(self, atoms: Sequence[Atom] = ()) -> None:
-        """Make the dimension of this product; no atoms = one index."""
+        """Create the dimension of a product of atoms; no atoms = one index."""
         self.atoms = tuple(atoms)
         self.is_read = self.is_made = False
 
@@ -99,7 +98,7 @@ class Dim:
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
-        """Return the leaves and joined atoms whose product this is; atoms of one index are left out."""
+        """Return the leaves and joined atoms whose product this is, without atoms of one index."""
         found: list[Atom] = []
         for atom in self.atoms:
             atom = atom.now()
@@ -110,7 +109,7 @@ class Dim:
         return found
 
     def units(self) -> Iterator[Atom]:
-        """Yield every leaf in it, those in joined atoms included."""
+        """Yield every leaf in it, including those in joined atoms."""
         for atom in self.leaves():
             if atom.parts:
                 for part in atom.parts:
@@ -120,15 +119,15 @@ class Dim:
 
 
 class Labels:
-    """Makes labels and combines them; all changes are in place."""
+    """Creates and combines labels; all changes are in place."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
-        """Make labels whose pins say ``place()``: the line of code that is running."""
+        """Create labels whose pins are located by ``place()``, the line of code that is running."""
         self.place = place
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Return a dimension of which nothing is known, or that cannot be cut."""
+        """Return a dimension of which nothing is known; ``pinned`` if it cannot be cut."""
         if size == 1:
             return Dim()
         dim = Dim([Atom(size)])
@@ -137,17 +136,17 @@ class Labels:
         return dim
 
     def given(self, size: int) -> Dim:
-        """Return a dimension of an input, of which nothing can go and whose size another batch may not have."""
+        """Return a dimension of an input, which cannot be cut and may have another size in another batch."""
         dim = self.new(size, "it is an input")
         self.mark(dim, "given")
         return dim
 
     def pin(self, dim: Dim, why: str | Reason) -> None:
-        """Keep all indices of ``dim`` for this reason, where there is none yet."""
+        """Keep all indices of ``dim`` for this reason, unless there is a reason already."""
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
-        """Note that statistics are taken across ``dim``, unless `is_spanning` is off."""
+        """Record that statistics are computed over ``dim``, unless `is_spanning` is off."""
         if self.is_spanning:
             self._note(dim, why, "span")
 
@@ -158,20 +157,20 @@ class Labels:
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:
-        """Note what happened to ``dim``; see `Atom`."""
+        """Record what happened to ``dim``; see `Atom`."""
         for atom in dim.units() if marks else ():
             atom.marks |= frozenset(marks)
 
     # ---- the same elements, in other dimensions ----
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
-        """Deal the product of ``dims`` out over dimensions of these sizes: a view.
+        """Distribute the product of ``dims`` over dimensions of these sizes, as a view does.
 
-        Both are row-major orders of the same elements, so the factors must come in the same order. A factor that reaches
-        over a border is split there.
+        Both are row-major orders of the same elements, so the factors must come in the same order. A factor that crosses a
+        border is split there.
 
         Raises:
-            Misfit: a border lies within a factor.
+            ShapeConflict: a border lies within a factor.
         """
         rest = [atom for dim in dims for atom in dim.leaves()]
         if math.prod(sizes) != math.prod(atom.size for atom in rest):
@@ -195,10 +194,10 @@ class Labels:
         return found
 
     def unify(self, one: Dim, other: Dim) -> None:
-        """Make two dimensions the same, index by index.
+        """Make two dimensions equal, index by index.
 
         Raises:
-            Misfit: their sizes differ.
+            ShapeConflict: their sizes differ.
         """
         if one is other:
             return
@@ -224,7 +223,7 @@ class Labels:
                 return
 
     def take(self, dim: Dim, start: int, length: int) -> Dim:
-        """Return indices ``start`` to ``start + length - 1``: a slice."""
+        """Return indices ``start`` to ``start + length - 1``, as a slice does."""
         if start == 0 and length == dim.size:
             return dim
         atoms = dim.leaves()
@@ -237,7 +236,7 @@ class Labels:
         return self.new(length, "it is a part of something else")
 
     def join(self, dims: Sequence[Dim]) -> Dim:
-        """Return the dimension in which these follow one another: a concatenation."""
+        """Return the concatenation of dimensions."""
         dims = [dim for dim in dims if dim.size]
         if len(dims) == 1:
             return dims[0]

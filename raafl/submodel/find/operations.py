@@ -1,9 +1,9 @@
-"""What each operation of torch says of the dimensions that it combines: one rule for each family of ATen operations.
+"""Define, for each operation of torch, which dimensions it couples: one rule per family of ATen operations.
 
-A rule gets a `Call` and returns the labels of its outputs, after it has made those dimensions the same that only go together,
-and pinned those that cannot go. What counts is whether the result for the units that stay is the same once the others are
-zero everywhere: a sum over units is, a softmax over them is not. An operation without a rule pins what it reads, and that
-alone. A rule for another operation is added from anywhere:
+A rule gets a `Call` and returns the labels of its outputs, after it has united the dimensions that must shrink together and pinned
+those that cannot. The criterion is whether results for the remaining units are the same once the dropped ones are zero everywhere:
+true for a sum over units, false for a softmax over them. An operation without a rule pins what it reads, and only that. A rule for
+another operation can be added from anywhere:
 
 >>> @rule("my_cross")                                              # torch.ops.mine.my_cross(x, y), along the last dimension
 ... def _my_cross(call):
@@ -29,16 +29,16 @@ Dims = Sequence[Dim]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation that has run.
+    """One executed operation.
 
     Attributes:
         name: without the namespace.
-        arguments: by name, as the operation's schema has them.
-        ins: its tensors, in order.
-        outs: the tensors it has given.
+        arguments: by name, as in the operation's schema.
+        ins: input tensors in order.
+        outs: output tensors in order.
         labels: to combine dimensions with.
-        dims_of: finds the labels of a tensor.
-        is_view: whether the outputs share their elements with an input.
+        dims_of: returns the labels of a tensor.
+        is_view: whether outputs share elements with an input.
     """
 
     name: str
@@ -57,29 +57,29 @@ class Call:
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
-        """Return the labels of an argument, or of the input at this place."""
+        """Return the labels of an argument by name, or of the input at this position."""
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
-        """Return the dimension that ``dim`` names, from 0, of a tensor with so many more than the first."""
+        """Return the dimension that the argument ``dim`` names, from 0, of a tensor with ``more`` dimensions than the first."""
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Return labels of which nothing is known, or that are pinned."""
+        """Return labels without any information; ``pinned`` if they cannot be cut."""
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return the labels of all outputs, of which those after the first carry nothing on."""
+        """Return the labels of all outputs: ``first``, and outputs that carry no labels on."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
-        """Make dimensions the same from the last on, but for those of one index, as they are broadcast."""
+        """Unite dimensions from the last one backwards, skipping those of one index, which are broadcast."""
         for dim, other in zip(reversed(dims), reversed(others), strict=False):
             if dim.size != 1:
                 self.labels.unify(dim, other)
 
     def unify_named(self, dim: Dim, *names: str) -> None:
-        """Make ``dim`` the same as the one dimension of these arguments, of those that were given."""
+        """Unite ``dim`` with the one dimension of each of these arguments that was given."""
         for name in names:
             if self.has(name):
                 self.labels.unify(self.dims(name)[0], dim)
@@ -125,7 +125,7 @@ def rule_of(func: Any) -> Rule | None:
 
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
-    """Return labels for the outputs of an operation; without a rule that fits, pin what it reads."""
+    """Return labels for the outputs of an operation; without a matching rule, pin what it reads."""
     if not any(x.numel() for x in call.outs):  # nothing came to anything
         return [call.new(out.shape) for out in call.outs]
     if all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
@@ -147,7 +147,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """Make the dimensions that are broadcast together the same."""
+    """Unite the dimensions that are broadcast together."""
     found: list[Dims] = []
     for out in call.outs:
         dims: list[Dim | None] = [None] * out.dim()

@@ -1,4 +1,4 @@
-"""Rules of operations that multiply and sum, and of norms: layers, attention, convolutions; see `operations`."""
+"""Define rules of operations that multiply and sum, and of norms: layers, attention, convolutions; see `operations`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of operations along some dimensions, as a table, and of look-ups by index; see `operations`."""
+"""Define rules of operations along some dimensions, as a table, and of look-ups by index; see `operations`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Along(NamedTuple):
     """What an operation does to some of its input's dimensions.
 
     Attributes:
-        where: the argument that names them; or how many of the last they are.
-        then: what becomes of them: they "stay", are "gone", or are "new", with other indices.
-        why: they cannot go; "" = they can, since zeros add nothing.
-        is_span: whether they can go all the same, though results for the others change.
+        where: argument that names them, or how many of the last ones they are.
+        then: what becomes of them: "stay", "gone", or "new" with other indices.
+        why: reason why they cannot be cut; "" = they can, since zeros add nothing.
+        is_span: whether they can be cut although results for the others change.
     """
 
     where: str | int
@@ -39,7 +39,7 @@ class Along(NamedTuple):
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the dimensions; none named = all."""
+        """Return the dimensions; all where none is named."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))

@@ -1,4 +1,4 @@
-"""Where the sizes in a model's calls come from: numbers that remember the attribute or the dimension they were read from."""
+"""Track where the sizes in a model's calls come from: integers that remember the attribute or dimension they were read from."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ ALONE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Size(int):
-    """An integer that remembers its origin, through sums, products and quotients.
+    """An integer that remembers its origin through sums, products and quotients.
 
     Attributes:
         origin: where it comes from.
-        note: is told of it when code makes a number of it that is no size, such as the scale of scores.
+        note: called when code turns it into a number that is no size, such as the scale of scores.
     """
 
     origin: Origin
@@ -99,26 +99,26 @@ for _name in (*OPERATORS, "truediv", "pow"):
 
 
 def origin_of(value: Any) -> Origin:
-    """Return where a number comes from; a plain one is its own origin."""
+    """Return where a number comes from; a plain number is its own origin."""
     return value.origin if isinstance(value, Size) else int(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """The origin of a number that a module holds."""
+    """Origin of a number that a module stores."""
 
     key: Attribute
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One size that a call was given.
+    """One size passed to a call.
 
     Attributes:
         method: path of the module whose method is running, and the method.
         site: the call in it.
         where: the argument.
-        name: of the function called.
+        name: of the called function.
         origin: where the number comes from.
         dim: what has this size.
     """
@@ -149,18 +149,18 @@ BORDERS.add(_Method.__call__.__code__)
 
 
 class SizeTracker(TorchFunctionMode):
-    """Notes every size that code hands to torch, while it is entered.
+    """Records every size that code passes to torch, while entered.
 
     Attributes:
-        asked: what it has noted.
-        values: the numbers that modules hold.
-        running: the methods that are running, the innermost last.
+        asked: recorded sizes.
+        values: numbers stored by modules.
+        running: methods that are running, innermost last.
     """
 
     def __init__(
         self, module: nn.Module, labels: Labels, dims_of: Callable[[Tensor], Any], knows: Callable[[Tensor], bool]
     ) -> None:
-        """Make the numbers that the parts of ``module``, a copy, hold remember where they come from."""
+        """Make the numbers stored in ``module``, a copy, remember where they come from."""
         super().__init__()
         self.asked: list[Asked] = []
         self.numbers: dict[tuple[Origin, int], str] = {}
@@ -237,12 +237,12 @@ class SizeTracker(TorchFunctionMode):
     # ---- what follows from it ----
 
     def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
-        """Return the attributes that follow the axes, and the calls that are wrong even so.
+        """Return the attributes that depend on axes, and the calls that would be wrong even so.
 
-        An attribute that was handed on as it is has the size of what it was handed on for, if that is always the same.
+        An attribute that was passed on unchanged has the size of what it was used for, if that is always the same.
 
         Args:
-            extent_of: the size of a dimension by the axes' counts; None = it hangs on the batch as well.
+            extent_of: returns the size of a dimension by the axes' counts; None = it depends on the batch as well.
             full: counts of the whole model.
         """
         extents = [extent_of(asked.dim) for asked in self.asked]

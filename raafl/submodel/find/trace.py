@@ -1,8 +1,8 @@
-"""Follows the dimensions of a model's tensors through the operations that run in a training step.
+"""Follow the dimensions of a model's tensors through the operations of a training step.
 
-The step runs on the meta device, where tensors have shapes and no values; where something in it needs values (`.item()`,
-experts that a router chooses), it runs on drawn ones, several times, so that more of its branches are seen. A large model is
-followed without values, as long as it asks for conditions alone: those are taken to be false, as in `raafl.submodel.cost.ledger`.
+The step runs on the meta device, where tensors have shapes and no values; where it needs values (`.item()`, experts chosen by a
+router), it runs on random ones, several times, so that more branches are seen. A large model is followed without values as long
+as it only evaluates conditions: those are taken as false, as in `raafl.submodel.cost.ledger`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 @dataclass
 class Seen:
-    """What a trace has seen of a model.
+    """Result of tracing a model.
 
     Attributes:
         dims: labels of each parameter and buffer.
-        labels: with which they were made.
-        parameters: the names among them that are parameters.
+        labels: with which they were created.
+        parameters: names among them that are parameters.
         untouched: parameters that no operation has read.
-        given: what modules give that the training step itself calls: path, labels of the outputs.
-        watch: the sizes that code has asked for.
+        given: outputs of modules that the training step itself calls: path -> labels.
+        watch: sizes that code has asked for.
         problem: why the step could not be followed to its end.
     """
 
@@ -74,10 +74,10 @@ class Seen:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Labels every tensor that operations make, while it is entered."""
+    """Labels every tensor that operations produce, while entered."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
-        """Label the parameters and buffers of ``module``; while it ``is_blind``, conditions on tensors are false."""
+        """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_blind, self.num_conditions = is_blind, 0
         self.labels = Labels(place_in_code)
@@ -93,11 +93,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dims
 
     def forget(self) -> None:
-        """Let go of all tensors but the module's own."""
+        """Release all tensors except the module's own."""
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
-        """Return the labels of a tensor; one that no operation has made is an input, of which nothing can go."""
+        """Return the labels of a tensor; a tensor that no operation has produced is an input, which cannot be cut."""
         _, known = self._dims.get(id(tensor), (None, ()))
         if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
             return self._label(tensor, [self.labels.given(size) for size in tensor.shape])
@@ -144,7 +144,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def place_in_code() -> str:
-    """Return the line outside torch and this package that is running, as ``file.py:line``."""
+    """Return the running line outside torch and this package, as ``file.py:line``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -155,11 +155,11 @@ def place_in_code() -> str:
 
 
 def trace(module: nn.Module, batch: Any) -> Seen:
-    """Follow one or more training steps of ``module``, or calls of it where it has none.
+    """Follow one or more training steps of ``module``, or calls where it has no training step.
 
     Args:
-        module: the model, real or a skeleton; neither it nor any random state is changed.
-        batch: a real one, of which a few samples are enough; None = one is made, see `made_batch`.
+        module: real or a skeleton; neither it nor any random state is changed.
+        batch: a real one, of which a few samples suffice; None = generate one, see `made_batch`.
     """
     first, runs = None, (isolated_run.loss_of, isolated_run.call) if has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Rules of operations that take windows of their input, or move its pixels; see `operations`."""
+"""Define rules of operations that take windows of their input, or move its pixels; see `operations`."""
 
 from __future__ import annotations
 

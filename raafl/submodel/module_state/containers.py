@@ -1,6 +1,6 @@
-"""Record the contents of one container or object, compare them later, and put them back in place.
+"""Record the contents of one container or object, compare them later, and restore them in place.
 
-In place, so that whatever else refers to the object (another attribute, a closure, a hook) goes on to refer to it.
+In place, so that other references to the object (another attribute, a closure, a hook) stay valid.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _HOOKS = tuple(sorted(INTERNAL - {*_TENSORS}))
 
 
 class Record(ABC):
-    """The contents of an object when it was recorded.
+    """Contents of an object when it was recorded.
 
     Attributes:
-        name: of the attribute that led to it.
-        of_metric: it belongs to a metric.
-        of_class: an attribute of a class led to it.
+        name: of the attribute that leads to it.
+        of_metric: whether it belongs to a metric.
+        of_class: whether an attribute of a class leads to it.
         can_restore: whether `restore` puts the contents back.
     """
 
@@ -37,7 +37,7 @@ class Record(ABC):
 
     @abstractmethod
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the names of what has changed."""
 
     def restore(self) -> None:
         """Put the contents back."""
@@ -45,7 +45,7 @@ class Record(ABC):
 
 
 class AttributesRecord(Record):
-    """The attributes of an object, of a module's part all but its tensors, submodules and hooks."""
+    """Attributes of an object; for a module, all but tensors, submodules and hooks."""
 
     def __init__(self, reached: Reached, ignored: frozenset[str] = frozenset(), hooks: tuple[Any, ...] = ()) -> None:
         super().__init__(reached)
@@ -55,7 +55,7 @@ class AttributesRecord(Record):
         self._size = len(self._now)
 
     def is_same(self) -> bool:
-        """Check in a few microseconds that nothing has changed; False may be wrong."""
+        """Check in a few microseconds that nothing has changed; False may be a false alarm."""
         return len(self._now) == self._size and all(map(is_, map(self._now.get, self._names), self._values))
 
     def changed(self) -> list[str]:
@@ -77,7 +77,7 @@ class AttributesRecord(Record):
 
 
 class HooksRecord(Record):
-    """The hooks of a module's part, which a step may add, and which are then gone."""
+    """Hooks of a module, which a step may add and which are removed afterwards."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -86,7 +86,7 @@ class HooksRecord(Record):
         self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
 
     def changed(self) -> list[str]:
-        """Name nothing: a step may add a hook and take it away."""
+        """Return nothing: a step may add a hook and remove it."""
         return []
 
     def restore(self) -> None:
@@ -99,7 +99,7 @@ class HooksRecord(Record):
 
 
 class TensorsRecord(Record):
-    """The parameters, buffers and submodules of a module's part, by name."""
+    """Parameters, buffers and submodules of a module, by name."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -107,11 +107,11 @@ class TensorsRecord(Record):
         self._tables = [(table, dict(table), tuple(table.values())) for table in tables]
 
     def changed(self) -> list[str]:
-        """Name what is not as it was; metrics that are made when they are needed are not."""
+        """Return the names of what has changed, without metrics created on demand."""
         return [name for name, _, now in self._other() if not callable(getattr(now, "compute", None))]
 
     def lost(self) -> list[str]:
-        """Name parameters, and submodules with parameters, that are other ones than before, or new."""
+        """Return parameters, and submodules with parameters, that were replaced or added."""
         return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
 
     def _other(self) -> list[tuple[str, Any, Any]]:
@@ -162,7 +162,7 @@ class ListRecord(Record):
 
 
 class DictRecord(Record):
-    """The items of a dictionary; one that all copies of a module share may gain some, as a cache does."""
+    """Items of a dictionary; one that all copies of a module share may gain some, as a cache does."""
 
     def __init__(self, reached: Reached, *, shared: bool) -> None:
         super().__init__(reached)
@@ -240,7 +240,7 @@ class BytesRecord(Record):
 
 
 class ClassRecord(Record):
-    """The plain values of a class, which nobody restores."""
+    """Plain values of a class, which cannot be restored."""
 
     can_restore = False
 

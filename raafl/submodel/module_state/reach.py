@@ -47,7 +47,7 @@ _LIBRARIES = (
 
 
 class ClassData:
-    """The plain values of a class that a user has written."""
+    """Plain values of a class that the user wrote."""
 
     def __init__(self, kind: type) -> None:
         """Take the class."""
@@ -81,7 +81,7 @@ class Reached(NamedTuple):
 
 
 def reach(module: nn.Module, own: Iterable[Tensor]) -> Iterator[Reached]:
-    """Yield a module's parts, the classes of the user's, and all that their attributes lead to but ``own`` tensors."""
+    """Yield a module's parts, the user's classes, and everything that their attributes lead to except ``own`` tensors."""
     seen = {id(tensor) for tensor in own}
     parts = list(module.named_modules())
     seen.update(id(part) for _, part in parts)
@@ -144,7 +144,7 @@ def _children(thing: Any) -> Iterator[Any]:
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:
-    """Return the attributes of an object, to be changed in place; an empty dictionary where it has none."""
+    """Return the attributes of an object as a mutable dictionary; an empty one where it has none."""
     try:
         found = object.__getattribute__(thing, "__dict__")
     except AttributeError:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """The state of a small module beside its parameters and persistent buffers, as it was when this was made."""
+    """State of a small module beside its parameters and persistent buffers, as recorded at construction."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         """Record the state.
@@ -84,7 +84,7 @@ class ModuleState:
         ]
 
     def restore(self) -> None:
-        """Put everything back to what it was, before a task or an evaluation."""
+        """Restore everything before a task or an evaluation."""
         self._flags.restore()
         for record in self._restored:
             record.restore()
@@ -92,15 +92,15 @@ class ModuleState:
             self._watch()
 
     def changed(self, *, metrics: bool = True) -> list[str]:
-        """Name the attributes that are not as they were; without ``metrics`` those of torchmetrics are left out."""
+        """Return the attributes that have changed; without ``metrics``, those of torchmetrics are left out."""
         records = [r for r in (*self._restored, *self._fixed, *self._watched) if metrics or not r.of_metric]
         return sorted({name for record in records for name in record.changed()})
 
     def check(self) -> None:
-        """Refuse what a step has changed and nobody can put back, or what it would lose.
+        """Refuse changes that cannot be restored, or that a step would lose.
 
         Raises:
-            BadInput: a parameter or a submodule is replaced, or state that cannot be restored has changed.
+            BadInput: a parameter or a submodule was replaced, or state that cannot be restored has changed.
         """
         for record in (*self._fixed, *self._watched):
             for name in record.changed():
@@ -114,7 +114,7 @@ class ModuleState:
 
 
 def has_values_beside(module: nn.Module) -> bool:
-    """Check whether a module keeps tensors or arrays beside its parameters and persistent buffers."""
+    """Check whether a module has tensors or arrays beside its parameters and persistent buffers."""
     own = [*module.parameters(), *persistent_buffers(module).values()]
     return any(isinstance(reached.thing, Tensor | np.ndarray) for reached in reach(module, own))
 

@@ -1,4 +1,4 @@
-"""Record values that Python's containers do not hold: tensors, arrays, generators of random numbers, iterators."""
+"""Record values that are no Python containers: tensors, arrays, random generators, iterators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 24
 
 
 class TensorRecord(Record):
-    """The values of a tensor, its storage, and that it has no gradient of a task before."""
+    """Values of a tensor, its storage, and the absence of a gradient from an earlier task."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -99,7 +99,7 @@ class RandomRecord(Record):
 
 
 class OpaqueRecord(Record):
-    """The position of an iterator, a queue or a file that is read, as far as it shows; nobody restores it."""
+    """Position of an iterator, a queue or a file being read, as far as it is visible; it cannot be restored."""
 
     can_restore = False
 
@@ -113,7 +113,7 @@ class OpaqueRecord(Record):
 
 
 def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
-    """Check whether a tensor has values that can be copied back, outside of ``storages``, by their addresses."""
+    """Check whether a tensor has values that can be copied back and lie outside of ``storages`` (addresses)."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()
@@ -128,7 +128,7 @@ def _plain(state: Any) -> Any:
 
 
 def progress_of(thing: Any) -> Any:
-    """Return the position of an iterator, a queue or a file that is read; None = it is none of these, or does not show it."""
+    """Return the position of an iterator, a queue or a file being read; None = it is none of these, or does not show it."""
     if isinstance(thing, types.GeneratorType):
         frame = thing.gi_frame
         return ("ended",) if frame is None else (frame.f_lasti, list(map(id, frame.f_locals.values())))

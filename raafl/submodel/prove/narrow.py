@@ -1,4 +1,4 @@
-"""On what axes are proven: drawn values, and of a large model a narrow copy, built alike."""
+"""Prepare the models on which axes are proven: random values, and for a large model a narrow copy of the same structure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LONGEST = 64
 def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submodels, nn.Module] | None:
     """Return a narrow copy with the model's own buffers, if the same axes are found in it.
 
-    Where it can be, the residual width is cut, too, and a frozen base beside ranks, which are few and stay as they are: the
-    copy need not do what the model does, only be built alike.
+    Where possible the residual width is cut, too, and a frozen base beside LoRA ranks, which stay as they are: the copy need not
+    compute what the model does, only have the same structure.
     """
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
@@ -84,7 +84,7 @@ def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
 
 
 def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
-    """Return a full state with values like those that layers begin with, no two alike; buffers are the module's own."""
+    """Return a full state with values like those of initialised layers, no two alike; buffers are the module's own."""
     generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
     buffers = persistent_buffers(module)
     statistics = {name for pair in statistics_of(module) for name in pair}
@@ -102,7 +102,7 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
 
 
 def shortened(batch: Any) -> Any:
-    """Return a batch of texts with the first `LONGEST` tokens of each; another batch as it is."""
+    """Return a batch of texts with the first `LONGEST` tokens of each; other batches unchanged."""
     tensors = batch_tensors(batch)
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
         return batch
@@ -110,5 +110,5 @@ def shortened(batch: Any) -> Any:
 
 
 def num_values(submodels: Submodels) -> int:
-    """Count the parameters of the whole model."""
+    """Return the number of parameters of the whole model."""
     return sum(submodels.parameters.values())

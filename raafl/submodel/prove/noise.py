@@ -1,4 +1,4 @@
-"""What stands for dropout and noise while axes are proven: the same for all units, however many there are."""
+"""Replace dropout and noise while axes are proven by values that do not depend on the number of units."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOISE = (0.5, 0.9)
 
 
 class Quiet(TorchFunctionMode):
-    """Leaves dropout, noise and casts to half precision out; notes where noise was, and where doubles become single floats.
+    """Context that disables dropout, noise and casts to half precision, and records where they occurred.
 
     Attributes:
-        noisy: whether something was drawn.
-        forced: whether doubles became single floats.
+        noisy: whether anything was drawn.
+        forced: whether doubles were cast to single precision.
     """
 
     forced = noisy = False
@@ -28,7 +28,7 @@ class Quiet(TorchFunctionMode):
     def __init__(
         self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
     ) -> None:
-        """Have ``noise`` stand for all that is drawn, and ``wide`` for ``halves``, the model's own dtypes, in casts."""
+        """Use ``noise`` for everything that is drawn, and ``wide`` in place of ``halves``, the model's own dtypes, in casts."""
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 

@@ -1,8 +1,8 @@
-"""Axes are admitted by proof: a shrunk model does to a batch what the whole one does with the dropped units zeroed.
+"""Admit axes by proof: a shrunk model does to a batch what the whole one does with the dropped units zeroed.
 
-Outputs, loss, gradients and buffers of one training step are compared, in double precision and training mode, with
-dropout as identity. Values are drawn from a fixed seed, so that the model's own, torch's random numbers and the caller's
-buffers stay as they are, and so that a replay comes to the same axes.
+Outputs, loss, gradients and buffers of one training step are compared in double precision and training mode, with dropout as
+identity. Values are drawn from a fixed seed, so that the model's values, torch's random state and the caller's buffers stay
+unchanged, and a replay admits the same axes.
 """
 
 from __future__ import annotations
@@ -61,17 +61,16 @@ class _Step:
 
 
 def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, str]:
-    """Return the axes that are not proven -> the reason.
+    """Return the axes that are not proven, with the reason.
 
-    All axes together are cut to one unit and to a random half, and so are subsets of them, such that of any two axes there
-    is a subset with either one alone (not of a model above `LARGE`). What is wrong among them is found by halves, and where
-    axes only fail together one by one; the others stay.
-    A model above `LARGE` is cut to a narrow one of the same axes first, and that one is proven in its place.
+    All axes together are cut to one unit and to a random half, and so are subsets, such that for any two axes there is a subset
+    with only one of them (except for models above `LARGE`). Wrong axes are found by bisection, and one by one where axes fail
+    only together; the others stay. A model above `LARGE` is first replaced by a narrow one with the same axes.
 
     Args:
         submodels: of the model, not yet used.
-        module: the model, real or a skeleton; its buffers are read.
-        batch: a real one; a few samples are enough.
+        module: real or a skeleton; its buffers are read.
+        batch: a real one; a few samples suffice.
     """
     if not submodels.axes:
         return {}

@@ -1,4 +1,4 @@
-"""Buffers that a module's own code replaces (``self.mean = new``) instead of changing them in place."""
+"""Keep buffers in flat storage when a module's code replaces them (``self.mean = new``) instead of changing them in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raafl.submodel import FlatTensors
 
 
 class Buffers:
-    """A small module's buffers, which are views into its flat storage and are to stay so."""
+    """Buffers of a small module, as views into its flat storage."""
 
     def __init__(self, module: nn.Module, present: FlatTensors) -> None:
         self._views = [
@@ -19,7 +19,7 @@ class Buffers:
         ]
 
     def gather(self) -> None:
-        """Copy what has replaced a view into its storage, and put the view back."""
+        """Copy replacements into the storage, and put the views back."""
         for part, name, view in self._views:
             buffer = part._buffers[name]
             if buffer is not view and buffer is not None:
@@ -27,6 +27,6 @@ class Buffers:
         self.restore()
 
     def restore(self) -> None:
-        """Put the views back, whatever has replaced them."""
+        """Put the views back and discard replacements."""
         for part, name, view in self._views:
             part._buffers[name] = view

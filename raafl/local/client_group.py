@@ -1,8 +1,8 @@
-"""One client that spans several processes: each trains on its rows of every batch, and gradients are averaged before a step.
+"""Train one client in several processes: each on its rows of every batch, with gradients averaged before a step.
 
-Gradients are summed in buckets while the backward pass goes on, as in Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
-All processes draw the same batches from the assignment's seed and hold the same parameters, so a step is that of a single
-process whose loss is a mean over the samples of its batch. What talks between them comes from `raafl.runtime.client.multiprocess`.
+Gradients are summed in buckets during the backward pass, as in Li et al., "PyTorch Distributed" (VLDB 2020), section 3. All
+processes draw the same batches from the assignment's seed and hold the same parameters, so a step is that of a single process whose
+loss is a mean over the samples of its batch. `raafl.runtime.client.multiprocess` provides the communication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BeginSum = Callable[[Tensor], Callable[[], None]]
 
 
 class ClientProcesses:
-    """The processes of one client, as each of them sees it while it trains."""
+    """Processes of one client, as each sees them while it trains."""
 
     def __init__(
         self, rank: int, size: int, begin_sum: BeginSum,
@@ -39,7 +39,11 @@ class ClientProcesses:
     ) -> None:  # fmt: skip
         """Prepare.
 
-        ``announce`` has the other processes begin a task, for the one that leads.
+        Args:
+            rank: of this process among them.
+            size: number of processes.
+            begin_sum: starts summing a tensor over processes; returns what waits for it.
+            announce: on the leader, makes the other processes begin a task; None on the others.
         """
         self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
         self._share: Share | None = None
@@ -47,23 +51,23 @@ class ClientProcesses:
         self._stepped = True
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Begin a task in all processes; return this one's part of the client's data."""
+        """Begin a task in all processes; return this process's part of the client's data."""
         self._announce(assignment, received)
         self._share, self._stepped = Share(data, self.rank, self.size), True
         return self._share
 
     def seed(self, seed: int) -> int:
-        """Derive the seed of all that this process draws besides the data's order: dropout differs from one to another."""
+        """Derive the seed of this process's draws, except the order of data, so that dropout differs between processes."""
         return seed if self.rank == 0 else derive_seed(seed, f"process {self.rank}")
 
     def weighed(self, loss: Tensor) -> Tensor:
-        """Return the loss of this process's rows times the weight by which the mean over processes is the batch's."""
+        """Return the loss times the weight that makes the mean over processes that of the batch."""
         weight = 1.0 if self._share is None else self._share.weight
         return loss if weight == 1.0 else loss * weight
 
     @contextmanager
     def summing(self, module: nn.Module) -> Iterator[None]:
-        """Sum the gradients of the backward pass within this context, the last before `average`, as they come."""
+        """Return a context that sums gradients during the backward pass, for the last one before `average`."""
         self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
         register: Any = Tensor.register_post_accumulate_grad_hook
         handles = [register(p, buckets.arrived) for p in buckets.parameters]
@@ -75,10 +79,10 @@ class ClientProcesses:
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Replace the gradients summed since `summing` by their mean; return whether any process is to ``stop``.
+        """Replace the gradients summed since `summing` by their mean; return whether any process wants to ``stop``.
 
         Raises:
-            BadInput: a method that does not step by the gradients of the module.
+            BadInput: the method does not step by the gradients of the module.
         """
         if not self._stepped:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
@@ -99,7 +103,7 @@ class ClientProcesses:
         return False
 
     def stepped(self) -> None:
-        """Note that the module's optimiser has made its step."""
+        """Record that the module's optimiser made its step."""
         self._stepped = True
 
     def _total(self, tensor: Tensor) -> None:
@@ -107,10 +111,15 @@ class ClientProcesses:
 
     @torch.no_grad()
     def finish(self, module: nn.Module, loss: float, recorder: Recorder) -> float:
-        """Return the mean loss of all processes, once the task is done; ``recorder`` gets what all of them have logged.
+        """Return the mean loss of all processes at the end of a task.
+
+        Args:
+            module: that was trained.
+            loss: of this process.
+            recorder: receives what all processes logged.
 
         Raises:
-            BadInput: they have come to different parameters.
+            BadInput: the processes have different parameters.
         """
         if not self._stepped:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
@@ -139,14 +148,14 @@ class ClientProcesses:
 
 
 class Buckets:
-    """The gradients of one step, summed over processes in buckets.
+    """Gradients of one step, summed over processes in buckets.
 
-    A backward pass comes to parameters in about the opposite of their order. A bucket is begun when all of its gradients are
-    there and those before it have been begun, so that all processes sum the same at the same place.
+    A backward pass reaches parameters in about reverse order. A bucket is started when all of its gradients exist and earlier
+    buckets were started, so that all processes sum the same tensors at the same time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
-        """Divide ``parameters``, of one dtype in each bucket, in the order in which gradients come."""
+        """Divide ``parameters`` into buckets of one dtype, in the order in which gradients arrive."""
         self.parameters, self._begin_sum = list(reversed(list(parameters))), begin_sum
         self._buckets: list[list[nn.Parameter]] = []
         num_bytes = 0
@@ -163,7 +172,7 @@ class Buckets:
         self.again = False  # whether a parameter was come to twice: its sum may lack the second
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter's gradient is there, and begin what can be."""
+        """Record that a parameter's gradient exists, and start the buckets that are complete."""
         missing = self._missing[self._of[parameter]]
         self.again = self.again or parameter not in missing
         missing.discard(parameter)
@@ -171,7 +180,7 @@ class Buckets:
             self._begin()
 
     def end(self) -> None:
-        """Begin what is left: what has no gradient counts as 0."""
+        """Start the remaining buckets; missing gradients count as 0."""
         while len(self._begun) < len(self._buckets):
             self._begin()
 
@@ -184,7 +193,7 @@ class Buckets:
         self._begun.append((flat, self._begin_sum(flat)))
 
     def average(self, size: int, used: Iterable[float]) -> None:
-        """Wait for all sums and make them means, the gradients of the parameters that any process has one of."""
+        """Wait for all sums and turn them into means, for parameters of which any process has a gradient."""
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
             wait()
@@ -196,16 +205,16 @@ class Buckets:
 
 
 class Share(ClientData):
-    """One process's rows of each of a client's batches: row r, r + W, r + 2 W, ... for process r of W.
+    """One process's rows of each batch of a client: row r, r + W, r + 2 W, ... for process r of W.
 
-    A batch of fewer rows than processes is one row, with weight 0, for those that have none.
+    A process that has no row of a small batch gets one row with weight 0.
 
     Attributes:
-        weight: by which the mean loss of the rows last given counts in the mean over processes.
+        weight: of the mean loss of the last rows in the mean over processes.
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:
-        """Share ``whole``, which stays as it is; its test part is the leader's to measure."""
+        """Share the data ``whole``, which stays unchanged; the leader evaluates its test part."""
         self.__dict__.update(whole.__dict__)
         self._whole, self._rank, self._num_shares, self._rows_of = whole, rank, size, whole._fetch
         self._fetch = self._mine
@@ -213,7 +222,7 @@ class Share(ClientData):
         self.weight = 1.0
 
     def classes(self) -> frozenset[int] | None:
-        """The classes of all of the client's samples."""
+        """Classes of all of the client's samples."""
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:

@@ -14,10 +14,10 @@ _AT_A_TIME = 32
 
 
 def fault_in(data: FederatedData, client: int | None) -> str | None:
-    """Name a sample with a value that is not finite, of those that ``client`` trains on; None = the run measures on.
+    """Name a non-finite sample in the data of ``client``; None = in the data that the run evaluates on.
 
-    Returns None where there is none, or the data cannot be read: an update that is not finite, which any client can send, begins
-    the search, and it must not end the run.
+    Returns None where there is none, or the data cannot be read: any client can start this search by sending a non-finite
+    update, and it must not end the run.
     """
     try:
         return _fault_in(data, client)
@@ -35,7 +35,7 @@ def _fault_in(data: FederatedData, client: int | None) -> str | None:
 
 
 def first_not_finite(batches: Iterable[Sized]) -> int | None:
-    """Return the number, from 0, of the first sample with NaN or an infinity, or where tensors do not show it of its batch."""
+    """Return the index of the first sample with NaN or infinity, or of its batch where samples cannot be told apart."""
     before = 0
     for batch, num_samples in batches:
         places = [_row(x, num_samples) for x in batch_tensors(batch) if x.is_floating_point() or x.is_complex()]

@@ -1,4 +1,4 @@
-"""Measuring the global model on the server's test data."""
+"""Evaluate the global model on the server's test data."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raafl.submodel.module_state import ModuleState
 
 
 class Evaluator:
-    """Runs the module's own ``validation_step`` over the test batches with given values.
+    """Runs the module's ``validation_step`` over the test batches, for given values.
 
-    The batches may be shared out among processes: of those that another has measured (`noted`), what it noted is added up here
-    (`add`) in the batches' order, between `begin` and `end`.
+    Batches can be shared between processes: another process returns partial sums (`noted`), which are added here (`add`) in the
+    order of batches, between `begin` and `end`.
 
     Attributes:
-        num_batches: in the test set, once all were measured; until then 0.
+        num_batches: in the test set, once all were evaluated; 0 before.
     """
 
     def __init__(
@@ -40,8 +40,11 @@ class Evaluator:
     ) -> None:
         """Build the full module once.
 
-        ``batches`` is called for each evaluation, with ``first`` where it is to begin later, and gives each batch with its
-        number of samples; ``prepare`` is called before it, on the evaluator's own copy of the values, which it may change.
+        Args:
+            submodels: of the model.
+            batches: called for each evaluation, with ``first`` where it starts later; yields each batch with its number of samples.
+            device: where to evaluate.
+            prepare: called before each evaluation with the evaluator's own copy of the values, which it may change.
 
         Raises:
             BadInput: the module has no ``validation_step``.
@@ -62,18 +65,16 @@ class Evaluator:
 
     @torch.no_grad()
     def fill(self, values: FlatTensors) -> None:
-        """Give the module these values, and all else as it was made; until then its memory holds anything."""
+        """Load these values, and reset everything else to its initial state; before, the module's memory is undefined."""
         self._state.restore()
         self._buffers.restore()
         self._present.copy_(values)
 
     def restarted(self, values: FlatTensors) -> list[str]:
-        """Name what a step has changed since `fill` of ``values`` that starts anew with each task.
-
-        These are attributes, and buffers of whole numbers but batch norm's counts.
+        """Return what has changed since `fill` and restarts with each task: attributes, and integer buffers but batch norm's counts.
 
         Raises:
-            BadInput: the step has changed state that cannot be restored.
+            BadInput: the step changed state that cannot be restored.
         """
         self._state.check()
         counts = [
@@ -92,12 +93,12 @@ class Evaluator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may measure some of the batches: the module does nothing before the first or after the last."""
+        """Whether other processes may evaluate batches: the module does nothing before the first or after the last."""
         ends = ("start", "epoch_start", "epoch_end", "end")
         return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
 
     def begin(self, values: FlatTensors) -> FlatTensors:
-        """Begin to measure a model; return its values as they are measured, good until the next."""
+        """Start evaluating a model; return its values as evaluated, valid until the next evaluation."""
         self.fill(values)
         with torch.no_grad():
             self._prepare(self._present)
@@ -105,11 +106,11 @@ class Evaluator:
         return self._present
 
     def measure(self, start: int, stop: int | None) -> int:
-        """Measure on the batches from ``start`` to before ``stop``; return how many there were."""
+        """Evaluate the batches from ``start`` to before ``stop``; return how many there were."""
         return step(self.module, self._recorder, self._numbered(start, stop), self.device)
 
     def add(self, noted: dict[str, Any]) -> None:
-        """Take in what another process has noted of the batches that are next."""
+        """Add the partial sums of another process for the next batches."""
         add(self._recorder, noted)
 
     def end(self) -> dict[str, float]:
@@ -119,10 +120,10 @@ class Evaluator:
         return metrics
 
     def noted(self, start: int, stop: int) -> dict[str, Any]:
-        """Measure on some batches with the values at hand, for another process; return what it is to `add`, as plain data.
+        """Evaluate some batches with the current values for another process; return partial sums as plain data for `add`.
 
         Raises:
-            Unshared: what a batch gives may depend on those before it.
+            NotMergeable: results of a batch may depend on earlier ones.
         """
         recorder, drawn = Noting(), generators()
         recorder.attach(self.module)

@@ -1,4 +1,4 @@
-"""What becomes of a task that the user's code, or the machine's memory, does not let come to its end."""
+"""Turn errors of the user's code, and lack of memory, into the outcome of a task."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LONG: Final = 20_000
 
 
 def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
-    """Train a task; of one for which the memory is too small return a refused update, and free what it had taken.
+    """Train a task; where memory is too small, free it and return a refused update.
 
     Raises:
-        TaskFailed: the user's code, or a library under it, has raised an error.
-        GpuLost: one that the GPU does not get over.
+        TaskFailed: the user's code, or a library under it, raised an error.
+        GpuLost: an error from which the GPU does not recover.
         BadInput: as `LocalTrainer.run`.
         Stopped: as `LocalTrainer.run`.
     """
@@ -43,13 +43,13 @@ def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors
 
 
 def out_of_memory(assignment: Assignment) -> Update:
-    """Make the update that stands for a task for which the memory was too small."""
+    """Return the refused update of a task for which memory was too small."""
     nothing = FlatTensors.empty(Layout(()))
     return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=OUT_OF_MEMORY)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether ``error`` says that memory, of the machine or of a GPU, was too small."""
+    """Check whether ``error`` means that memory, of the machine or of a GPU, was too small."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -74,7 +74,7 @@ def _is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def measuring(version: int) -> Iterator[None]:
-    """Turn what the user's code raises inside into a `CodeFailed`: the evaluation of ``version`` is at hand."""
+    """Return a context that turns errors of the user's code into `CodeFailed` of the evaluation of ``version``."""
     try:
         yield
     except Exception as error:
@@ -82,7 +82,12 @@ def measuring(version: int) -> Iterator[None]:
 
 
 def of_server(error: Exception, client: int | None = None) -> CodeFailed:
-    """Return the failure of a run in whose server ``error`` was raised, by a part of the method over ``client`` or over all."""
+    """Return the `CodeFailed` for an error that a part of the method raised on the server.
+
+    Args:
+        error: that was raised.
+        client: whose data the part was working on; None = of all.
+    """
     if isinstance(error, CodeFailed):
         return error
     over = "" if client is None else f", for client {client}"
@@ -92,7 +97,7 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
 
 
 def in_full(error: BaseException) -> str:
-    """Return an error's traceback, of a long one the end."""
+    """Return an error's traceback, cut at the front if it is long."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 
@@ -102,7 +107,7 @@ def _in_words(spec: Spec) -> str:
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:
-    """Add an error to the run folder's failure.txt and return that name; None where it cannot be written."""
+    """Append an error to the run folder's failure.txt and return that name; None where it cannot be written."""
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{reason}\n\n{in_full(error)}\n")

@@ -1,4 +1,4 @@
-"""Keep the latest value of what a module logs, as a Trainer's `callback_metrics` has it."""
+"""Keep the latest value of everything that a module logs, like a Trainer's `callback_metrics`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Latest:
-    """The last value of each metric that is logged, and its mean over the epoch where it is logged with on_epoch."""
+    """Last value of each logged metric, and its mean over the epoch where it is logged with on_epoch."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] = {}
         self._epoch: dict[str, tuple[Any, float]] = {}
 
     def add(self, name: str, value: Any, weight: float, on_step: bool | None, on_epoch: bool | None) -> None:
-        """Take one value, a number, a detached tensor or a Metric, that counts for ``weight`` samples."""
+        """Add one value (a number, a detached tensor or a Metric) with ``weight`` samples."""
         if not on_epoch:
             self._last[name] = value
             return
@@ -30,18 +30,18 @@ class Latest:
             self._epoch[f"{name}_epoch"] = value, weight
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return all by name: last values, and means over the epoch so far."""
+        """Return last values and means over the current epoch, by name."""
         found = {name: _computed(value) for name, value in self._last.items()}
         for name, (value, weight) in self._epoch.items():
             found[name] = _computed(value) if callable(getattr(value, "compute", None)) else _computed(value) / weight
         return found
 
     def begin_epoch(self) -> None:
-        """Start the means anew."""
+        """Reset the means."""
         self._epoch.clear()
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Delete everything."""
         self._last.clear()
         self._epoch.clear()
 

@@ -36,7 +36,7 @@ _NEVER = {
 
 
 def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[str]:
-    """List the hooks that a module overrides and no task calls, a line each.
+    """Return the hooks that a module overrides and that no task calls, one line each.
 
     Args:
         module: the user's.
@@ -56,7 +56,7 @@ def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[s
 
 
 class Transfer:
-    """Moves batches to the device, by the module's own hooks where it overrides one.
+    """Moves batches to the device, by the module's own hooks where it overrides any.
 
     Attributes:
         is_own: whether it does.
@@ -75,7 +75,7 @@ class Transfer:
 
 
 class TaskHooks:
-    """The hooks around the steps of a task that a module overrides.
+    """Hooks around the steps of a task that a module overrides.
 
     Attributes:
         overridden: their names.
@@ -83,7 +83,7 @@ class TaskHooks:
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
-        """Call those of ``module`` that are in ``overridden``."""
+        """Call the hooks of ``module`` that are in ``overridden``."""
         self._module: Any = module
         self.overridden = overridden
         self.keeps_gradients = not overridden.isdisjoint(_SEE_GRADIENTS)
@@ -91,16 +91,16 @@ class TaskHooks:
 
     @classmethod
     def of(cls, module: nn.Module, left_out: frozenset[str] = frozenset()) -> TaskHooks | None:
-        """Return the hooks that ``module`` overrides, but for those ``left_out``; None where there are none."""
+        """Return the hooks that ``module`` overrides, except those ``left_out``; None where there are none."""
         found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
         return cls(module, found) if found else None
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook if it is overridden; return its answer."""
+        """Call a hook if it is overridden; return its result."""
         return getattr(self._module, name)(*args) if name in self.overridden else None
 
     def zero_grad(self, optimizer: Optimizer, epoch: int, batch_idx: int) -> None:
-        """Clear the gradients before a backward pass, where they were kept."""
+        """Clear gradients before a backward pass, where they were kept."""
         if not self.keeps_gradients:
             return
         self.call("on_before_zero_grad", optimizer)
@@ -112,10 +112,10 @@ class TaskHooks:
     def optimizer_step(
         self, optimizer: Optimizer, epoch: int, batch_idx: int, closure: Callable[[], Any], step: Callable[[], None]
     ) -> None:  # fmt: skip
-        """Let the module make an optimizer step in its own way.
+        """Let the module's own `optimizer_step` make an optimizer step.
 
         Args:
-            optimizer: the task's; the module is given a LightningOptimizer of it.
+            optimizer: of the task; the module gets it as a LightningOptimizer.
             epoch: of the task, from 0.
             batch_idx: of the epoch, from 0.
             closure: computes loss and gradients, and returns the loss.
@@ -144,7 +144,7 @@ class TaskHooks:
             )
 
     def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:
-        """Call the hooks between the gradients and the optimizer's own step, which clips them at the norm ``clip_val``."""
+        """Call the hooks between gradients and optimizer step; they clip gradients to the norm ``clip_val``."""
         self.call("on_before_optimizer_step", optimizer)
         if "configure_gradient_clipping" in self.overridden:
             self._module.configure_gradient_clipping(

@@ -1,9 +1,9 @@
-"""What becomes of memory that a client's process frees between two steps, where the C library is glibc.
+"""Tune glibc's malloc for memory that a client's process frees between steps.
 
-Left alone, glibc gives large blocks back to the system as soon as they are free, and each step gets them anew, page by page,
-each page cleared by the kernel first: a tenth to a half of the time of a step with large tables. It also keeps
-holes between smaller blocks: half as much again as the tensors of a task have been seen to take. So a process does better
-with one of two extremes: keep all of it while the task runs, or, where memory is short, as little as can be.
+By default glibc returns large blocks to the system as soon as they are free, and each step gets them anew, page by page, each page
+cleared by the kernel first: a tenth to a half of the time of a step with large tables. It also leaves holes between smaller blocks,
+which have been seen to take half as much again as the tensors of a task. So a process does better with one of two extremes: keep
+everything while the task runs, or, where memory is short, as little as possible.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ WORTH_BYTES = 64 * 2**20
 
 
 def keep_freed() -> bool:
-    """Let this process keep what it frees, in one heap; return whether its C library can be told.
+    """Keep freed memory in one heap; return whether the C library supports it.
 
-    To be called before threads have asked for memory: a thread that has a heap of its own goes on with that one.
+    Call it before threads allocate memory: a thread that has a heap of its own continues to use it.
     """
     # a thread's own heap ends at 64 MiB, and gives larger blocks back at once
     return _set(_ARENA_MAX, 1) and _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, _NEVER)
 
 
 def free_at_once() -> bool:
-    """Have this process give each larger block back as soon as it is free; return whether its C library can be told."""
+    """Return each larger block to the system as soon as it is free; return whether the C library supports it."""
     return _set(_MMAP_MAX, _ANY) and _set(_MMAP_THRESHOLD, _LARGE_BYTES) and _set(_TRIM_THRESHOLD, _LARGE_BYTES)
 
 
 def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
-    """Give what this process has kept back to the system, if that may be more than ``worth_bytes``; return whether any was."""
+    """Return kept memory to the system if it may be more than ``worth_bytes``; return whether any was returned."""
     global _slack_left
     trim = _glibc("malloc_trim")
     if trim is None:

@@ -1,4 +1,4 @@
-"""Masked cross entropy (HeteroFL, Diao et al. 2021, section 3.2): a client says nothing about classes it does not have."""
+"""Masked cross entropy (HeteroFL, Diao et al. 2021, section 3.2): ignore the classes of which a client has no samples."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from raafl.core.masked_loss import logits_of
 
 @contextmanager
 def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
-    """Within this context the logits of absent classes that ``module``'s forward gives are 0, and have no gradient.
+    """Return a context in which the logits of absent classes are 0 and have no gradient; it yields the list of kept classes.
 
-    Yields the list of the classes that were left, ascending; it fills at the first forward pass, and stays empty where
-    nothing is masked.
+    The list is ascending, is filled by the first forward pass, and stays empty where nothing is masked. Acts on logits of shape
+    (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged. With every class present nothing
+    changes, to the last bit.
 
-    Acts on logits of shape (batch, num_classes), as a tensor or as the attribute ``logits``; what is not that, or has no
-    such classes, is left as it is. With every class present nothing changes, to the last bit.
-
-    ``classes`` are those of the client's samples; None = not known, and nothing is masked.
+    Args:
+        module: whose forward returns logits.
+        classes: of the client's samples; None = unknown, so that nothing is masked.
     """
     left: list[int] = []
     if not classes:

@@ -1,4 +1,4 @@
-"""What one process has logged in its share of the test batches, added up by another in the batches' order: to the bits of one."""
+"""Record what one process logs in its share of the test batches, for another to add up in order, to the bits of one process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raafl.local.record import Recorder, logged_value
 
 
 class NotMergeable(Exception):
-    """What is measured cannot be shared out among processes; says why."""
+    """The evaluation cannot be shared between processes; the message says why."""
 
 
 class Noting(Recorder):
-    """Notes each number that is logged, as plain data."""
+    """Recorder that keeps each logged number as plain data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class Noting(Recorder):
             self._numbers.append((name, logged_value(name, value), how, weight))
 
     def taken(self) -> dict[str, Any]:
-        """Return all that was noted, and the states of metrics.
+        """Return everything recorded, and the states of metrics.
 
         Raises:
-            Unshared: a metric's state is no sum of whole numbers, which comes to the same in any order.
+            NotMergeable: a metric's state is no sum of integers, which is the same in any order.
         """
         states = {name: _states(name, metric) for name, metric in self._metrics.items()}
         return {
@@ -47,7 +47,7 @@ class Noting(Recorder):
 
 
 def add(recorder: Recorder, noted: dict[str, Any]) -> None:
-    """Let a recorder go on with what a `Noting` has taken, as if it had been logged there."""
+    """Continue ``recorder`` with what a `Noting` recorded, as if it had been logged there."""
     for name, text, how, weight in noted["numbers"]:
         recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
     for name, states in noted["states"].items():

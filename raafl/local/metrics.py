@@ -1,4 +1,4 @@
-"""Measuring a module by its own ``validation_step``: on the server's test set, or on a client's own test part."""
+"""Evaluate a module by its own ``validation_step``, on the server's test set or on a client's own test part."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _RETURNED = "validation_step: "
 
 
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
-    """Return the most memory that was used: on a GPU by this process's tensors since ``anew``, else by all of the process.
+    """Return the peak memory: on a GPU of this process's tensors since the call with ``anew``, otherwise of the whole process.
 
-    The memory of a process, with the libraries and the data that it holds, is the most since it was started.
+    The memory of a process includes libraries and data, and its peak counts from the start of the process.
     """
     if device.type == "cuda":
         if anew:
@@ -68,7 +68,7 @@ def measure(
 
 
 def begin(module: nn.Module, recorder: Recorder) -> None:
-    """Begin to measure."""
+    """Start an evaluation."""
     recorder.clear()
     module.eval()
     stage(module, "validating")
@@ -81,7 +81,7 @@ def step(
     module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:  # fmt: skip
-    """Measure on numbered batches; return how many there were."""
+    """Evaluate numbered batches; return how many there were."""
     num = 0
     for index, (batch, num_samples) in batches:
         num += 1
@@ -115,13 +115,11 @@ def measure_part(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_batch: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Return a client's metrics on its test part, named ``test/...``, and ``test/num_samples``; the model stays as it is.
+    """Return a client's metrics on its test part as ``test/...``, and ``test/num_samples``; the model stays unchanged.
 
-    A model may change its buffers, and some change their own weights for inference. What it keeps in attributes is restored
-    before the next task.
-
-    ``on_batch`` are paths of batch norms without running statistics worth using; they take those of each batch. The
-    rest is as for `measure`.
+    Buffers that the model changes are restored, also where it changes its own weights for inference; attributes are restored
+    before the next task. ``on_batch`` are paths of batch norms without usable running statistics, which use those of each batch.
+    Other arguments are as for `measure`.
     """
     trained = (p.detach() for p in module.parameters() if p.requires_grad)
     before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]

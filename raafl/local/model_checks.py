@@ -1,4 +1,4 @@
-"""Refuses models whose tensors a copy would not follow: what raafl copies, cuts and sends has to be all that there is."""
+"""Refuse models whose tensors a copy would not follow: what raafl copies, cuts and sends must be the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How torch computes in this process: threads, deterministic kernels, TF32. All of it is the whole process's."""
+"""Set how torch computes in this process: threads, deterministic kernels, TF32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLAGS = (
 
 
 def set_numerics(threads: int, options: FabricOptions) -> None:
-    """Set what a run's bits depend on, before anything of it is computed."""
+    """Set everything that a run's bits depend on; call it before any computation of the run."""
     torch.set_num_threads(threads)
     if options.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used
@@ -31,14 +31,14 @@ def set_numerics(threads: int, options: FabricOptions) -> None:
 
 
 def device_type(options: FabricOptions) -> str:
-    """Name the type of device that Fabric takes: what is asked for, or what `auto` finds."""
+    """Return the type of device that Fabric uses: the one asked for, or the one that `auto` finds."""
     if options.accelerator != "auto":
         return options.accelerator
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def device_problem(options: FabricOptions) -> str | None:
-    """Explain why this process has not the device that ``options`` name, with the remedy; None = it has."""
+    """Explain why this process lacks the device that ``options`` name, with the remedy; None = it has the device."""
     kind, seen = device_type(options), f"torch sees {count_gpus()} here"
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if not {"cpu": True, "cuda": has_cuda, "mps": has_mps, "gpu": has_cuda or has_mps}.get(kind, True):
@@ -57,19 +57,19 @@ def device_problem(options: FabricOptions) -> str | None:
 
 
 def count_gpus() -> str:
-    """Count in words the GPUs that torch sees."""
+    """Return in words how many GPUs torch sees."""
     num_gpus = torch.cuda.device_count()
     return f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
 
 
 def precision_of(options: FabricOptions) -> str:
-    """Name the precision that a process computes in: where `auto` finds nothing but a CPU, Lightning takes bf16 for 16-mixed."""
+    """Return the precision in which a process computes; where `auto` finds only a CPU, Lightning uses bf16 for 16-mixed."""
     on_cpu = options.accelerator == "auto" and device_type(options) == "cpu"
     return "bf16-mixed" if on_cpu and options.precision == "16-mixed" else options.precision
 
 
 def tf32() -> str:
-    """Describe for what float32 is rounded to TF32."""
+    """Describe where float32 is rounded to TF32."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     try:
@@ -81,7 +81,7 @@ def tf32() -> str:
 
 @contextmanager
 def numerics_left() -> Iterator[None]:
-    """Leave all of it as it was: a run within sets its own."""
+    """Return a context that restores these settings on exit."""
     threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
     flags: list[tuple[Any, str, bool]] = []
     for owner, name in _FLAGS:

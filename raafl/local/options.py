@@ -1,4 +1,4 @@
-"""Options of local steps; importing them costs no torch."""
+"""Define the options of local steps; importing them does not import torch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class FabricOptions:
     tf32: bool | None = None
 
     def at(self, place: Place) -> FabricOptions:
-        """Return these options with the GPU of a process's place, where they train on GPUs and name none."""
+        """Return these options with the GPU of a process's ``place``, where GPUs are used and none is named."""
         on_gpu = self.accelerator in ("cuda", "gpu", "auto")
         return replace(self, device=place.gpu) if on_gpu and self.device is None else self

@@ -1,4 +1,4 @@
-"""A user's module made ready as a Trainer would: layers built by its hooks, steps that it lacks, nothing compiled."""
+"""Prepare a user's module as a Trainer would: build its layers, add steps that it lacks, undo compilation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ _GIVEN = "_raafl_given"
 
 
 def prepare(module: Any) -> Any:
-    """Make a LightningModule ready to be trained, and return it.
+    """Prepare a LightningModule for training, and return it.
 
-    Steps that take no ``batch_idx`` are wrapped to take one.
-
-    What `torch.compile` has put around it or its parts is taken off: a submodel has shapes of its own. Layers that it builds in
-    `setup` or `configure_model` are built. Without a `validation_step` it is measured by its `test_step`, without that by its
-    training loss.
+    Steps without ``batch_idx`` are wrapped to accept one. `torch.compile` is undone, since a submodel has other shapes. Layers
+    that the module builds in `setup` or `configure_model` are built. Without a `validation_step` it is evaluated by its
+    `test_step`, otherwise by its training loss.
 
     Raises:
-        BadInput: it has no training_step, steps its optimisers itself, one of the hooks fails, a parameter has no elements, or
-            its tensors cannot be copied and sent (`check_tensors`).
+        BadInput: it has no training_step, steps its optimisers itself, a hook fails, a parameter has no elements, or its tensors
+            cannot be copied and sent (`check_tensors`).
     """
     module = uncompiled(module)
     _uncompile_parts(module)
@@ -78,13 +76,13 @@ def _uncompile_parts(module: Any) -> None:
 
 
 def uncompiled(module: Any) -> Any:
-    """Unwrap a module that `torch.compile` returned; anything else stays as it is."""
+    """Return the module inside what `torch.compile` returned; other modules unchanged."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def with_methods(module: Any, **methods: Any) -> Any:
-    """Give a module methods of its own in place of its class's; `given_class` says what that was."""
+    """Replace methods of one module; `given_class` returns its original class."""
     kind = type(module)
     own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
     module.__class__ = type(kind.__name__, (kind,), own)
@@ -92,7 +90,7 @@ def with_methods(module: Any, **methods: Any) -> Any:
 
 
 def given_class(module: nn.Module) -> Any:
-    """Return the class that a module had before `with_methods`."""
+    """Return the class of a module before `with_methods`."""
     return getattr(type(module), _GIVEN, type(module))
 
 

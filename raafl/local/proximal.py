@@ -1,4 +1,4 @@
-"""The pull of a local model towards the values that it was sent (FedProx, Li et al. 2020; Fed-RAA)."""
+"""Add a proximal term that pulls a local model towards its received values (FedProx, Li et al. 2020; Fed-RAA)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raafl.submodel import FlatTensors
 
 
 class ProximalTerm:
-    """The gradient of ``prox/2 * ||theta - theta_received||^2``, added after the loss's own."""
+    """Gradient of ``prox/2 * ||theta - theta_received||^2``, added to that of the loss."""
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
         """Pull ``parameters`` towards ``anchors``."""
@@ -17,7 +17,7 @@ class ProximalTerm:
 
     @classmethod
     def towards(cls, received: FlatTensors, module: nn.Module) -> ProximalTerm:
-        """Return the pull of what trains of a module towards the values received."""
+        """Return the proximal term between a module's trained parameters and the received values."""
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return cls([p for _, p in trained], [received[name].to(p.device) for name, p in trained])
 

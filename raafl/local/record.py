@@ -1,4 +1,4 @@
-"""Catching what a module logs, without a Trainer."""
+"""Record what a module logs, without a Trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raafl.local.latest import Latest
 
 
 class Recorder:
-    """Stands in for ``self.log`` of a LightningModule: keeps weighted means of what is logged.
+    """Replacement for ``self.log`` of a LightningModule that keeps weighted means of logged values.
 
-    Values are added up in float64, whatever the precision of the model. They stay tensors until `means` is called, so that
-    logging never waits for a device. Of a torchmetrics ``Metric`` the object is kept; it computes its value once, at the end,
-    from all that it was updated with, and is reset.
+    Values are added in float64, whatever the model's precision. They stay tensors until `means`, so that logging never waits for a
+    device. A torchmetrics ``Metric`` is kept as an object; it computes its value once, at the end, from everything it was
+    updated with, and is reset.
 
     Attributes:
-        weight: of what is logged without a ``batch_size``: the number of samples in the batch.
+        weight: of values logged without a ``batch_size``: the number of samples in the batch.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Recorder:
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
-        """Take over ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
+        """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it."""
         attach_log(module, self.log, self.log_dict)
 
     def log(
@@ -45,8 +45,13 @@ class Recorder:
     ) -> None:
         """Add one value; display options (``prog_bar`` and the like) are ignored.
 
-        ``value`` is a number, a tensor with one element or a ``Metric`` that has been updated; values become their mean
-        weighted by ``batch_size`` (None = `weight`), or their sum, min or max.
+        Args:
+            name: of the value.
+            value: a number, a tensor with one element, or an updated ``Metric``.
+            *args: display options of Lightning, ignored.
+            **kwargs: further display options, ignored.
+            reduce_fx: mean (weighted), sum, min or max over values.
+            batch_size: weight of the value; None = `weight`.
 
         Raises:
             BadInput: another ``reduce_fx``, or ``value`` is no number.
@@ -83,12 +88,13 @@ class Recorder:
             self.log(name, value, **kwargs)
 
     def means(self, most: int | None = None) -> dict[str, float]:
-        """Return the weighted means since the last call, and what logged metrics compute, and start again.
+        """Return the weighted means since the last call and the values of logged metrics, and reset.
 
-        Of more than ``most`` the first are returned; None = all are.
+        Args:
+            most: return at most so many, the first ones; None = all.
 
         Raises:
-            BadInput: a value that is not one number.
+            BadInput: a value is not one number.
         """
         try:
             names = self.names[:most]
@@ -99,24 +105,24 @@ class Recorder:
             self.clear()
 
     def take_over(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Start again from what another has summed up: by name, a sum and its weight."""
+        """Reset, and start from sums: by name, a sum and its weight."""
         self.clear()
         self._sums.update(sums)
 
     def partial(self) -> tuple[list[tuple[str, str]], Tensor]:
-        """Return the names of all numbers logged, with what becomes of several, and their sums and weights, `(2, names)`."""
+        """Return the names of all logged numbers with their reductions, and sums and weights, `(2, names)`."""
         sums = [(_number(name, self._sums[name][0]), self._sums[name][1]) for name in self._how]
         return list(self._how.items()), torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
 
     def combine(self, parts: Tensor) -> None:
-        """Go on from what several recorders have summed up, `(recorders, 2, names)`, as each one's `partial` gives it."""
+        """Continue from the sums of several recorders, `(recorders, 2, names)`, as `partial` returns them."""
         for place, (name, how) in enumerate(self._how.items()):
             totals, counts = parts[:, :, place].unbind(1)
             total = _REDUCE_ALL.get(how, torch.sum)(totals).item()
             self._sums[name] = total, counts.sum().item() if how == "mean" else 1.0
 
     def clear(self) -> None:
-        """Start again: forget what was logged, and reset the metrics."""
+        """Reset, and reset the metrics."""
         for metric in self._metrics.values():
             if hasattr(metric, "reset"):
                 metric.reset()
@@ -128,7 +134,7 @@ class Recorder:
 
 
 def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
-    """Set ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
+    """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it."""
     for part in module.modules():
         if part is module or callable(getattr(type(part), "log_dict", None)):
             part.log = log  # type: ignore[assignment]
@@ -136,7 +142,7 @@ def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[.
 
 
 def widened(value: Tensor) -> Tensor:
-    """Return a detached copy of a loss or a metric in float64, in which many are added up; on MPS, without float64, in float32."""
+    """Return a detached copy of a loss or metric in float64, for sums; on MPS, which lacks float64, in float32."""
     if value.dtype is torch.float32 and value.device.type == "cpu":
         return value.detach().double()  # one call: a loss comes with each step
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
@@ -144,7 +150,7 @@ def widened(value: Tensor) -> Tensor:
 
 
 def logged_value(name: str, value: Any) -> Tensor | float:
-    """Convert a value that was logged as ``name`` to the form in which it is added up.
+    """Convert a logged value to the form in which it is added up.
 
     Raises:
         BadInput: it is no number.

@@ -1,4 +1,4 @@
-"""Streams of random numbers: the global generators, seeded, and shared by turns."""
+"""Private random streams: seed the global generators, and switch between streams."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raafl.submodel.isolated_run import seeded
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current one of this thread, so that what is asked of ``cuda`` is asked of it; nothing to do for a CPU."""
+    """Return a context in which a GPU is this thread's current one; does nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed all that a module or a data set may draw from, on the CPU and a GPU in use."""
+    """Seed every generator that a module or a data set may use, on the CPU and a GPU in use."""
     seeded(seed)
     if device.type == "cuda":
         with current(device):
@@ -28,20 +28,20 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def generators() -> tuple[Any, ...]:
-    """Return the states of Python's, numpy's and torch's own generator on the CPU."""
+    """Return the states of Python's, numpy's and torch's CPU generators."""
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
 
 
 def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Check whether two states of the `generators` are equal."""
+    """Check whether two results of `generators` are equal."""
     numpys = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     return one[0] == other[0] and numpys and torch.equal(one[2], other[2])
 
 
 class RngStream:
-    """A stream of the global generators: within it, everything that draws draws from here; outside, nothing has changed.
+    """A private RNG stream: inside, Python, NumPy and torch use its state; on exit the previous global state is restored.
 
-    The generators are the whole process's, so one stream is in use at a time, whatever the thread; others wait.
+    Generators belong to the process, so one stream is in use at a time, whatever the thread; others wait.
     """
 
     _in_use = threading.Lock()
@@ -76,7 +76,7 @@ class RngStream:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let others draw within this context, such as while this thread waits; nothing to do where it is not in use."""
+        """Return a context in which other streams may run, as while this thread waits; does nothing if this is not in use."""
         if not self._inside:
             yield
             return

@@ -1,4 +1,4 @@
-"""Sparse gradients, as of `nn.Embedding(sparse=True)`: dense for all but a plain step of an optimiser that takes them."""
+"""Handle sparse gradients, as of `nn.Embedding(sparse=True)`: make them dense unless only the optimiser reads them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raafl.errors import BadInput
 
 
 def takes_sparse(optimizer: Optimizer) -> bool:
-    """Check whether an optimiser's step takes sparse gradients."""
+    """Check whether an optimiser accepts sparse gradients."""
     if isinstance(optimizer, SGD | Adagrad):  # weight decay adds the whole parameter to them
         return all(not group["weight_decay"] for group in optimizer.param_groups)
     return isinstance(optimizer, SparseAdam)
 
 
 def dense_by(local: Local, clip: float | None) -> str | None:
-    """Name what of a run reads or changes gradients between the backward pass and the step, which sparse ones do not allow."""
+    """Return what reads or changes gradients between backward pass and step, which sparse ones do not allow; None = nothing."""
     if local.prox:
         return "the proximal term"
     if clip is not None:
@@ -29,11 +29,11 @@ def dense_by(local: Local, clip: float | None) -> str | None:
 
 
 def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_processes: int = 1) -> None:
-    """Raise `BadInput` where `SparseAdam`, which takes sparse gradients alone, is to have dense ones.
+    """Raise `BadInput` where `SparseAdam`, which accepts only sparse gradients, would get dense ones.
 
     Args:
         optimizer: the module's own.
-        local: what the algorithm does on a client.
+        local: the algorithm's local part.
         clip: largest gradient norm; None = no clipping.
         num_processes: of one client.
     """
@@ -53,13 +53,13 @@ def backward_of(
     clip: float | None,
     num_processes: int,
 ) -> Callable[[Tensor], None]:
-    """Return the backward pass of a task's loss, with sparse gradients made dense where anything but the step reads them.
+    """Return the backward pass of a task's loss, which makes sparse gradients dense where anything but the step reads them.
 
     Args:
-        run: the backward pass of Fabric's strategy, whose second argument is None.
-        module: what trains.
+        run: backward pass of Fabric's strategy, whose second argument is None.
+        module: that trains.
         optimizer: the module's own.
-        local: what the algorithm does on a client.
+        local: the algorithm's local part.
         clip: largest gradient norm; None = no clipping.
         num_processes: of the client.
 

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """A task was given up because its result is no longer wanted."""
+    """A task was given up because its result is no longer needed."""
 
 
 class TaskSteps:
-    """Runs the steps of tasks with one device, Fabric's, and one method.
+    """Runs the steps of tasks on Fabric's device with one method.
 
     Attributes:
         stop: once set, a task ends before its next batch, with `Stopped`.
-        crew: processes that train one client together; None = this is the only one.
-        link: to the server in the middle of a task; None = there is none.
-        place: which batch of its task it is at, in words.
-        extra: what training_step has returned beside the last loss.
+        crew: processes that train one client together; None = only this one.
+        link: connection to the server in the middle of a task; None = none.
+        place: description of the current batch.
+        extra: what training_step returned beside the last loss.
     """
 
     submodels: Submodels
@@ -158,7 +158,7 @@ class TaskSteps:
             self.crew.stepped()
 
     def is_stopped(self) -> bool:
-        """Check whether the task's result is no longer wanted."""
+        """Check whether the task's result is no longer needed."""
         return self.stop is not None and self.stop.is_set()
 
 

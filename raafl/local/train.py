@@ -1,4 +1,4 @@
-"""One task on a client: a pure function of (assignment, received payload, the client's data); state comes in the payload."""
+"""Train one task on a client: a pure function of (assignment, received payload, the client's data)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
-    """Runs tasks for any client; keeps the modules it has built, never a result."""
+    """Runs tasks for any client; reuses the modules it has built, never a result."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class LocalTrainer(TaskSteps):
         """Set up Fabric with a single device.
 
         Args:
-            submodels: of the full model's skeleton.
-            local: the algorithm's hooks around the step.
-            sends: what the merge wants back.
-            training: how much a task trains unless its assignment says so.
-            options: Fabric's.
-            max_built: how many built submodules to keep; a rank that must hold only its fragment keeps one.
-            pools: the merge is made by `raafl.parts.merge.pooled`: running statistics go up as it wants them.
+            submodels: of the model's skeleton.
+            local: the algorithm's local part.
+            sends: "values" or "delta", as the merge wants.
+            training: local work, unless an assignment says otherwise.
+            options: of Fabric.
+            max_built: number of small modules to keep; a rank that may hold only its fragment keeps one.
+            pools: whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
 
@@ -74,12 +74,15 @@ class LocalTrainer(TaskSteps):
         self._checked: WeakSet[FrozenBase] = WeakSet()
 
     def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
-        """Train and return the update; its tensors are this trainer's own storage, good until the next `run`.
+        """Train and return the update; its tensors are this trainer's storage, valid until the next `run`.
 
-        ``received`` has the layout ``payload.layout(spec, "sent")`` and is left as it is.
+        Args:
+            assignment: the task.
+            received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
+            data: the client's.
 
         Raises:
-            BadInput: training writes to a frozen parameter, or changes state that cannot be put back.
+            BadInput: training writes to a frozen parameter, or changes state that cannot be restored.
         """
         with current(self.fabric.device):
             return self._run(assignment, received, data)
@@ -107,9 +110,9 @@ class LocalTrainer(TaskSteps):
         self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, data: ClientData, num_steps: int,
         loss: float | None, extra: dict[str, Any], classes: list[int],
     ) -> Update:  # fmt: skip
-        """Make the update of a task whose steps are done, of what ``built`` holds.
+        """Return the update of a task whose steps are done, from what ``built`` contains.
 
-        ``classes`` were left of a masked loss; a ``loss`` of None is left out: every batch was skipped.
+        ``classes`` are those kept by a masked loss; a ``loss`` of None is left out, since every batch was skipped.
         """
         extra |= {CLASSES: classes} if classes else {}
         built.buffers.gather()
@@ -169,18 +172,18 @@ class LocalTrainer(TaskSteps):
         return nullcontext() if self._pooling is None else self._pooling.as_sent(trained)
 
     def release(self) -> None:
-        """Let go of every module that was built, and give the memory back that is free."""
+        """Release every module that was built, and return free memory to the system."""
         self._built.clear()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back(0)
 
     def make_built(self, spec: Spec) -> TrainableSubmodel:
-        """Make a small module that nobody else uses."""
+        """Build a small module for exclusive use."""
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
     def built(self, spec: Spec) -> TrainableSubmodel:
-        """Return the small module in which tasks of ``spec`` are trained, one after the other."""
+        """Return the small module in which tasks of ``spec`` are trained one after the other."""
         built = self._built.get(spec)
         if built is None:
             while len(self._built) >= self._max_built:

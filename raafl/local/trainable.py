@@ -1,4 +1,4 @@
-"""Keep a small module between tasks, with all that its training needs."""
+"""Reuse a small module between tasks, with everything that its training needs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from raafl.trainer_stand_in import attach
 
 
 class TrainableSubmodel:
-    """A small module that lives on between tasks while only its values change, with its optimizer.
+    """A small module that is reused between tasks while only its values change, with its optimizer.
 
     Attributes:
-        trainer: the stand-in that its module has for a Trainer.
-        hooks: the hooks of Lightning that its module overrides; None = none of them.
+        trainer: stand-in for the module's Trainer.
+        hooks: Lightning hooks that the module overrides; None = none.
         transfer: moves batches to its device.
-        state: what its module keeps beside the values that it is sent.
+        state: state of the module beside the values that it receives.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
@@ -50,13 +50,13 @@ class TrainableSubmodel:
         self.frozen = [(name, p) for name, p in named if name in frozen]
 
     def load(self, values: FlatTensors) -> None:
-        """Take the values of another task, with all else as it was made."""
+        """Load the values of another task, and reset everything else to its initial state."""
         self.state.restore()
         self.present.copy_(values)
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
-        """Load the values of a new task and forget the last one; its learning rates are the module's times ``lr_scale``."""
+        """Load the values of a new task and discard the last one; learning rates are the module's times ``lr_scale``."""
         self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.load(received)
         for bundle in self.up.values():
@@ -67,7 +67,7 @@ class TrainableSubmodel:
             scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)
 
     def begin_anew(self) -> None:
-        """Have the optimiser, and the schedulers, as they were before the first step."""
+        """Reset optimiser and schedulers to before the first step."""
         if self.schedulers or self._depends_on_task:
             self._configure()
             return
@@ -76,7 +76,7 @@ class TrainableSubmodel:
             group.update(fresh)
 
     def answer(self) -> FlatTensors:
-        """Return all that goes up, in storage that is good until the next task."""
+        """Return everything that goes up, in storage that is valid until the next task."""
         if self._answer is not self.trained:
             self._values.copy_(self.trained)
         return self._answer
@@ -99,9 +99,9 @@ _BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
 
 
 def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
-    """Multiply the learning rates of an optimizer by a factor, and those from which its fresh schedulers start, in place.
+    """Multiply the learning rates of an optimizer, and the initial rates of its fresh schedulers, by a factor, in place.
 
-    A scheduler computes a rate from the one before and from its own `_BOUNDS`; all are scaled, so every later rate is.
+    A scheduler computes a rate from the previous one and from its own `_BOUNDS`; all are scaled, so every later rate is.
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})

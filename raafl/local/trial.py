@@ -1,4 +1,4 @@
-"""Trying a model on the data before a run starts: what would fail on a client, or late, fails here with one line."""
+"""Try a model on the data before a run starts, so that what would fail on a client, or late, fails now with one line."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 class Tried(NamedTuple):
-    """The findings of a trial.
+    """Result of a trial.
 
     Attributes:
-        logged: names of what the training step logs.
+        logged: names that the training step logs.
         warnings: for the user, one line each.
         optimizer: the module's.
     """
@@ -41,15 +41,19 @@ def try_training(
     module: nn.Module, batch: Any, device: torch.device | str = "cpu", more: Callable[[], Any] | None = None,
     *, may_skip: bool = False,
 ) -> Tried:  # fmt: skip
-    """Run ``module``'s training step, backward pass and `configure_optimizers` once.
+    """Run the training step, backward pass and `configure_optimizers` of ``module`` once.
 
-    Where the step skips ``batch`` by returning None, it is tried as the second of an epoch, and on ``more()``; to skip these
-    as well is an error unless it ``may_skip``.
+    Values and the random state stay unchanged, buffers may change: pass a copy that is filled again afterwards.
 
-    Values and the random state stay as they are, buffers may change: give a copy that is filled anew.
+    Args:
+        module: to try.
+        batch: for the step.
+        device: where to run.
+        more: returns another batch, tried as the second of an epoch where the step skips ``batch`` by returning None.
+        may_skip: whether the step may skip these as well.
 
     Raises:
-        BadInput: one of them fails, or the step gives no scalar loss that depends on the parameters.
+        BadInput: one of them fails, or the step returns no scalar loss that depends on the parameters.
     """
     kind, recorder, trainer = type(module).__name__, Recorder(), attach(module)
     trainer.measure(recorder.latest.metrics)
@@ -146,10 +150,10 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
 def try_single_samples(
     module: nn.Module, data: FederatedData, training: Training, device: torch.device | str = "cpu"
 ) -> None:
-    """Run a training step on one sample, where clients have such a batch, as the last of an epoch.
+    """Run a training step on one sample as the last batch of an epoch, where clients have such a batch.
 
     Raises:
-        BadInput: it fails, as batch norm does: of one value a channel has no variance.
+        BadInput: it fails, as batch norm does: one value per channel has no variance.
     """
     size = training.batch_size or data.batch_size or 1
     clients = [
@@ -179,7 +183,7 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
 
 @contextmanager
 def explained(module: nn.Module, method: str, batch: Any = None) -> Iterator[None]:
-    """Turn whatever fails inside into a `BadInput` that names the layer, the shapes and the line of code."""
+    """Return a context that turns errors into `BadInput` with the layer, the shapes and the line of code."""
     entered: list[tuple[str, nn.Module, Any]] = []
     handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]
     try:

@@ -39,7 +39,7 @@ def is_merged(dtype: torch.dtype) -> bool:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the real dtype of at least 32 bits in which tensors of ``dtype`` are summed; integers keep theirs."""
+    """Return the real dtype of at least 32 bits in which tensors of ``dtype`` are summed; integers keep their dtype."""
     return torch.promote_types(dtype.to_real(), torch.float32) if is_merged(dtype) else dtype
 
 
@@ -74,7 +74,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Return the real dtype of at least 32 bits in which tensors of ``dtype`` are summed; integers keep their dtype."""
+    """Positions of named tensors in flat buffers, packed in order per dtype; equal layouts have equal fingerprints."""
 
     entries: tuple[TensorEntry, ...]
 

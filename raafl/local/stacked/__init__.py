@@ -1,4 +1,4 @@
-"""Tasks of several clients trained as one: torch functions on stacks of tensors, a client's after another's, to the loop's bits."""
+"""Train tasks of several clients as one: torch functions on stacked tensors, with the bits of training one after another."""
 
 from raafl.local.stacked.cohort import CohortTrainer, Trained, refusal_of, refusal_of_optimizer
 from raafl.local.stacked.stacks import Parted, Unstackable

@@ -1,4 +1,4 @@
-"""The batches of several clients, step by step: gathered for all of them at a time where they share a data set."""
+"""Prepare the batches of several clients step by step, gathered together where clients share a data set."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Rows = Iterator[Tensor]
 
 
 class Batch:
-    """What the clients that go on train on in one step.
+    """What the active clients train on in one step.
 
     Attributes:
-        kinds: places of the clients, by what their batches are like; those of a kind have as many samples.
+        kinds: positions of clients grouped by the form of their batches; those of a group have equally many samples.
         sizes: number of samples in each client's batch.
-        num: of the clients.
+        num: number of clients.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Batch:
             self.kinds[kind].append(client)
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return a stack of each tensor of these clients, whose batches are of one kind, and how a batch is built of them.
+        """Return a stack of each tensor for these clients, whose batches have one form, and how to rebuild a batch from them.
 
-        What is no tensor is as the first of them has it.
+        Values that are no tensors are those of the first client.
         """
         columns = zip(*(self._leaves[client] for client in clients), strict=True)
         stacks = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -51,7 +51,7 @@ class Batch:
 
 
 class Stack(Batch):
-    """Batches of one kind, gathered as stacks."""
+    """Batches of one form, gathered as stacks."""
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
         """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
@@ -75,7 +75,7 @@ def _aligned(one: Tensor) -> Tensor:
 def batches(
     clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int], batch_size: int | None
 ) -> Iterator[Batch]:
-    """Yield what each step trains on; ``counts`` are of the clients' batches, most first."""
+    """Yield what each step trains on; ``counts`` are the clients' numbers of batches, descending."""
     first = clients[0]
     if not first.gathers:
         yield from _one_by_one(clients, rows, counts)

@@ -1,4 +1,4 @@
-"""Clipping the gradients of several clients, each by its own norm, to the bits of `torch.nn.utils.clip_grad_norm_`."""
+"""Clip the gradients of several clients, each by its own norm, with the bits of `torch.nn.utils.clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_NORM = 1e-6  # torch's own
 
 
 def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
-    """Scale gradients, (clients, ...) each, in place, so that no client's norm over all of them is above ``most``."""
+    """Scale gradients of shape (clients, ...) in place, so that no client's total norm exceeds ``most``."""
     if gradients:
         norms = torch.stack([_norms(known, one) for one in gradients], 1)
         factors = (most / (_norms(known, norms) + _LEAST_NORM)).clamp(max=1.0)

@@ -1,6 +1,6 @@
-"""Tasks of one submodel trained as one, and what comes of it client by client.
+"""Train tasks of one submodel as one batch of clients, and return the result client by client.
 
-Clients are sorted by how many steps they have: those that go on are the first rows of every stack.
+Clients are sorted by number of steps: those that continue are the first rows of every stack.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
-    """Return why no task of a run can be trained with others, or None; ``device`` is the type that Fabric chooses."""
+    """Return why no task of a run can be trained together with others, or None; ``device`` is the type that Fabric uses."""
     if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
     if device != "cpu":
@@ -51,7 +51,7 @@ def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Return why tasks cannot be trained together in a small module, or None."""
+    """Return why tasks cannot be trained together in this small module, or None."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -64,10 +64,10 @@ def refusal_of_built(built: TrainableSubmodel) -> str | None:
 
 
 class Trained:
-    """What a cohort has been trained to; asked for client by client, when the result is due.
+    """Result of training a batch of clients; read client by client when results are due.
 
     Attributes:
-        seen: what the batches were like, and which tasks had such.
+        seen: forms of batches, and which tasks had them.
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
@@ -84,7 +84,7 @@ class Trained:
         return self._members[self._place[assignment_id]]
 
     def update(self, assignment_id: int, *, draws: bool = False) -> Update:
-        """Return a task's update as `LocalTrainer.run` does; with ``draws`` leave the generators as it does, too."""
+        """Return a task's update as `LocalTrainer.run` does; with ``draws``, leave the generators in the same state, too."""
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
         built = self._trainer.built(assignment.spec)
@@ -99,10 +99,10 @@ class Trained:
 
 
 class CohortTrainer:
-    """Trains tasks of one spec as one; keeps the modules that it has built apart from the loop's."""
+    """Trains tasks of one spec together; its modules are separate from those for sequential training."""
 
     def __init__(self, trainer: LocalTrainer, max_built: int = 16) -> None:
-        """Train as ``trainer`` does."""
+        """Train like ``trainer``."""
         self._trainer, self._max_built = trainer, max_built
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known = {}
@@ -118,14 +118,14 @@ class CohortTrainer:
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:
-        """Return about the bytes of a client's values, gradients and optimiser state."""
+        """Estimate the bytes of a client's values, gradients and optimiser state."""
         return 4 * self._trainer.submodels.layout(spec, "present").num_bytes
 
     def train(self, tasks: Sequence[Member]) -> Trained:
-        """Train tasks of one spec.
+        """Train tasks of one spec together.
 
         Raises:
-            Unstackable: they cannot be trained as one.
+            Unstackable: they cannot be trained together.
         """
         trainer = self._trainer
         built, places = self._get(tasks[0].assignment.spec)

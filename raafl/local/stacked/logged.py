@@ -1,4 +1,4 @@
-"""What a module logs while the tasks of several clients are trained as one."""
+"""Record what a module logs while tasks of several clients are trained as one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")} 
 
 
 class Logged:
-    """Stands in for `Recorder`: keeps each client's sums.
+    """Replacement for `Recorder` that keeps sums for each client.
 
     Attributes:
-        weight: of what is logged without a ``batch_size``: the samples in the batch of each client that is computed next.
+        weight: of values logged without a ``batch_size``: samples in each client's batch that is computed next.
     """
 
     def __init__(self, num: int) -> None:
@@ -37,7 +37,7 @@ class Logged:
         self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Note one value of all clients, inside vmap; as `Recorder.log`."""
+        """Record one value of all clients, inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if callable(getattr(value, "compute", None)) or how not in _START:
             raise Unstackable(f"it logs '{name}', which is no number, or not averaged")
@@ -50,12 +50,12 @@ class Logged:
             self.log(name, value, **kwargs)
 
     def take(self) -> list[Tensor]:
-        """Return the values that were logged in this step, to be handed to `add` outside vmap."""
+        """Return the values logged in this step, to be passed to `add` outside vmap."""
         self._said, self._step = self._step, []
         return [value for _, value, _, _ in self._said]
 
     def add(self, clients: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Add what ``clients`` have logged in a step; each of ``values`` has one number for each of them."""
+        """Add what ``clients`` logged in a step; each of ``values`` has one number per client."""
         where = torch.tensor(clients)
         for (name, _, weight, how), value in zip(self._said, values, strict=True):
             value = value.reshape(len(clients))
@@ -72,7 +72,7 @@ class Logged:
                 counts[client] = counts[client] + weight if how == "mean" else 1.0
 
     def hand(self, client: int, recorder: Recorder) -> None:
-        """Let a recorder have what one client has logged."""
+        """Copy what one client logged into a recorder."""
         recorder.take_over({
             name: (float(sums[client]), self._counts[name][client])
             for name, sums in self._sums.items() if self._counts[name][client]

@@ -1,4 +1,4 @@
-"""Cross entropy of several clients: the logarithms of all at once, each client's mean by torch's own sum."""
+"""Compute the cross entropy of several clients: log-softmax of all at once, each client's mean by torch's own sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked cross entropy (`raafl.local.masked`) of several clients at once, each with its own classes."""
+"""Compute masked cross entropy (`raafl.local.masked`) of several clients at once, each with its own classes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How each torch function is computed on stacks: as one, client by client, or by vmap's own rule.
+"""Decide how each torch function is computed on stacks: together, client by client, or by vmap's own rule.
 
-vmap's rules for what acts element by element have a client's bits, and so have most others, but not all: products, norms,
-convolutions, attention and recurrent layers go through what is here. What is trained as one is compared with the loop before
-it is relied on (`raafl.runtime.executors.batched`), so a function that is missing here costs speed, never a bit.
+vmap's rules for elementwise functions have a client's bits, and so have most others, but not all: products, norms, convolutions,
+attention and recurrent layers are handled here. A batch of clients is compared with sequential training before it is relied on
+(`raafl.runtime.executors.batched`), so a function missing here costs speed, never a bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DROPOUTS: frozenset[Any] = frozenset((
 
 
 class Stacked(TorchFunctionMode):
-    """Inside vmap over the clients, has every torch function give each of them what it would give to it alone."""
+    """Mode inside vmap over clients in which every torch function returns to each what it would return to it alone."""
 
     def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
         """Compute for ``num`` clients.

@@ -1,8 +1,7 @@
-"""Linear layers and tables of embeddings of several clients: one product for all of them, where it has the bits of each one's own.
+"""Compute linear layers and embeddings of several clients in one product where its bits equal those of separate products.
 
-Whether a batched product has them depends on its shapes and on where its operands lie, and on nothing else. So each kind that
-comes up is first tried on drawn numbers, and where any result differs it is computed for each client on its own. The numbers
-at hand would not do: of three results all may be the same by chance.
+Whether they do depends on shapes and memory alignment only. So each kind is first tried on random numbers, and computed separately
+where any result differs. The actual numbers would not do: equal results of three may be chance.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class _Linear(Function):
 def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
-    """Compute for all clients at once, or for each one where that has other bits; find out which where it is not known."""
+    """Compute for all clients at once, or separately where that has other bits; determines which on first use."""
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     key = (name, len(operands[0]).bit_length(), *places)
     equal = known.get(key)
@@ -104,13 +103,13 @@ def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors of floating-point numbers are the same to the bit, not-a-numbers and zeros, too."""
+    """Check whether two floating-point tensors are equal to the bit, including NaN and signed zeros."""
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
     return torch.equal(one.contiguous().view(as_int), other.contiguous().view(as_int))
 
 
 def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute `F.embedding` of stacks, inside vmap; a table that all clients share is no stack, and stays as it is."""
+    """Compute `F.embedding` on stacks, inside vmap; a table shared by all clients is no stack and stays as it is."""
     if stack_of(args[1]) is None:
         return F.embedding(*args, **kwargs)
     return _embedding(num, *args, **kwargs)

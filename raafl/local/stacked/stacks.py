@@ -1,11 +1,10 @@
-"""Stacks: tensors of several clients, of equal shapes, along a first dimension that the user's code does not see.
+"""Stack tensors of several clients, of equal shapes, along a first dimension that the user's code does not see.
 
-`torch.func.vmap` hides the dimension; inside it a tensor stands for a stack. What is here leaves vmap for a while, computes
-on the stack or on each client's slice of it, and goes back, so that the slices may be computed by the very kernels that a
-client alone would use.
+`torch.func.vmap` hides the dimension; inside it a tensor stands for a stack. These functions leave vmap temporarily, compute on the
+stack or on each client's slice, and return, so that slices are computed by the same kernels that a client alone would use.
 
-Kernels may give other bits where a tensor begins at another place of memory: some take their first elements one by one, up to
-a multiple of 16 bytes. A slice lies where a client's own tensor would, to 16 bytes, or is copied there.
+Kernels may produce other bits where a tensor starts at another memory alignment: some process their first elements one by one,
+up to a multiple of 16 bytes. A slice has the alignment of a client's own tensor, modulo 16 bytes, or is copied to one.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _ALIGN_BYTES = 16
 
 
 class Unstackable(Exception):
-    """These tasks cannot be trained as one; says why."""
+    """These tasks cannot be trained together; the message says why."""
 
 
 class Parted(Unstackable):
-    """The clients of a cohort go different ways."""
+    """Clients of a batch take different branches."""
 
 
 def stack_of(value: Any) -> Tensor | None:
-    """Return the stack that ``value`` stands for, clients first; None = it is no tensor, or one that all clients share."""
+    """Return the stack behind ``value``, clients first; None = no tensor, or one that all clients share."""
     if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
         return None
     stack, dim = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
@@ -44,7 +43,7 @@ def stack_of(value: Any) -> Tensor | None:
 
 @contextmanager
 def outside() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Leave vmap within this context; yields what makes a tensor that stands for a stack, to be called within it."""
+    """Return a context outside of vmap; it yields the function that turns a stack into a tensor inside vmap."""
     level = functorch.current_level()
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -56,13 +55,13 @@ def outside() -> Iterator[Callable[[Tensor], Tensor]]:
 def within(
     num: int, function: Callable[[Callable[[Tensor], Tensor]], tuple[Any, list[Any]]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Call a function inside vmap over ``num`` clients, and return the stacks that its answers stand for.
+    """Call a function inside vmap over ``num`` clients; return the stacks behind its results.
 
-    It is given what makes a tensor that stands for a stack, and answers with a loss and a list of values. `torch.func.vmap` does
-    the same, but takes as long to look at what it is given as a small model's step.
+    ``function`` gets what turns a stack into a tensor, and returns a loss and a list of values. `torch.func.vmap` does the same,
+    but inspecting its arguments takes as long as a small model's step.
 
     Raises:
-        Unstackable: an answer is no tensor.
+        Unstackable: a result is no tensor.
     """
     lazy_load_decompositions()
     level = functorch._vmap_increment_nesting(num, "error")
@@ -79,7 +78,7 @@ def within(
 
 
 def apart(stack: Tensor) -> Sequence[Tensor]:
-    """Return each client's slice, where in memory it would lie if it were alone."""
+    """Return each client's slice with the memory alignment it would have alone."""
     if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
         return stack.unbind(0)
     if stack.requires_grad and torch.is_grad_enabled():
@@ -120,14 +119,14 @@ def by_slices(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num: int,
     states: list[Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Call a torch function once for each of ``num`` clients, inside vmap, and return the stacks of what it gives.
+    """Call a torch function once per client, inside vmap; return the stacks of its results.
 
     Args:
-        function: called with a client's slices in place of what stands for stacks.
-        args: its arguments, in lists and the like, too.
-        kwargs: and those with names.
-        num: clients in the cohort.
-        states: each client's state of torch's generator, taken on where the function may draw; None = it does not.
+        function: called with a client's slices in place of stacks.
+        args: its arguments, possibly nested in lists.
+        kwargs: its keyword arguments.
+        num: number of clients.
+        states: each client's state of torch's generator, advanced where the function may draw; None = it does not.
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
     generator = torch.default_generator

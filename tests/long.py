@@ -1,4 +1,4 @@
-"""What is long and rare, and a dated record of it: `make test-long`, or `python -m tests.long --out FILE`."""
+"""Run what is too long for each change, and record when: `make test-long`, or `python -m tests.long --out FILE`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Counts:
 
 
 def marked() -> dict[str, Any]:
-    """The tests that are marked long."""
+    """Run the tests that are marked long, and those of Hypothesis with many examples."""
     counts = Counts()
-    code = pytest.main(["-q", "--durations=10", "-m", "long"], plugins=[counts])
-    return {"part": "tests marked long", "exit_code": int(code), **counts.outcomes}
+    many = ["-m", "long or hypothesis", "--hypothesis-profile=thorough"]
+    code = pytest.main(["-q", "--durations=10", *many], plugins=[counts])
+    return {"part": "tests marked long, and Hypothesis's", "exit_code": int(code), **counts.outcomes}
 
 
 def fuzz() -> dict[str, Any]:

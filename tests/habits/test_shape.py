@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.habits.source import modules, place
+from tests.habits.source import modules, place, tree
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -22,7 +22,7 @@ def test_modules_are_short():
 def test_functions_are_short():
     long = {}
     for path in modules(*SOURCES):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines >= MAX_FUNCTION_LINES:
@@ -35,7 +35,7 @@ def test_library_code_does_not_print():
         place(path, node.lineno)
         for path in modules("raafl")
         if path.name not in ("cli.py", "__main__.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
     ]
     assert not wrong, "report through the run folder, a logger or raafl.watch.progress"

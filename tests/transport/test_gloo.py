@@ -56,7 +56,6 @@ def test_an_old_header_is_not_taken_for_a_new_one(ends):
         server.recv(lambda *_: None, 5)
 
 
-@pytest.mark.alone
 def test_refused_payloads_do_not_grow_memory(ends, pool):
     message, sizes = Message(Kind.UPDATE, 9, 0, {}, FlatTensors.from_named({"w": torch.zeros(2 * CHUNK_BYTES)})), []
     for _ in range(6):

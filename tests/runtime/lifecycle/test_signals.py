@@ -183,7 +183,6 @@ def test_a_clean_up_that_hangs_holds_up_nothing(tmp_path):
         process.communicate()
 
 
-@pytest.mark.alone
 def test_nothing_is_left_of_it():
     threads, files = threading.active_count(), psutil.Process().num_fds()
     with signals.ends_process(), Interrupt() as interrupted:

@@ -33,7 +33,6 @@ from tests.transport.hostile import (
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("fast", [10, HEAD + 10])
 def test_a_client_that_drips_is_slow_and_the_others_are_served(fast, encrypt):
@@ -59,7 +58,6 @@ def silent(server, count=200):
     return [server.raw() for _ in range(count)]
 
 
-@pytest.mark.alone
 def test_200_silent_connections_do_not_keep_a_client_out():
     with Server() as server, server.call(1) as other:
         crowd = silent(server)
@@ -73,7 +71,6 @@ def test_200_silent_connections_do_not_keep_a_client_out():
         assert set(reasons) <= {"busy", "closed", "timeout"} and reasons.count("busy") >= 200 - 32
 
 
-@pytest.mark.alone
 def test_a_client_gets_in_while_others_keep_coming():
     """An attacker that reconnects as fast as it can; a client that tries again, as `raafl join` does, is let in."""
     with Server(max_callers=8) as server:
@@ -179,7 +176,6 @@ def level(server):
     return psutil.Process().memory_info().rss, threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "sealed"])
 def test_a_siege_leaves_no_trace(encrypt):
     """Every attack above, again and again, while a client is served; memory, threads and descriptors come back."""

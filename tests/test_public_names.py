@@ -6,7 +6,7 @@ import raafl
 import raafl.algorithm
 from tests.habits.source import ROOT
 
-LIST = ROOT / "tests" / "habits" / "public_names.txt"
+LIST = ROOT / "tests" / "public_names.txt"
 
 
 def public_names() -> list[str]:
@@ -20,7 +20,7 @@ def public_names() -> list[str]:
 
 
 def test_public_names_are_those_of_the_list():
-    """To change the list on purpose: python -m tests.habits.test_public_names."""
+    """To change the list on purpose: python -m tests.test_public_names."""
     assert public_names() == LIST.read_text().splitlines()
 
 

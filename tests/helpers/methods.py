@@ -1,0 +1,57 @@
+"""Choose methods that together cover every kind of part: a property of a kind need not be run on each method.
+
+A kind is a method of `Select`, `Local`, `Trigger` or `Merge` that a part overrides, or a class of `raafl.core` or `raafl.parts`
+that a part is one of. The other methods run in `make test-long`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from raafl.algorithms import ALGORITHMS
+from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
+from raafl.core.local import Local
+
+BASES = {"select": Select, "local": Local, "trigger": Trigger, "merge": Merge}
+
+
+def kinds(algorithm: Algorithm) -> set[str]:
+    """Return the kinds of parts that an algorithm has, as "merge.receive" or "merge:Wrapped"."""
+    found = set()
+    for part, base in BASES.items():
+        own = type(getattr(algorithm, part))
+        names = [name for name in dir(base) if name == "__call__" or not name.startswith("_")]
+        found |= {f"{part}.{name}" for name in names if getattr(own, name) is not getattr(base, name)}
+        shared = ("raafl.core.", "raafl.parts.")
+        found |= {f"{part}:{kind.__name__}" for kind in own.__mro__ if kind.__module__.startswith(shared)}
+    return found
+
+
+def covering(algorithms: Mapping[str, Algorithm]) -> list[str]:
+    """Return names of few algorithms that have every kind of part, by greedy choice; ties go to the first."""
+    of = {name: kinds(algorithm) for name, algorithm in algorithms.items()}
+    missing, chosen = set().union(*of.values()), []
+    while missing:
+        best = max(of, key=lambda name: len(of[name] & missing))
+        missing -= of[best]
+        chosen.append(best)
+    return chosen
+
+
+def each_method(
+    algorithms: Mapping[str, Algorithm] | None = None, also: Iterable[str] = (), but: Iterable[str] = ()
+) -> list[Any]:
+    """Return a parameter for each method: its name, marked `long` outside the covering set.
+
+    Args:
+        algorithms: the algorithms by name; None = every registered method with its defaults.
+        also: names that are never long, for what only they show.
+        but: names to leave out.
+    """
+    algorithms = {name: make() for name, make in ALGORITHMS.items()} if algorithms is None else algorithms
+    algorithms = {name: algorithm for name, algorithm in algorithms.items() if name not in but}
+    quick = {*covering(algorithms), *also}
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in algorithms]
